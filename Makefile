@@ -1,0 +1,31 @@
+# Every target sets up what it needs and can be run again.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup demo test check clean
+
+setup: $(READY)
+
+# torch comes first and pinned: a bare "torch" may bring another version and gigabytes of CUDA packages.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --editable ".[lab,dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/sparsync demo --out demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) demo build dist

@@ -1,0 +1,66 @@
+"""Sparse and skipping gradient synchronisation for PyTorch: the public names, loaded when first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparsync import schemes as schemes
+    from sparsync.comm.group import GroupComm as GroupComm
+    from sparsync.comm.local import LocalWorld as LocalWorld
+    from sparsync.comm.metered import MeteredComm as MeteredComm
+    from sparsync.core import Bucket as Bucket
+    from sparsync.core import Cost as Cost
+    from sparsync.core import Report as Report
+    from sparsync.core import Slot as Slot
+    from sparsync.core import Span as Span
+    from sparsync.hooks.ddp import attach as attach
+    from sparsync.schemes.dense import Dense as Dense
+    from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
+    from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
+    from sparsync.schemes.topk_allgather import TopK as TopK
+
+# Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
+_HOME = {
+    "Bucket": "sparsync.core",
+    "Cost": "sparsync.core",
+    "Dense": "sparsync.schemes.dense",
+    "GroupComm": "sparsync.comm.group",
+    "LocalWorld": "sparsync.comm.local",
+    "MeteredComm": "sparsync.comm.metered",
+    "RandomPruning": "sparsync.schemes.random_pruning",
+    "Report": "sparsync.core",
+    "SkipReduce": "sparsync.schemes.skip_reduce",
+    "Slot": "sparsync.core",
+    "Span": "sparsync.core",
+    "TopK": "sparsync.schemes.topk_allgather",
+    "attach": "sparsync.hooks.ddp",
+}
+__all__ = [
+    "Bucket",
+    "Cost",
+    "Dense",
+    "GroupComm",
+    "LocalWorld",
+    "MeteredComm",
+    "RandomPruning",
+    "Report",
+    "SkipReduce",
+    "Slot",
+    "Span",
+    "TopK",
+    "attach",
+    "schemes",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "schemes":
+        return import_module("sparsync.schemes")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'sparsync' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

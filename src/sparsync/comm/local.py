@@ -1,0 +1,247 @@
+"""P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says who waits for whom.
+
+Each rank is a thread that runs until it must wait; then the next rank that can go on does. The order depends on nothing but the
+calls the ranks make, so the same program gives the same bits each time. For laws at P = 1..64 and for studies at P = 256..1024.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class DeadlockError(RuntimeError):
+    """Every rank that has not returned waits, and none can go on."""
+
+
+class _Stopped(BaseException):
+    """Unwinds a rank's thread after another rank failed; BaseException, so that no `except Exception` in a scheme holds it up."""
+
+
+@dataclass(frozen=True)
+class LocalWorld:
+    """A world of `size` ranks inside this process."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a world has at least 1 rank, got {self.size}")
+
+    def run(self, fn: Callable[["LocalComm"], Result]) -> list[Result]:
+        """What `fn(comm)` returned on every rank, in rank order.
+
+        The first error of any rank ends all of them and is raised here, with a note that names the rank. Raises DeadlockError when no
+        rank can go on, and RuntimeError when a message was sent that nobody received.
+        """
+        board = _Board(self.size)
+        results: list[Any] = [None] * self.size
+
+        def body(rank: int) -> None:
+            board.start(rank)
+            try:
+                results[rank] = fn(LocalComm(rank, board))
+            except _Stopped:
+                pass
+            except BaseException as error:  # carried over to the caller's thread, whatever it is
+                error.add_note(f"(on rank {rank} of {self.size})")
+                board.fail(error)
+            finally:
+                board.finish(rank)
+
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        board.begin()
+        for thread in threads:
+            thread.join()
+        board.close()
+        return results
+
+
+@dataclass
+class LocalComm:
+    """One rank's view of a LocalWorld."""
+
+    rank: int
+    board: "_Board" = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        return self.board.size
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        _check_peer(to, self.size)
+        _check_peer(source, self.size)
+        mail = self.board.mail
+        if out.numel():
+            mail[self.rank, to].append(out.clone())
+        if not into.numel():
+            return
+        inbox = mail[source, self.rank]
+        self.board.wait(self.rank, lambda: bool(inbox), "send_recv", lambda: [source])
+        message = inbox.popleft()
+        if message.numel() != into.numel() or message.dtype != into.dtype:
+            raise RuntimeError(
+                f"rank {self.rank} expected {into.numel()} x {into.dtype} from rank {source}, which sent "
+                f"{message.numel()} x {message.dtype}"
+            )
+        into.copy_(message)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        gathered = self._meet("all_gather", x.clone())
+        _check_counts(self.rank, "all_gather", [part.numel() for part in gathered], counts)
+        return gathered
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        if len(parts) != self.size:
+            raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
+        table = self._meet("all_to_all", [part.clone() for part in parts])
+        received = [row[self.rank] for row in table]
+        _check_counts(self.rank, "all_to_all", [part.numel() for part in received], counts)
+        return received
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        gathered = self._meet("all_reduce", x.clone())
+        lengths = {part.numel() for part in gathered}
+        if len(lengths) > 1:
+            raise RuntimeError(f"all_reduce needs one length on all ranks, got {[part.numel() for part in gathered]}")
+        total = gathered[0].clone()
+        for part in gathered[1:]:  # in rank order, so that every rank gets the same bits
+            total += part
+        return total
+
+    def _meet(self, name: str, deposit: object) -> list[Any]:
+        return self.board.meet(self.rank, name, deposit)
+
+
+@dataclass
+class _Meeting:
+    name: str
+    deposits: dict[int, Any] = field(default_factory=dict)
+    left: int = 0
+
+
+@dataclass
+class _Waiting:
+    ready: Callable[[], bool]
+    name: str
+    on: Callable[[], list[int]]
+
+
+class _Board:
+    """Who runs, who waits for what, and the messages under way. Only the thread whose turn it is touches it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.error: BaseException | None = None
+        self._turn = [threading.Semaphore(0) for _ in range(size)]
+        self._waiting: dict[int, _Waiting] = {}
+        self._finished: set[int] = set()
+        self._meetings: dict[int, _Meeting] = {}
+        self._met = [0] * size
+
+    def begin(self) -> None:
+        self._turn[0].release()
+
+    def start(self, rank: int) -> None:
+        self._turn[rank].acquire()
+
+    def wait(self, rank: int, ready: Callable[[], bool], name: str, on: Callable[[], list[int]]) -> None:
+        """Returns once `ready()`; lets the other ranks run until then. `on()` names the ranks waited for."""
+        if self.error is not None:
+            raise _Stopped
+        if ready():
+            return
+        self._waiting[rank] = _Waiting(ready, name, on)
+        following = self._next(rank)
+        if following is None:
+            self._deadlock()
+        if following != rank:
+            self._turn[following].release()
+            self._turn[rank].acquire()
+        self._waiting.pop(rank, None)
+        if self.error is not None:
+            raise _Stopped
+
+    def meet(self, rank: int, name: str, deposit: object) -> list[Any]:
+        """What every rank deposited at this rank's next collective, in rank order."""
+        number = self._met[rank]
+        self._met[rank] += 1
+        meeting = self._meetings.setdefault(number, _Meeting(name))
+        if meeting.name != name:
+            other = next(iter(meeting.deposits))
+            raise RuntimeError(
+                f"collective number {number}: rank {rank} called {name}, rank {other} called {meeting.name}; "
+                "all ranks must make the same calls in the same order"
+            )
+        meeting.deposits[rank] = deposit
+        self.wait(rank, lambda: len(meeting.deposits) == self.size, name, lambda: self._absent(meeting))
+        meeting.left += 1
+        if meeting.left == self.size:
+            del self._meetings[number]
+        return [meeting.deposits[other] for other in range(self.size)]
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+    def finish(self, rank: int) -> None:
+        """Ends the turn of a rank that has returned; wakes the next, or, after an error, all that still wait."""
+        self._finished.add(rank)
+        following = self._next(rank)
+        if following is None and len(self._finished) < self.size:
+            self.fail(DeadlockError(self._who_waits()))
+            following = self._next(rank)
+        if following is not None:
+            self._turn[following].release()
+
+    def close(self) -> None:
+        if self.error is not None:
+            raise self.error
+        unread = {pair: len(messages) for pair, messages in self.mail.items() if messages}
+        if unread:
+            told = ", ".join(f"{count} from rank {a} to rank {b}" for (a, b), count in sorted(unread.items()))
+            raise RuntimeError(f"messages were sent that nobody received: {told}")
+
+    def _next(self, rank: int) -> int | None:
+        for distance in range(1, self.size + 1):
+            other = (rank + distance) % self.size
+            if other in self._finished:
+                continue
+            waiting = self._waiting.get(other)
+            if self.error is not None or waiting is None or waiting.ready():
+                return other
+        return None
+
+    def _absent(self, meeting: _Meeting) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in meeting.deposits]
+
+    def _deadlock(self) -> NoReturn:
+        raise DeadlockError(self._who_waits())
+
+    def _who_waits(self) -> str:
+        lines = [
+            f"rank {rank} in {waiting.name} waits for rank{'s' if len(waiting.on()) > 1 else ''} "
+            + ", ".join(
+                f"{other}{' (which has returned)' if other in self._finished else ''}" for other in waiting.on()
+            )
+            for rank, waiting in sorted(self._waiting.items())
+        ]
+        return "deadlock: " + "; ".join(lines)
+
+
+def _check_peer(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"a rank must be in [0, {size - 1}], got {rank}")
+
+
+def _check_counts(rank: int, name: str, found: list[int], counts: Sequence[int] | None) -> None:
+    if counts is not None and list(counts) != found:
+        raise RuntimeError(f"rank {rank} was told that {name} brings {list(counts)} elements, it brought {found}")

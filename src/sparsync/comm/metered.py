@@ -1,0 +1,106 @@
+"""Counting as a wrapper: what each operation of a communicator puts on the wire, in closed form and as counted.
+
+The four closed forms are exact for LocalWorld and for gloo (whose all_reduce and all_gather are rings). NCCL may choose other
+algorithms of the same volume per rank but other message counts.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sparsync.core import Cost, spans
+from sparsync.protocols import Comm
+
+COUNT_NBYTES = 8  # one int64 length for each pair of ranks, where lengths are not known beforehand
+
+
+def send_cost(nbytes: int) -> Cost:
+    """One message, or none when there is nothing to send."""
+    return Cost(steps=1, messages=1 if nbytes else 0, nbytes=nbytes)
+
+
+def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
+    """A ring that forwards: `nbytes` of every rank pass every rank but one."""
+    if P == 1:
+        return Cost()
+    gathered = Cost(P - 1, P - 1, (P - 1) * nbytes)
+    return gathered if counts_known else gathered + counts_cost(P)
+
+
+def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
+    """One message to each other rank that gets anything; `nbytes[r]` go to rank r."""
+    P = len(nbytes)
+    if P == 1:
+        return Cost()
+    sent = [part for other, part in enumerate(nbytes) if other != rank and part]
+    exchanged = Cost(1, len(sent), sum(sent))
+    return exchanged if counts_known else exchanged + counts_cost(P)
+
+
+def counts_cost(P: int) -> Cost:
+    """Every rank tells every other one length."""
+    return Cost(1, P - 1, COUNT_NBYTES * (P - 1))
+
+
+def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
+    """A ring reduce-scatter followed by a ring all-gather over P near-equal slices: 2 (P-1)/P of the bytes leave each rank."""
+    if P == 1:
+        return Cost()
+    slices = [len(span) for span in spans(count, P)]
+    sent = [slices[(rank - j) % P] for j in range(1, P)] + [slices[(rank - j) % P] for j in range(P - 1)]
+    return Cost(2 * (P - 1), sum(1 for part in sent if part), element_nbytes * sum(sent))
+
+
+@dataclass
+class MeteredComm:
+    """A communicator that passes every call on, and counts what leaves this rank and how long the calls took.
+
+    `sent` and `wait_s` grow until `take()` returns and clears them.
+    """
+
+    inner: Comm
+    sent: Cost = field(default_factory=Cost)
+    wait_s: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def take(self) -> tuple[Cost, float]:
+        """What was counted since the last take, and the seconds spent inside the communicator; both start again at nothing."""
+        taken = self.sent, self.wait_s
+        self.sent, self.wait_s = Cost(), 0.0
+        return taken
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        began = time.perf_counter()
+        self.inner.send_recv(out, to, into, source)
+        self._count(send_cost(out.nbytes), began)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        began = time.perf_counter()
+        gathered = self.inner.all_gather(x, counts)
+        self._count(all_gather_cost(x.nbytes, self.size, counts is not None), began)
+        return gathered
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        began = time.perf_counter()
+        received = self.inner.all_to_all(parts, counts)
+        self._count(all_to_all_cost([part.nbytes for part in parts], self.rank, counts is not None), began)
+        return received
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        began = time.perf_counter()
+        total = self.inner.all_reduce(x)
+        self._count(all_reduce_cost(x.numel(), x.element_size(), self.size, self.rank), began)
+        return total
+
+    def _count(self, cost: Cost, began: float) -> None:
+        self.sent += cost
+        self.wait_s += time.perf_counter() - began

@@ -1,0 +1,66 @@
+"""A communicator over some ranks of another one, made of its point-to-point messages alone.
+
+No process group is created, so a scheme may divide its ranks into nodes without any rank outside agreeing to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync.comm.metered import COUNT_NBYTES
+from sparsync.protocols import Comm
+
+
+@dataclass
+class SubsetComm:
+    """The ranks `members` of `parent`, in this order; the calling rank is one of them."""
+
+    parent: Comm
+    members: list[int]
+
+    def __post_init__(self) -> None:
+        if self.parent.rank not in self.members:
+            raise ValueError(f"rank {self.parent.rank} is not among the members {self.members}")
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.parent.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        self.parent.send_recv(out, self.members[to], into, self.members[source])
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        return self.all_to_all([x] * self.size, counts)
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        if counts is None:
+            counts = self._exchange_counts([part.numel() for part in parts], parts[0].device)
+        received = [torch.empty(0)] * self.size
+        received[self.rank] = parts[self.rank]
+        for distance in range(
+            1, self.size
+        ):  # in round i everybody sends i places on, so no rank is sent to by two at once
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            received[source] = parts[0].new_empty(counts[source])
+            self.send_recv(parts[to], to, received[source], source)
+        return received
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum in rank order. Bytes sent per rank: (P-1) * nbytes(x), since it is meant for a few numbers only."""
+        gathered = self.all_gather(x, [x.numel()] * self.size)
+        total = gathered[0].clone()
+        for part in gathered[1:]:
+            total += part
+        return total
+
+    def _exchange_counts(self, outgoing: list[int], device: torch.device) -> list[int]:
+        told = torch.tensor(outgoing, dtype=torch.int64, device=device)
+        assert told.element_size() == COUNT_NBYTES
+        heard = self.all_to_all([told[r : r + 1] for r in range(self.size)], [1] * self.size)
+        return [int(count) for count in heard]  # a host sync: buffer sizes depend on it

@@ -1,0 +1,142 @@
+"""The words everything else is said in: spans, buckets, sparse vectors, costs and reports.
+
+Nothing here communicates, selects or keeps state. Letters: P ranks, n elements of a bucket, k selected on one rank, K in the union.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Detail = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open range [start, stop) of positions in a flat vector."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def of(self, x: Tensor) -> Tensor:
+        """The view of the one-dimensional `x` on this span."""
+        return x[self.start : self.stop]
+
+
+def spans(count: int, parts: int) -> tuple[Span, ...]:
+    """`parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer, so some are empty when count < parts."""
+    short, longer = divmod(count, parts)
+    starts = [part * short + min(part, longer) for part in range(parts + 1)]
+    return tuple(Span(start, stop) for start, stop in pairwise(starts))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the gradient of the parameter called `name` lies in its bucket."""
+
+    name: str
+    span: Span
+
+
+@dataclass
+class Bucket:
+    """A flat piece of the gradient: what a scheme takes in, and writes back.
+
+    `key` names the bucket and is the same on every rank, as are `step` and `layout`; only `grad` differs before `Scheme.reduce`.
+    Without a layout the whole bucket counts as one parameter called `key`.
+    Raises ValueError when `grad` is not one-dimensional, contiguous and floating, or when `layout` does not cover it.
+    """
+
+    key: str
+    grad: Float[Tensor, " n"]
+    step: int
+    layout: tuple[Slot, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.key = str(self.key)
+        if self.grad.dim() != 1 or not self.grad.is_contiguous() or not self.grad.is_floating_point():
+            raise ValueError(
+                f"the gradient of bucket {self.key!r} must be one-dimensional, contiguous and floating, got shape "
+                f"{tuple(self.grad.shape)}, strides {self.grad.stride()}, {self.grad.dtype}; pass grad.flatten().contiguous()"
+            )
+        if not self.layout:
+            self.layout = (Slot(self.key, Span(0, self.grad.numel())),)
+        position = 0
+        for slot in self.layout:
+            if slot.span.start != position or slot.span.stop < position:
+                raise ValueError(
+                    f"the layout of bucket {self.key!r} must cover its elements in order: parameter {slot.name!r} starts at "
+                    f"{slot.span.start}, the one before it ends at {position}"
+                )
+            position = slot.span.stop
+        if position != self.grad.numel():
+            raise ValueError(
+                f"the layout of bucket {self.key!r} covers {position} elements, its gradient has {self.grad.numel()}"
+            )
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Some elements of a vector of `length` elements: `value[i]` stands at position `index[i]`; positions ascend, none twice."""
+
+    index: Int[Tensor, " k"]
+    value: Float[Tensor, " k"]
+    length: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank sends: `steps` message rounds that follow each other, `messages` and payload bytes leaving the rank.
+
+    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted.
+    """
+
+    steps: int = 0
+    messages: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.steps + other.steps, self.messages + other.messages, self.nbytes + other.nbytes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a scheme did to one bucket at one step, seen from one rank.
+
+    `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
+    `cost` is the closed form; `sent` is what a MeteredComm counted, None where none was wrapped around; `wait_s` the seconds inside it.
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift".
+    """
+
+    scheme: str
+    key: str
+    step: int
+    elements: int
+    selected: int
+    union: int
+    cost: Cost
+    sent: Cost | None = None
+    seconds: float | None = None  # the whole reduce, on the thread that ran it
+    wait_s: float | None = None  # of which inside the communicator
+    details: Mapping[str, Detail] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """K/n, and 1 for an empty bucket, of which everything was sent."""
+        return self.union / self.elements if self.elements else 1.0
+
+
+def generator(seed: int, key: str, step: int) -> torch.Generator:
+    """A CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
+
+    Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
+    """
+    digest = hashlib.blake2b(f"{seed}/{key}/{step}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

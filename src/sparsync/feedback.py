@@ -1,0 +1,99 @@
+"""Error feedback: what was not sent is kept, by parameter, and joins the next gradient."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Bucket, Slot
+
+
+@dataclass
+class ErrorFeedback:
+    """The residual of one rank, keyed by parameter name: a new bucket layout lays it out anew and loses nothing.
+
+    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it).
+    """
+
+    by_name: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # flat; views of the buckets' residuals, which stay adjacent
+    _flat: dict[tuple[Slot, ...], Tensor] = field(default_factory=dict)
+    _rank: int | None = None
+
+    def residual(self, bucket: Bucket, rank: int) -> Tensor:
+        """The residual of this bucket's parameters, [n], for writing; zero for parameters not seen before.
+
+        Raises RuntimeError when this object already serves another rank, and ValueError when a parameter's size has changed.
+        """
+        if self._rank is None:
+            self._rank = rank
+        if self._rank != rank:
+            raise RuntimeError(
+                f"this scheme keeps the residual of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
+            )
+        flat = self._flat.get(bucket.layout)
+        if flat is None or flat.device != bucket.grad.device:
+            flat = self._lay_out(bucket)
+        return flat
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiplies the residual of each named parameter, in place."""
+        for name, factor in factors.items():
+            if name in self.by_name and factor != 1.0:
+                self.by_name[name].mul_(factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The residual of each parameter, copied: flat, in its own precision."""
+        return {name: part.clone() for name, part in self.by_name.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.by_name = {name: part.clone() for name, part in state.items()}
+        self._flat.clear()
+        self._rank = None
+
+    def _lay_out(self, bucket: Bucket) -> Tensor:
+        dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
+        flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
+        names = {slot.name for slot in bucket.layout}
+        for layout in [old for old in self._flat if any(slot.name in names for slot in old)]:
+            del self._flat[layout]  # its parameters move; the others keep their views and move when their bucket comes
+        for slot in bucket.layout:
+            kept = self.by_name.get(slot.name)
+            if kept is not None and kept.numel() != len(slot.span):
+                raise ValueError(
+                    f"the residual of {slot.name!r} has {kept.numel()} elements, its gradient {len(slot.span)}; "
+                    "load the state of the same model, or start without"
+                )
+            if kept is not None:
+                slot.span.of(flat).copy_(kept)
+            self.by_name[slot.name] = slot.span.of(flat)
+        self._flat[bucket.layout] = flat
+        return flat
+
+
+def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+    """The residuals of a world of `size` ranks, made from those of all ranks of another one, without losing mass.
+
+    New rank r gets the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The sum over
+    ranks of every element stays the same, up to the rounding of the additions (none when the world grows).
+    """
+    if size < 1:
+        raise ValueError(f"a world has at least 1 rank, got {size}")
+    dealt: list[dict[str, Tensor]] = [{} for _ in range(size)]
+    for rank, state in enumerate(states):
+        mine = dealt[rank % size]
+        for name, part in state.items():
+            mine[name] = mine[name] + part if name in mine else part.clone()
+    return dealt
+
+
+def state_from(state: Mapping[str, Any], key: str, scheme: str) -> Any:  # Any: what state_dict put under this key
+    """`state[key]`, or a ValueError that tells what the state dict lacks."""
+    if key not in state:
+        raise ValueError(
+            f"the state of {scheme} needs {key!r}, this one has {sorted(state)}; load what its state_dict returned"
+        )
+    return state[key]

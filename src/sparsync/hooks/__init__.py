@@ -1,0 +1,1 @@
+"""Doors: where a training loop hands over its gradients."""

@@ -1,0 +1,153 @@
+"""The door for DistributedDataParallel: one hook, registered once."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.comm.group import GroupComm
+from sparsync.core import Bucket, Report, Slot, Span
+from sparsync.feedback import state_from
+from sparsync.hooks.dispatcher import Dispatcher
+from sparsync.protocols import Scheme
+
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
+
+
+class Handle:
+    """What `attach` returns: the reports, and the state to save with a checkpoint. State differs from rank to rank: save each one's."""
+
+    def __init__(
+        self, model: DistributedDataParallel, scheme: Scheme, comm: GroupComm, optimizer: Optimizer | None
+    ) -> None:
+        self.scheme = scheme
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._rates = _Rates(optimizer, self._names) if optimizer is not None else None
+        self._step = -1
+        self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
+        self._dispatcher = Dispatcher(scheme, comm, self._reports.append)
+
+    def reports(self) -> list[Report]:
+        """One report for each bucket and step so far, oldest first; the newest 10 000 are kept."""
+        return list(self._reports)
+
+    def take_reports(self) -> list[Report]:
+        """The reports since the last call, and forgets them."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
+        """This rank's state; call it between steps."""
+        self._dispatcher.flush()
+        rates = dict(self._rates.applied) if self._rates else {}
+        return {"step": self._step, "rates": rates, "scheme": self.scheme.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` returned on this rank."""
+        step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
+        self._dispatcher.flush()
+        self.scheme.load_state_dict(scheme)
+        self._step = step
+        if self._rates:
+            self._rates.applied = dict(rates)
+
+    def submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The future of one bucket of DDP's; every failure reaches the caller through it."""
+        if bucket.index() == 0:  # buckets count up within a backward pass, so this one opens a step
+            self._step += 1
+            if self._rates is not None:
+                self._follow_rates(self._rates)
+        try:
+            ours = self._bucket(bucket)
+        except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
+            return _failed(error)
+        return self._dispatcher.submit(ours)
+
+    def _bucket(self, bucket: GradBucket) -> Bucket:
+        grad = bucket.buffer()
+        if grad.is_sparse:
+            raise ValueError("sparsync reduces dense gradients only; make the embedding with sparse=False")
+        slots: list[Slot] = []
+        position = 0
+        for parameter in bucket.parameters():
+            slots.append(Slot(self._names[id(parameter)], Span(position, position + parameter.numel())))
+            position += parameter.numel()
+        return Bucket(f"bucket{bucket.index()}", grad, self._step, tuple(slots))
+
+    def _follow_rates(self, rates: "_Rates") -> None:
+        factors = rates.factors()
+        if factors:
+            self._dispatcher.call(lambda: self.scheme.rescale_residual(factors))
+
+
+class _Rates:
+    """The learning rate that each parameter's residual was last put in terms of."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self.applied: dict[str, float] = {}
+
+    def factors(self) -> dict[str, float]:
+        """old rate / new rate for each parameter whose rate has changed, so that rate * residual stays the same.
+
+        A rate of zero applies nothing, so it leaves the residual as it is until a rate comes that does.
+        """
+        changed: dict[str, float] = {}
+        for group in self._optimizer.param_groups:
+            rate = float(group["lr"])
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or rate == 0.0:
+                    continue
+                before = self.applied.get(name, rate)
+                if before != rate:
+                    changed[name] = before / rate
+                self.applied[name] = rate
+        return changed
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    scheme: Scheme,
+    *,
+    optimizer: Optimizer | None = None,
+    timeout_s: float = 300.0,
+) -> Handle:
+    """Makes `ddp_model` reduce its gradients with `scheme`, and returns the handle to its reports and state.
+
+    Collective over the ranks of the model's process group: call it on all of them, each with a scheme of its own, set alike. Buckets are
+    reduced in order by one thread on a private process group while the backward pass goes on. With `optimizer`, residuals follow its
+    learning rate: what was learnt at one rate is applied at that rate. After `timeout_s` seconds without an answer a rank gives up.
+    Raises TypeError for anything but a DistributedDataParallel model, and RuntimeError when it has a hook already.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(f"attach takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
+    if not callable(getattr(scheme, "reduce", None)):
+        raise TypeError(f"attach takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
+    if getattr(ddp_model, "_comm_hooks", None):
+        raise RuntimeError("this model has a communication hook already, and DDP takes one; wrap the module anew")
+    handle = Handle(ddp_model, scheme, GroupComm.private(ddp_model.process_group, timeout_s), optimizer)
+    ddp_model.register_comm_hook(handle, reduce_bucket)
+    return handle
+
+
+def reduce_bucket(handle: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook; DDP calls it with each bucket that is complete, in order."""
+    return handle.submit(bucket)
+
+
+def _failed(error: Exception) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def result(_: torch.futures.Future) -> Tensor:
+        raise error
+
+    failed = done.then(result)
+    done.set_result(torch.empty(0))
+    return failed

@@ -1,0 +1,36 @@
+"""The specification of every kernel, in plain torch: short and slow. Faster backends are compared with it bit for bit."""
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Sparse
+
+
+def top_k(x: Tensor, k: int) -> Sparse:
+    """The `k` elements of `x` [n] of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
+
+    NaN counts as larger than any number, so that a poisoned element is always sent and every rank hears of it.
+    Raises ValueError when `k` is not in [0, n].
+    """
+    n = x.numel()
+    if not 0 <= k <= n:
+        raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
+    if k == 0:
+        return Sparse(torch.empty(0, dtype=torch.int32, device=x.device), x[:0], n)
+    magnitude = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    threshold = magnitude.topk(k, sorted=False).values.min()
+    above = (magnitude > threshold).nonzero().view(-1)  # a host sync: how many are above depends on the data
+    if above.numel() < k:
+        level = (magnitude == threshold).nonzero().view(-1)[: k - above.numel()]
+        above = torch.cat([above, level]).sort().values
+    return Sparse(above.to(torch.int32), x[above], n)
+
+
+def scatter_add_(out: Tensor, part: Sparse) -> None:
+    """Adds the elements of `part` to `out` [n]. Positions in `part` are distinct, so the result does not depend on their order."""
+    out.index_add_(0, part.index.long(), part.value.to(out.dtype))
+
+
+def clear_(x: Tensor, part: Sparse) -> None:
+    """Sets `x` [n] to zero at the positions of `part`."""
+    x.index_fill_(0, part.index.long(), 0.0)

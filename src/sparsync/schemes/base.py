@@ -1,0 +1,20 @@
+"""What schemes without state have in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Stateless:
+    """A scheme that keeps nothing from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} keeps no state, this one has {sorted(state)}; load it into the scheme it is of"
+            )
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        """Nothing is kept back, so nothing is rescaled."""

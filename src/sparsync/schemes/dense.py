@@ -1,0 +1,60 @@
+"""Dense reduction: every element of every rank, in full or in 16 bits. The baselines everything else is measured against."""
+
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+import torch
+
+from sparsync.collectives import ring
+from sparsync.comm.metered import all_reduce_cost
+from sparsync.core import Bucket, Report
+from sparsync.protocols import Comm
+from sparsync.schemes.base import Stateless
+
+WireType = Literal["gradient", "float32", "bfloat16", "float16"]
+Form = Literal["native", "ring"]
+
+
+@dataclass(frozen=True)
+class Dense(Stateless):
+    """The mean gradient, all of it.
+
+    In 16 bits every addition on the way rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
+    """
+
+    wire: WireType = "gradient"  # the type that is sent and summed; "gradient": the gradient's own
+    form: Form = "native"  # "native": the backend's own all-reduce; "ring": ours, which SkipReduce shortens
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("wire", self.wire, get_args(WireType)), ("form", self.form, get_args(Form))):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+    @classmethod
+    def published(cls) -> Self:
+        """What DistributedDataParallel does without a hook: sum in the gradient's precision, divided by P."""
+        return cls()
+
+    @classmethod
+    def bf16(cls, form: Form = "native") -> Self:
+        """Half the bytes of float32 at its range: the honest baseline of every compressor."""
+        return cls(wire="bfloat16", form=form)
+
+    @property
+    def name(self) -> str:
+        return {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        grad, P = bucket.grad, comm.size
+        dtype = grad.dtype if self.wire == "gradient" else getattr(torch, self.wire)
+        measure = ring.cost if self.form == "ring" else all_reduce_cost
+        cost = measure(grad.numel(), dtype.itemsize, P, comm.rank)
+        if P > 1:
+            if self.form == "ring":
+                total = grad.to(dtype)
+                ring.ring_all_reduce_(total, comm)
+            else:
+                total = comm.all_reduce(grad.to(dtype))
+            torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total).div_(P)
+        n = grad.numel()
+        return Report(self.name, bucket.key, bucket.step, n, n, n, cost)

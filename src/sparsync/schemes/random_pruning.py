@@ -1,0 +1,72 @@
+"""Fine-grained random pruning: each element of the gradient loses some ranks, drawn from a shared seed.
+
+The study that SkipReduce's coarse slices are compared with (thesis "Skip-Reduce", KAIST 2023, and doi 10.1145/3725843.3756092): it
+tells how much gradient may be dropped, but a ring still carries every slice, so it saves no traffic at all.
+Differs from the authors' code: the draws come from a generator of their own, not from torch's global one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from sparsync.comm.metered import all_reduce_cost
+from sparsync.core import Bucket, Report, generator
+from sparsync.protocols import Comm
+from sparsync.schemes.base import Stateless
+
+Mode = Literal["complementary", "independent"]
+Divisor = Literal["contributors", "ranks"]
+
+
+@dataclass(frozen=True)
+class RandomPruning(Stateless):
+    """The mean over the ranks that each element did not lose; an element that lost all of them is zero."""
+
+    drop: float = 0.5  # share of the ranks each element loses, in [0, 1); the study tries 0.25, 0.375, 0.5, 0.75
+    mode: Mode = (
+        "complementary"  # one draw an element decides for all ranks, so each loses drop * P of them; or each rank draws
+    )
+    divide_by: Divisor = "contributors"  # per element; the authors divide by ranks
+    seed: int = 0  # the same on every rank
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop < 1:
+            raise ValueError(f"drop must be in [0, 1), the share of ranks each element loses, got {self.drop}")
+        for name, value, allowed in (
+            ("mode", self.mode, get_args(Mode)),
+            ("divide_by", self.divide_by, get_args(Divisor)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+    @classmethod
+    def published(cls, drop: float = 0.5, seed: int = 0) -> Self:
+        """Complementary masks, divided by P."""
+        return cls(drop=drop, divide_by="ranks", seed=seed)
+
+    @property
+    def name(self) -> str:
+        return "random_pruning"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        grad, P, n = bucket.grad, comm.size, bucket.grad.numel()
+        if P == 1:
+            return Report(self.name, bucket.key, bucket.step, n, n, n, all_reduce_cost(n, grad.element_size(), 1, 0))
+        masks = [self._mask(bucket, rank, P) for rank in range(P)]  # every rank knows every mask
+        total = comm.all_reduce(grad.masked_fill(~masks[comm.rank], 0.0))
+        contributors = torch.stack(masks).sum(dim=0)  # [n]
+        grad.copy_(total / (contributors.clamp(min=1) if self.divide_by == "contributors" else P))
+        cost = all_reduce_cost(n, grad.element_size(), P, comm.rank)
+        selected, union = int(masks[comm.rank].sum()), int((contributors > 0).sum())
+        return Report(self.name, bucket.key, bucket.step, n, selected, union, cost)
+
+    def _mask(self, bucket: Bucket, rank: int, P: int) -> Tensor:
+        """Where rank `rank` contributes, bool [n]; with one uniform u an element, it is dropped where (u - rank/P) mod 1 < drop."""
+        n = bucket.grad.numel()
+        if self.mode == "independent":
+            u = torch.rand(n, generator=generator(self.seed, f"prune/{bucket.key}/{rank}", bucket.step))
+            return (u >= self.drop).to(bucket.grad.device)
+        u = torch.rand(n, generator=generator(self.seed, f"prune/{bucket.key}", bucket.step), dtype=torch.float64)
+        return ((u - rank / P) % 1.0 >= self.drop).to(bucket.grad.device)

@@ -1,0 +1,72 @@
+"""TopkA: every rank sends its largest elements to all, and keeps the rest for later (Aji and Heafield, arXiv 1704.05021).
+
+The selections of P ranks overlap little, so up to P * k elements of the result are set, and a rank receives (P-1) * k: both grow
+with P. Differs from the paper: nothing of note; a poisoned bucket (NaN or Inf) is passed on without touching the residual.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from sparsync.comm.metered import all_gather_cost
+from sparsync.core import Bucket, Report
+from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.kernels import reference
+from sparsync.protocols import Comm
+from sparsync.selection.topk import check_density, count_for, select_top
+from sparsync.wire import raw
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Each rank's share `density` of its elements of largest magnitude, summed and divided by P; the rest stays in the residual.
+
+    Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, every rank sees it,
+    writes it into the gradient, so that a loss scaler finds it, and leaves its residual as it was before this step.
+    """
+
+    density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
+    _feedback: ErrorFeedback = field(default_factory=ErrorFeedback, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    @classmethod
+    def published(cls, density: float = 0.01) -> Self:
+        """The same: the published algorithm is the exact one."""
+        return cls(density=density)
+
+    @property
+    def name(self) -> str:
+        return "topk"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        n, P = bucket.grad.numel(), comm.size
+        k = count_for(self.density, n)
+        residual = self._feedback.residual(bucket, comm.rank)
+        acc = residual + bucket.grad  # [n], in the residual's precision
+        own = select_top(acc, self.density)  # [k]
+        packet = raw.encode(own)
+        packets = comm.all_gather(packet, [packet.numel()] * P)  # k is the same on all ranks: no lengths to exchange
+        parts = [raw.decode(each, n, acc.dtype) for each in packets]
+        total = torch.zeros_like(acc)
+        for part in parts:  # in rank order, the same bits on every rank
+            reference.scatter_add_(total, part)
+        if all(bool(part.value.isfinite().all()) for part in parts):  # what all ranks received, so all decide alike
+            reference.clear_(acc, own)
+            residual.copy_(acc)
+        bucket.grad.copy_(total.div_(P))
+        union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
+        cost = all_gather_cost(raw.nbytes(k, acc.dtype), P)
+        return Report(self.name, bucket.key, bucket.step, n, k, union, cost)
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        self._feedback.rescale(factors)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
+        return {"residual": self._feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feedback.load_state_dict(state_from(state, "residual", "TopK"))

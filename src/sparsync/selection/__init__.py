@@ -1,0 +1,1 @@
+"""Which elements, and which parameters, are worth sending."""

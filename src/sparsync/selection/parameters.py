@@ -1,0 +1,95 @@
+"""Choosing parameters: by name pattern, and by how much the ranks disagree about them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Slot, Span
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some spans of a vector, handled as one shorter vector."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of_slots(cls, slots: Iterable[Slot]) -> "Part":
+        """The spans of `slots`, neighbours merged."""
+        merged: list[Span] = []
+        for slot in slots:
+            if merged and merged[-1].stop == slot.span.start:
+                merged[-1] = Span(merged[-1].start, slot.span.stop)
+            else:
+                merged.append(slot.span)
+        return cls(tuple(merged))
+
+    def __len__(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+    def take(self, x: Tensor) -> Tensor:
+        """These elements of `x`: a view of it when they are one span, else a copy."""
+        if len(self.spans) == 1:
+            return self.spans[0].of(x)
+        return torch.cat([x[:0], *(span.of(x) for span in self.spans)])
+
+    def put_(self, x: Tensor, part: Tensor) -> None:
+        """Writes what `take` returned, perhaps changed, back to its place in `x`."""
+        if len(self.spans) == 1 and part.data_ptr() == self.spans[0].of(x).data_ptr():
+            return
+        position = 0
+        for span in self.spans:
+            span.of(x).copy_(part[position : position + len(span)])
+            position += len(span)
+
+
+@dataclass
+class Disagreement:
+    """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank.
+
+    With g_r the gradient of rank r and g their mean, what a skipping reduction loses of a parameter is in proportion to the mean over
+    ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2. Per element, that is what protecting the parameter gains for what it costs.
+    """
+
+    variance: dict[str, float] = field(default_factory=dict)  # per element, summed over the observed steps
+    elements: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def observe(self, layout: Sequence[Slot], mean_square: Tensor, mean: Tensor) -> None:
+        """Adds one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for slot i, `mean` [n] the mean gradient."""
+        for slot, square in zip(layout, mean_square.tolist(), strict=True):
+            lost = max(0.0, square - float(slot.span.of(mean).double().square().sum()))
+            count = max(1, len(slot.span))
+            self.variance[slot.name] = self.variance.get(slot.name, 0.0) + lost / count
+            self.elements[slot.name] = len(slot.span)
+            self.steps[slot.name] = self.steps.get(slot.name, 0) + 1
+
+    def most(self, share: float) -> tuple[str, ...]:
+        """The parameters of largest variance per element that together make up at most `share` of all elements seen."""
+        budget = share * sum(self.elements.values())
+        chosen: list[str] = []
+        for name in sorted(self.variance, key=lambda name: (-self.variance[name] / self.steps[name], name)):
+            if self.elements[name] <= budget:
+                chosen.append(name)
+                budget -= self.elements[name]
+        return tuple(sorted(chosen))
+
+    def state_dict(self) -> dict[str, Any]:  # Any: plain dicts of numbers
+        return {"variance": dict(self.variance), "elements": dict(self.elements), "steps": dict(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: what state_dict returned
+        self.variance, self.elements, self.steps = (dict(state[key]) for key in ("variance", "elements", "steps"))
+
+
+def square_norms(layout: Sequence[Slot], grad: Tensor) -> Tensor:
+    """|g|^2 of each slot, float64 [slots]."""
+    return torch.stack([slot.span.of(grad).double().square().sum() for slot in layout])

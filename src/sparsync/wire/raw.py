@@ -1,0 +1,34 @@
+"""The plain format: k positions as int32, then k values in their own type."""
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Sparse
+
+INDEX_NBYTES = 4
+MAX_LENGTH = 2**31 - 1
+
+
+def encode(part: Sparse) -> Tensor:
+    """A packet, uint8 [k * (4 + bytes of a value)]. Raises ValueError for vectors too long for int32 positions."""
+    if part.length > MAX_LENGTH:
+        raise ValueError(f"raw packets index at most {MAX_LENGTH} elements, got {part.length}; use smaller buckets")
+    return torch.cat([part.index.to(torch.int32).view(torch.uint8), part.value.contiguous().view(torch.uint8)])
+
+
+def decode(packet: Tensor, length: int, dtype: torch.dtype) -> Sparse:
+    """What was encoded. Raises RuntimeError when the packet cannot be one for a vector of `length` elements."""
+    element = INDEX_NBYTES + dtype.itemsize
+    k, rest = divmod(packet.numel(), element)
+    if rest:
+        raise RuntimeError(f"a packet of {packet.numel()} bytes does not hold whole elements of {element} bytes")
+    index = packet[: k * INDEX_NBYTES].clone().view(torch.int32)
+    value = packet[k * INDEX_NBYTES :].clone().view(dtype)
+    if k and not bool(((index >= 0) & (index < length)).all()):  # a host sync; a bad index would write out of bounds
+        raise RuntimeError(f"a packet has positions outside [0, {length - 1}]")
+    return Sparse(index, value, length)
+
+
+def nbytes(k: int, dtype: torch.dtype) -> int:
+    """The bytes of a packet of k elements."""
+    return k * (INDEX_NBYTES + dtype.itemsize)
