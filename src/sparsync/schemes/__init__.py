@@ -1,7 +1,8 @@
 """One scheme a file; the table below is the only registry."""
 
 import difflib
-from dataclasses import fields
+import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -37,41 +38,32 @@ def describe(name: str) -> str:
     return _entry(name)[1]
 
 
-def get(name: str, **config: Any) -> Scheme:  # Any: the fields of the scheme's own config, checked by its constructor
-    """A new scheme by name, e.g. `get("topk", density=0.01)`; `config` are the fields of its class.
+def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults to
+    """The settings `get(name, ...)` takes, with their defaults."""
+    return {key: parameter.default for key, parameter in inspect.signature(_constructor(name)).parameters.items()}
 
-    "NAME.published" is the setting that reproduces the authors' algorithm. Raises ValueError for an unknown name or field.
+
+def get(name: str, **config: Any) -> Scheme:  # Any: the settings of the scheme, checked by its constructor
+    """A new scheme by name, e.g. `get("topk", density=0.01)`.
+
+    "NAME.published" is the setting that reproduces the authors' algorithm. Raises ValueError for an unknown name or setting.
     """
-    base, _, setting = name.partition(".")
-    make = _constructor(base)
-    if setting:
-        if setting != "published":
-            raise ValueError(f"a scheme has the settings {base!r} and '{base}.published', got {name!r}")
-        make = make.published
-    known = _fields(base)
+    known = list(settings(name))
     for key in config:
         if key not in known:
-            raise ValueError(f"scheme {base!r} has no setting {key!r}; it has {', '.join(known)}{_nearest(key, known)}")
-    return make(**config)
+            raise ValueError(f"scheme {name!r} has no setting {key!r}; it has {', '.join(known)}{_nearest(key, known)}")
+    return _constructor(name)(**config)
 
 
-def accepts(name: str, field: str) -> bool:
-    """Whether the scheme called `name` has a setting called `field`."""
-    return field in _fields(name.partition(".")[0])
-
-
-def _fields(name: str) -> list[str]:
-    module, _, path = _entry(name)[0].partition(":")
-    owner = getattr(import_module(module), path.split(".")[0])
-    return [f.name for f in fields(owner) if f.init]
-
-
-def _constructor(name: str) -> Any:  # Any: a class or an alternative constructor of one
-    module, _, path = _entry(name)[0].partition(":")
-    found: Any = import_module(module)
+def _constructor(name: str) -> Callable[..., Scheme]:
+    base, _, setting = name.partition(".")
+    if setting not in ("", "published"):
+        raise ValueError(f"a scheme has the settings {base!r} and '{base}.published', got {name!r}")
+    module, _, path = _entry(base)[0].partition(":")
+    found: Any = import_module(module)  # Any: a module, then a class, then perhaps one of its constructors
     for part in path.split("."):
         found = getattr(found, part)
-    return found
+    return found.published if setting and "." not in path else found  # a named setting is its own published one
 
 
 def _entry(name: str) -> tuple[str, str]:

@@ -1,0 +1,172 @@
+"""The command `sparsync`. Everything heavy is imported by the command that needs it, so that --help answers at once."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsync.lab.settings import Settings
+
+# The main job in a size that two cores finish within minutes; docs/measuring.md says how the figures were chosen.
+DEMO = (
+    "--workload shakespeare --option vocabulary=4000 --option width=128 --ranks 4 --link 100mbit "
+    "--schemes dense,bf16,topk,skip_reduce --density 0.01 --target 150 --steps 250 --eval-every 10 --seed 0"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and ends the process: status 0 when done, 1 when the world was against it, 2 for wrong arguments, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that what Ctrl-C cleans up is cleaned up then, too
+    try:
+        options.run(options, arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("sparsync: interrupted; nothing is left running", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # whoever read our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, RuntimeError) as error:
+        print(f"sparsync: error: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparsync", description="Gradient synchronisation that sends less: try it on real data over slow links."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    compare = commands.add_parser("compare", help="train with several schemes over rate-limited links, and report")
+    _add_compare_options(compare)
+    compare.set_defaults(run=_compare)
+
+    demo = commands.add_parser("demo", help="compare, in a size that two cores finish within minutes")
+    demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for results and report (default: demo)")
+    demo.set_defaults(run=_demo)
+
+    report = commands.add_parser("report", help="make table, pictures and report.html again from a results folder")
+    report.add_argument("folder", type=Path, help="the folder a comparison wrote")
+    report.set_defaults(run=_report)
+
+    schemes = commands.add_parser("schemes", help="list the schemes")
+    schemes.set_defaults(run=_schemes)
+
+    workloads = commands.add_parser("workloads", help="list the workloads")
+    workloads.set_defaults(run=_workloads)
+    return parser
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workload", default="shakespeare", help="what to train (default: shakespeare; see `sparsync workloads`)")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
+    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+    add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
+    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
+    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help="see `sparsync schemes`")
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--target", type=float, default=None, help="the quality whose time counts")
+    add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
+    add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
+    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
+    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
+
+
+def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.compare import compare
+
+    settings = _settings(options)
+    if settings.rate_bits_per_s is not None:
+        _become_root_if_needed(arguments)
+    compare(settings, options.out, ["sparsync", *arguments])
+    _report(argparse.Namespace(folder=options.out), arguments)
+
+
+def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
+    chosen = ["compare", *DEMO.split(), "--out", str(options.out)]
+    _compare(_parser().parse_args(chosen), chosen)
+
+
+def _report(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.report import report
+
+    report(options.folder)
+
+
+def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync import schemes
+
+    for name in schemes.names():
+        settings = ", ".join(f"{key}={value!r}" for key, value in schemes.settings(name).items())
+        print(f"{name:<16}{schemes.describe(name)}\n{'':<16}{settings}")
+    print("\nNAME.published is the authors' own setting. Settings are given as NAME:key=value:key=value.")
+
+
+def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab import workloads
+
+    for name, entry in workloads.WORKLOADS.items():
+        print(f"{name:<16}{entry.summary}")
+
+
+def _settings(options: argparse.Namespace) -> "Settings":
+    from sparsync.lab.settings import Settings, parse_schemes
+
+    chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)  # Any: the workload converts the text
+    if options.data is not None:
+        chosen["data"] = str(Path(options.data).resolve())
+    return Settings(
+        schemes=parse_schemes(options.schemes, options.density, options.skip),
+        workload=options.workload,
+        options=chosen,
+        ranks=options.ranks,
+        link=options.link,
+        density=options.density,
+        target=options.target,
+        steps=options.steps,
+        eval_every=options.eval_every,
+        seeds=options.seeds,
+        bucket_mb=options.bucket_mb,
+        timeout_s=options.timeout,
+    )
+
+
+def _become_root_if_needed(arguments: list[str]) -> None:
+    """Starts this very command again inside a user namespace where this user may not make networks as it is."""
+    from sparsync.lab.netlab import reexecution_prefix
+
+    prefix = reexecution_prefix()
+    if prefix:
+        os.execv(prefix[0], [*prefix, sys.executable, "-m", "sparsync.lab.cli", *arguments])
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option takes KEY=VALUE, got {text!r}")
+    return key, value
+
+
+def _count_or_share(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

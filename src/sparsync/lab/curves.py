@@ -1,0 +1,166 @@
+"""Quality curves on matplotlib axes: medians over seeds, the target as a line, every name on a flag at its curve's end."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from sparsync.lab.extra import lab_extra
+from sparsync.lab.results import Quality, Run
+from sparsync.lab.summary import SchemeFigures
+from sparsync.lab.wording import percent, quality_axis
+
+with lab_extra("matplotlib"):
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import IdentityTransform
+
+INK, FAINT = "#222222", "#777777"
+_LOG_FROM = 25.0  # the x axis is logarithmic where the longest curve is this many times the shortest
+_LOG_QUALITY_FROM = 2.0  # the same for y, and only where lower is better: a perplexity's logarithm is the loss
+_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those, curves come in from beyond
+_LOG_TICKS = [digits * 10.0**power for power in range(-3, 7) for digits in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
+_POLE, _GAP, _LINE = 6.0, 14.0, 1.5  # pixels: pole to name, name to name; a line of names in heights of their type
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn for one scheme: the medians over its seeds and, where there are several, each seed."""
+
+    name: str
+    hue: str
+    middle: tuple[Point, ...]
+    seeds: tuple[tuple[Point, ...], ...]
+
+    @property
+    def end(self) -> Point:
+        return self.middle[-1]
+
+    def divided(self, size: float) -> "Curve":
+        """The curve with x in another unit."""
+        middle, *seeds = (tuple((x / size, y) for x, y in row) for row in (self.middle, *self.seeds))
+        return replace(self, middle=middle, seeds=tuple(seeds))
+
+
+def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str, hue: str) -> Curve:
+    """The scheme's finite evaluations over `position`; the middle has the steps at which every seed was evaluated."""
+    by_step = [{point.step: point for point in row if math.isfinite(point.value)} for row in scheme.curve]
+    shared = sorted(set.intersection(*(set(points) for points in by_step))) if by_step else []
+    middle = tuple(
+        (median(position(points[step]) for points in by_step), median(points[step].value for points in by_step))
+        for step in shared
+    )
+    seeds = tuple(tuple((position(point), point.value) for point in points.values()) for points in by_step if points)
+    return Curve(name, hue, middle, seeds if len(seeds) > 1 else ())
+
+
+def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
+    """Draws the curves, the target, a dot where a curve first meets it, and the names."""
+    axes.set_ylabel(quality_axis(run))
+    curves = [each for each in curves if each.middle]
+    if not curves:
+        axes.text(0.5, 0.5, "nothing was evaluated", ha="center", transform=axes.transAxes, color=FAINT)
+        return
+    # Names need room, so they are measured before the axes are laid out.
+    sizes = [size(axes, each.name) for each in curves]
+    _set_x(axes, curves, [width for width, _ in sizes])
+    rows = _rows([axes.transData.transform(each.end)[0] for each in curves], [width for width, _ in sizes])
+    line = _LINE * max(height for _, height in sizes)
+    _set_y(axes, run, curves, line * (max(rows) + 1.8))
+    for each in curves:
+        for points in each.seeds:
+            axes.plot(*zip(*points, strict=True), color=each.hue, linewidth=0.8, alpha=0.4)
+        axes.plot(*zip(*each.middle, strict=True), color=each.hue, linewidth=2, marker="o", markersize=3)
+        crossing = _crossing(each.middle, run)
+        if crossing is not None:
+            axes.plot(*crossing, marker="o", markersize=9, color=each.hue, markeredgecolor="white", zorder=4)
+    if run.target is not None:
+        _draw_target(axes, f"target {run.target:g}{percent(run)}", run.target)
+    _draw_names(axes, run, curves, rows, line)
+
+
+def size(axes: Axes, text: str) -> tuple[float, float]:
+    """Width and height of the text as a name, in pixels."""
+    words = axes.text(0, 0, text, weight="bold")
+    box = words.get_window_extent()
+    words.remove()
+    return box.width, box.height
+
+
+def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None:
+    """An x axis long enough for every name to stand to the right of its curve's end."""
+    ends = [each.end[0] for each in curves]
+    positive = [x for each in curves for x, _ in each.middle if x > 0] or [1.0]
+    # The part of the axis that is left of each name; a name wider than half the picture has to be cut off somewhere.
+    left = [max(0.5, 1 - (width + _POLE + _GAP) / axes.bbox.width) for width in widths]
+    if min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM:
+        first = min(positive)
+        axes.set_xscale("log")
+        axes.set_xlim(first, max(first * (end / first) ** (1 / part) for end, part in zip(ends, left, strict=True)))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    else:
+        axes.set_xlim(0, max(end / part for end, part in zip(ends, left, strict=True)) or max(positive))
+
+
+def _set_y(axes: Axes, run: Run, curves: Sequence[Curve], room: float) -> None:
+    """A y axis that shows where the curves differ, beyond the first steep part; `room` pixels stay free for the names."""
+    settled = int(max(len(each.middle) for each in curves) * _SETTLED)
+    shown = [y for each in curves for _, y in each.middle[min(settled, len(each.middle) - 1) :]]
+    shown += [] if run.target is None else [run.target]
+    low, high = min(shown), max(shown)
+    part = min(room / axes.bbox.height, 0.6)
+    if run.lower_is_better and low > 0 and high / low > _LOG_QUALITY_FROM:
+        bottom = low / (high / low) ** (part / (1 - part))
+        axes.set_yscale("log", subs=())
+        axes.set_yticks([tick for tick in _LOG_TICKS if 0.95 * low <= tick <= high])
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.set_ylim(bottom, high)
+    else:
+        margin = (high - low or abs(high) or 1.0) * part / (1 - part)
+        axes.set_ylim((low - margin, high) if run.lower_is_better else (low, high + margin))
+        # No ticks among the names: an accuracy of 110 % looks like a mistake.
+        axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
+
+
+def _rows(ends: Sequence[float], widths: Sequence[float]) -> list[int]:
+    """The line each name stands in, 0 next to the curves, so that no name covers another and no pole crosses a name.
+
+    From right to left, each in the first line where it fits: all names in nearer lines start to the right of its pole.
+    """
+    rows, free = [0] * len(ends), list[float]()
+    for place in sorted(range(len(ends)), key=lambda place: ends[place], reverse=True):
+        needed = ends[place] + _POLE + widths[place] + _GAP
+        row = next((row for row, start in enumerate(free) if needed <= start), len(free))
+        free[: row + 1] = [ends[place]] * (row + 1)  # the pole closes all lines it passes
+        rows[place] = row
+    return rows
+
+
+def _draw_target(axes: Axes, words: str, target: float) -> None:
+    axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1.5)
+    place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(words, (1, target), (0, 3), color=INK, **place)
+
+
+def _draw_names(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[int], line: float) -> None:
+    """Names in lines beyond the best value, each on a thin pole that stands on the end of its curve."""
+    page = [axes.transData.transform(each.end) for each in curves]
+    lowest, highest = min(y for _, y in page), max(y for _, y in page)
+    for each, (x, y), row in zip(curves, page, rows, strict=True):
+        up = lowest - (row + 1) * line if run.lower_is_better else highest + (row + 1) * line
+        pole = axes.plot((x, x), (y, up), color=each.hue, linewidth=0.9, scalex=False, scaley=False, zorder=1.8)
+        pole[0].set_transform(IdentityTransform())
+        place = {"transform": IdentityTransform(), "weight": "bold", "va": "center"}
+        axes.text(x + _POLE, up, each.name, color=each.hue, **place)
+
+
+def _crossing(points: Sequence[Point], run: Run) -> Point | None:
+    """Where the drawn line first meets the target."""
+    target = run.target
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if target is not None and (next_y <= target < y if run.lower_is_better else y < target <= next_y):
+            return x + (y - target) / (y - next_y) * (next_x - x), target
+    return None

@@ -1,0 +1,52 @@
+"""Which versions ran on which machine: what a reader needs to judge a figure, and to make it again."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsync
+
+
+def versions() -> dict[str, Any]:  # Any: JSON
+    """Python, torch, sparsync and, from a checkout, its commit ("+changes" with uncommitted ones)."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sparsync": importlib.metadata.version("sparsync"),
+        "commit": _commit(),
+    }
+
+
+def machine() -> dict[str, Any]:  # Any: JSON
+    """Processor, cores, memory and kernel; nothing that names the machine or its user."""
+    return {
+        "cpu": _field(Path("/proc/cpuinfo"), "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+    }
+
+
+def _field(path: Path, name: str) -> str:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "unknown")
+
+
+def _commit() -> str | None:
+    root = Path(sparsync.__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else commit or None

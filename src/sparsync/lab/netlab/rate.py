@@ -1,0 +1,70 @@
+"""Rates as users write them, and the token bucket that enforces them. Nothing here touches an interface."""
+
+import re
+from dataclasses import dataclass
+
+FRAME_BYTES = 1514  # the largest frame: 1500 of IP packet, 14 of Ethernet header
+FRAME_PAYLOAD_BYTES = 1448  # what TCP puts into it: less 20 of IP, 20 of TCP and 12 of TCP timestamps
+
+BITS_PER_S_OF = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+LOWEST_BITS_PER_S, HIGHEST_BITS_PER_S = 1e3, 1e11
+CATCH_UP_S = 500e-6
+QUEUE_BYTES_PER_RANK = 4 << 20
+ABOVE_ANY_RATE = "1tbit"
+
+
+def parse_rate(text: str) -> float:
+    """The rate in bits per second: "100mbit" is 1e8. Units are bit, kbit, mbit and gbit (per second), with decimal factors.
+
+    Raises ValueError for anything else, and for a rate outside 1kbit to 100gbit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in BITS_PER_S_OF:
+        raise ValueError(
+            f"a rate is a number with one of the units {', '.join(BITS_PER_S_OF)} (bits per second), such as 100mbit; got {text!r}"
+        )
+    return checked_rate(float(match[1]) * BITS_PER_S_OF[match[2]])
+
+
+def checked_rate(rate_bits_per_s: float) -> float:
+    """The rate itself. Raises ValueError when a token bucket cannot hold it."""
+    if not LOWEST_BITS_PER_S <= rate_bits_per_s <= HIGHEST_BITS_PER_S:
+        raise ValueError(f"a link's rate must be between 1kbit and 100gbit per second, got {rate_bits_per_s:g} bit/s")
+    return rate_bits_per_s
+
+
+@dataclass(frozen=True)
+class TokenBucket:
+    """One direction of one rank's link: frames leave at `rate_bits_per_s`, counted with their 14 bytes of Ethernet header.
+
+    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no window of time passes more than its share.
+    """
+
+    rate_bits_per_s: float
+    burst_bytes: int
+    queue_bytes: int  # what may wait; beyond it frames are dropped
+    splits_batches: bool  # batches of frames leave the stack as one packet; split them here, so that each is counted
+
+    def arguments(self) -> str:
+        """What follows `tc qdisc add dev NAME`."""
+        bucket = f"root tbf rate {round(self.rate_bits_per_s)}bit burst {self.burst_bytes} limit {self.queue_bytes}"
+        # A second bucket of one frame at a rate nobody reaches delays nothing; but tbf splits what is longer than a bucket.
+        return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if self.splits_batches else "")
+
+
+def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
+    """The bucket that keeps a rate closely: it lets at most the rate through, and little less.
+
+    Burst: two of the longest packets, so that one is never held up by its own length, and CATCH_UP_S of the rate, so that a timer that
+    fires late loses nothing. With nothing for late timers one stream reached 95.2 % of 100 Mbit/s while four processes kept two cores
+    busy, with 500 us 97.6 %, with 1 ms 99.2 %, but 12.5 kB more pass free each time.
+    Queue: what every sender's socket buffer may hold (tcp_wmem, 4 MiB), so that all may send to one and none is dropped. TCP's own delay
+    measurement keeps it far below: three senders to one rank at 100 Mbit/s stood at 0.4 MB.
+    """
+    longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
+    return TokenBucket(
+        rate_bits_per_s=checked_rate(rate_bits_per_s),
+        burst_bytes=2 * longest + round(rate_bits_per_s / 8 * CATCH_UP_S),
+        queue_bytes=ranks * QUEUE_BYTES_PER_RANK,
+        splits_batches=splits_batches,
+    )

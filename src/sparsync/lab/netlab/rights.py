@@ -1,0 +1,86 @@
+"""What the emulated network needs from the machine, and how an ordinary user gets it. Nothing here builds a network."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+TIMEOUT_S = 30.0  # for one command or one anchor; they take milliseconds, a loaded machine some more
+CURE = "or run without it by --link none (times then prove nothing)"
+PACKAGE_OF = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "cat": "coreutils"}
+USER_NAMESPACE = ("--user", "--map-root-user")
+
+
+class NetworkUnavailableError(RuntimeError):
+    """The rate-limited network cannot be had on this machine, or not by this user; the message says what is missing and the cure."""
+
+
+def tool(name: str) -> str:
+    """The path of a command the network needs. Raises NetworkUnavailableError, naming every missing one and its package."""
+    found = {each: _which(each) for each in PACKAGE_OF}
+    path = found[name]
+    if path is None:
+        missing = [each for each, at in found.items() if at is None]
+        packages = sorted({PACKAGE_OF[each] for each in missing})
+        raise NetworkUnavailableError(
+            f"the rate-limited network needs the commands {', '.join(PACKAGE_OF)}; not found: {', '.join(missing)}; "
+            f"install {' and '.join(packages)}, {CURE}"
+        )
+    return path
+
+
+def reexecution_prefix() -> list[str]:
+    """What must stand before the program's own argv so that `network` works in it: empty where it already does.
+
+    Root needs nothing. An ordinary user becomes root of a user namespace, where every file still belongs to the same user, home and
+    environment stay, and ending the program ends it alike (the prefix replaces itself, it does not fork). The caller runs
+    `os.execv(prefix[0], [*prefix, *argv])`, once: inside, the answer is empty.
+    Raises NetworkUnavailableError when neither way is open here.
+    """
+    if not sys.platform.startswith("linux"):
+        raise NetworkUnavailableError(
+            f"the rate-limited network needs Linux, this is {sys.platform}; use Linux, {CURE}"
+        )
+    unshare = tool("unshare")
+    direct = _refusal([unshare])
+    if direct is None:
+        return []
+    by_user_namespace = _refusal([unshare, *USER_NAMESPACE])
+    if by_user_namespace is None:
+        return [unshare, *USER_NAMESPACE, "--"]
+    raise NetworkUnavailableError(
+        f"user {os.geteuid()} may not create network namespaces ({direct}), nor a user namespace in which it may "
+        f"({by_user_namespace}); run as root (sudo), allow user namespaces "
+        f"(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns), {CURE}"
+    )
+
+
+def _refusal(unshare: Sequence[str]) -> str | None:
+    """None if a namespace made by `unshare` takes a veth pair, else what the machine answered. The pair dies with its namespace."""
+    # Some systems grant the namespace but no rights in it, so the probe does what needs the rights.
+    probe = [
+        *unshare,
+        "--net",
+        "--",
+        tool("ip"),
+        "link",
+        "add",
+        "name",
+        "probe0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "probe1",
+    ]
+    try:
+        done = subprocess.run(probe, capture_output=True, check=False, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TIMEOUT_S:g} s"
+    return None if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
+
+
+def _which(name: str) -> str | None:
+    # Debian keeps ip and tc in /usr/sbin, which is not on an ordinary user's path.
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))

@@ -1,0 +1,235 @@
+"""The pictures of a run: quality over time, quality over bytes, and where the time of a step goes.
+
+Made with matplotlib figures alone, without its global state, so that the same records give the same picture.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+
+from sparsync.lab import curves
+from sparsync.lab.curves import FAINT, INK
+from sparsync.lab.extra import lab_extra
+from sparsync.lab.results import Quality
+from sparsync.lab.summary import SchemeFigures, Summary
+from sparsync.lab.wording import (
+    banner,
+    byte_unit,
+    bytes_text,
+    headline,
+    place_text,
+    quality_axis,
+    ratio_text,
+    seconds_text,
+)
+
+with lab_extra("matplotlib"):
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+# Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
+_HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # what is compared with stands back
+_ALARM = "#b00020"
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+}
+# What the seconds of a step go into, in the order of a bar.
+_PART_HUES = {
+    "computing": "#b5b5b5",
+    "in the scheme": "#E69F00",
+    "link: the least it needs": "#0072B2",
+    "communicating": "#8cc8ee",
+    "communicating, beyond that": "#8cc8ee",
+    "other": "#e6e6e6",
+}
+_SIZE, _DPI = (9.0, 5.0), 160  # inches
+_WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
+_BESIDE = 20.0  # pixels between a bar and its words, and beyond them
+_RIGHT = 0.975  # of the width of a picture: where all axes end
+_VISIBLE = 0.02  # of a step: the medians of its parts do not add up exactly, and a smaller difference is not drawn
+
+
+def pictures(summary: Summary) -> dict[str, bytes]:
+    """PNG images by file name; over links without limit each bears the warning."""
+    return {
+        "quality_over_time.png": _png(summary, quality_over_time),
+        "quality_over_bytes.png": _png(summary, quality_over_bytes),
+        "step_breakdown.png": _png(summary, step_breakdown),
+    }
+
+
+def hues(summary: Summary) -> dict[str, str]:
+    """A colour for each scheme, the same in every picture and table: grey for the baselines, then by order in the run."""
+    others = [scheme.label for scheme in summary.schemes if scheme.label not in _BASELINE_HUES]
+    return _BASELINE_HUES | {label: _HUES[number % len(_HUES)] for number, label in enumerate(others)}
+
+
+def quality_over_time(summary: Summary, figure: Figure) -> None:
+    """Draws quality over training time, with the target and when each scheme reached it."""
+    run, hue = summary.run, hues(summary)
+    title = headline(summary) or f"{quality_axis(run)} over training time"
+    axes = _axes(summary, figure, title, f"{place_text(run)}; evaluations do not count as training time")
+    drawn = [curves.curve(each, _seconds, _name_with_time(summary, each), hue[each.label]) for each in summary.schemes]
+    axes.set_xlabel("seconds of training")
+    curves.draw(axes, run, drawn)
+
+
+def quality_over_bytes(summary: Summary, figure: Figure) -> None:
+    """Draws quality over the bytes a rank has sent: by its interface, or as payload where no interface was counted."""
+    run, hue = summary.run, hues(summary)
+    what = "all that left its network interface" if summary.interface_counted else "payload, without framing"
+    axes = _axes(summary, figure, f"{quality_axis(run)} over bytes sent", f"{place_text(run)}; {what}")
+    drawn = [curves.curve(each, _nbytes, _name_with_bytes(summary, each), hue[each.label]) for each in summary.schemes]
+    unit, size = byte_unit(x for each in drawn for x, _ in each.middle)
+    axes.set_xlabel(f"{unit} sent by one rank")
+    curves.draw(axes, run, [each.divided(size) for each in drawn])
+
+
+def step_breakdown(summary: Summary, figure: Figure) -> None:
+    """Draws where the time of a step goes, a bar a scheme; what the link needs at least stands out."""
+    title = "Where the time of a training step goes"
+    axes = _axes(summary, figure, title, f"{place_text(summary.run)}; medians over the steps")
+    rows = [(scheme, parts) for scheme in summary.schemes if (parts := _parts(scheme))]
+    _make_room(axes, [scheme.label for scheme, _ in rows])
+    # The axis ends where the words beside the longest bar still fit.
+    axes.set_xlim(0, max((_draw_bar(axes, place, *row) for place, row in enumerate(rows)), default=1.0))
+    axes.set_yticks(range(len(rows)), [scheme.label for scheme, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(False)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.set_xlabel("milliseconds")
+    if rows:
+        _draw_legend(figure, axes, [name for name in _PART_HUES if any(name in parts for _, parts in rows)])
+
+
+def _png(summary: Summary, draw: Callable[[Summary, Figure], None]) -> bytes:
+    image = io.BytesIO()
+    with rc_context(_STYLE):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
+        figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor="white")
+        FigureCanvasAgg(figure)  # makes itself the figure's canvas, on which texts can be measured
+        draw(summary, figure)
+        figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _axes(summary: Summary, figure: Figure, title: str, subtitle: str) -> Axes:
+    """Axes under a title, a line that says where and how, and the warning where the links had no limit."""
+    warning = banner(summary.run)
+    top = 0.925 if warning is None else 0.855
+    if warning is not None:
+        box = {"facecolor": _ALARM, "edgecolor": _ALARM, "boxstyle": "square,pad=0.6"}
+        _fit(figure.text(0.5, 0.955, warning, ha="center", va="center", weight="bold", color="white", bbox=box))
+    _fit(figure.text(0.02, top, title[:1].upper() + title[1:], fontsize=14, weight="bold", color=INK))
+    _fit(figure.text(0.02, top - 0.052, subtitle, color=FAINT))
+    return figure.add_axes((0.075, 0.11, _RIGHT - 0.075, top - 0.195))
+
+
+def _fit(text: Text) -> None:
+    """Makes the type of a line smaller where it is wider than the picture, as with a long name of a scheme."""
+    width = text.get_window_extent().width
+    text.set_fontsize(float(text.get_fontsize()) * min(1.0, _WIDEST * _SIZE[0] * _DPI / width))
+
+
+def _make_room(axes: Axes, labels: Sequence[str]) -> None:
+    """Moves the left side of the axes to make room for the labels, and the upper one for a legend."""
+    box = axes.get_position()
+    width = max((curves.size(axes, label)[0] for label in labels), default=0.0)
+    left = min(0.4, box.width * (width + _BESIDE) / axes.bbox.width + 0.02)
+    axes.set_position((left, box.y0, _RIGHT - left, box.height - 0.065))
+
+
+def _seconds(point: Quality) -> float:
+    return point.seconds
+
+
+def _nbytes(point: Quality) -> float:
+    assert point.bytes is not None  # a Summary has them filled in
+    return point.bytes
+
+
+def _name_with_time(summary: Summary, scheme: SchemeFigures) -> str:
+    """The scheme, when it reached the target, and how many times as fast as dense."""
+    if summary.run.target is None:
+        return scheme.label
+    found, ratio = scheme.target_s, scheme.speedup["dense"]
+    if found is None:
+        return f"{scheme.label}  not reached"
+    over = f", {ratio_text(ratio.spread.median, ratio.bound)}" if ratio and scheme.label != "dense" else ""
+    return f"{scheme.label}  {seconds_text(found.median)}{over}"
+
+
+def _name_with_bytes(summary: Summary, scheme: SchemeFigures) -> str:
+    """The scheme, and what a rank had sent when it reached the target."""
+    if summary.run.target is None:
+        return scheme.label
+    found = scheme.target_bytes
+    return f"{scheme.label}  {'not reached' if found is None else bytes_text(found.median)}"
+
+
+def _parts(scheme: SchemeFigures) -> dict[str, float]:
+    """Seconds of a step by name, in the order of the bar; empty where no step was recorded. Over seeds: medians."""
+    found = {name: scheme.over_seeds(name) for name in ("step_s", "compute_s", "scheme_s", "wait_s", "rest_s")}
+    middle = {name: each.median for name, each in found.items() if each is not None}
+    if "step_s" not in middle:
+        return {}
+    parts = {"computing": middle["compute_s"], "in the scheme": middle["scheme_s"]}
+    if scheme.link_s is None:
+        parts["communicating"] = middle["wait_s"]
+    else:
+        # A queue may take in the end of a step's bytes before the link has carried them.
+        parts["link: the least it needs"] = min(scheme.link_s, middle["wait_s"])
+        parts["communicating, beyond that"] = max(0.0, middle["wait_s"] - scheme.link_s)
+    if middle["rest_s"] > _VISIBLE * middle["step_s"]:
+        parts["other"] = middle["rest_s"]
+    return parts
+
+
+def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, parts: Mapping[str, float]) -> float:
+    """The length of an axis on which the words beside the bar fit; draws both.
+
+    Where the parts overlapped, so that they add up to more than the measured step, a mark shows where that ended.
+    """
+    start = 0.0
+    for name, seconds in parts.items():
+        axes.barh(place, 1e3 * seconds, left=1e3 * start, height=0.6, color=_PART_HUES[name])
+        start += seconds
+    step, over = scheme.over_seeds("step_s"), scheme.step_over_compute
+    assert step is not None  # it has parts
+    if start > (1 + _VISIBLE) * step.median:
+        axes.plot([1e3 * step.median] * 2, [place - 0.4, place + 0.4], color=INK, linewidth=2.5)
+    text = seconds_text(step.median) + (f", {ratio_text(over.median)} computing alone" if over else "")
+    end = 1e3 * max(start, step.median)
+    axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", color=INK)
+    return end / (1 - (curves.size(axes, text)[0] + _BESIDE) / axes.bbox.width)
+
+
+def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
+    axes.legend(
+        handles=[Patch(color=_PART_HUES[name], label=name) for name in names],
+        ncols=len(names),
+        loc="lower left",
+        bbox_to_anchor=(0.01, axes.get_position().y1),
+        bbox_transform=figure.transFigure,
+        frameon=False,
+        handlelength=1,
+        handleheight=1,
+        columnspacing=1.4,
+        handletextpad=0.5,
+    )

@@ -1,0 +1,97 @@
+"""What a comparison shows while it runs: a live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from sparsync.lab.extra import lab_extra
+
+
+class Progress(Protocol):
+    """Hears every message of a run, in order."""
+
+    def hear(self, message: dict[str, Any]) -> None: ...  # Any: JSON
+
+
+@contextmanager
+def shown(runs: int, steps: int, metric: str) -> Iterator[Progress]:
+    """A live display on standard error when that is a terminal, else a line for each evaluation."""
+    if not sys.stderr.isatty():
+        yield _Lines(runs, steps, metric)
+        return
+    with lab_extra("rich"):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  " + metric + " {task.fields[quality]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]} left"),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        yield _Bars(bars, runs, steps)
+
+
+class _Clock:
+    """Which of the runs is under way, and how long the rest of it may take."""
+
+    def __init__(self, runs: int, steps: int) -> None:
+        self.runs = runs
+        self.steps = steps
+        self.number = 0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self.number += 1
+        self._began = time.monotonic()
+
+    def left(self, step: int) -> str:
+        """The time left for this scheme at the pace so far; evaluations are part of the pace."""
+        seconds = (time.monotonic() - self._began) / max(1, step) * (self.steps - step)
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+class _Lines:
+    def __init__(self, runs: int, steps: int, metric: str) -> None:
+        self._clock = _Clock(runs, steps)
+        self._metric = metric
+        self._loss = float("nan")
+
+    def hear(self, message: dict[str, Any]) -> None:  # Any: JSON
+        kind = message["kind"]
+        if kind == "scheme":
+            self._clock.begin()
+        elif kind == "progress":
+            self._loss = message["loss"]
+        elif kind == "quality":
+            print(
+                f"[{self._clock.number}/{self._clock.runs}] {message['scheme']}  step {message['step']}/{self._clock.steps}  "
+                f"loss {self._loss:.3f}  {self._metric} {message['value']:.2f}  {message['seconds']:.1f} s trained  "
+                f"{self._clock.left(message['step'])} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class _Bars:
+    def __init__(self, bars: Any, runs: int, steps: int) -> None:  # Any: rich's Progress, imported late
+        self._bars = bars
+        self._clock = _Clock(runs, steps)
+        self._task: Any = None
+
+    def hear(self, message: dict[str, Any]) -> None:  # Any: JSON
+        kind = message["kind"]
+        if kind == "scheme":
+            self._clock.begin()
+            title = f"{self._clock.number}/{self._clock.runs} {message['scheme']}"
+            self._task = self._bars.add_task(title, total=self._clock.steps, loss="-", quality="-", left="-:--")
+        elif kind == "progress":
+            left = self._clock.left(message["step"])
+            self._bars.update(self._task, completed=message["step"], loss=f"{message['loss']:.3f}", left=left)
+        elif kind == "quality":
+            self._bars.update(self._task, quality=f"{message['value']:.2f}")

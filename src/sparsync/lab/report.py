@@ -1,0 +1,160 @@
+"""The report of a comparison: tables on the terminal, report.html and PNG files, all made from results.jsonl alone."""
+
+import base64
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sparsync.lab.extra import lab_extra
+from sparsync.lab.results import Results, read
+from sparsync.lab.summary import Summary, summarise
+from sparsync.lab.tables import WIDTH, as_text, remarks, tables
+from sparsync.lab.wording import banner, paragraph, place_text
+
+PAGE = "report.html"
+_ALT = {  # in the order of the tables
+    "quality_over_time.png": "Quality over training time, a curve for each scheme",
+    "quality_over_bytes.png": "Quality over bytes sent per rank, a curve for each scheme",
+    "step_breakdown.png": "Where the time of a training step goes, a bar for each scheme",
+}
+_METHOD = (
+    "All schemes of a run start from the same weights and see the same batches in the same order. Training time is the sum "
+    "of the steps, a mean over the ranks; evaluations, start-up and the exchange of measurements do not count.",
+    "A target counts as reached at the first evaluation at or beyond it; the time is interpolated linearly between that "
+    "evaluation and the one before. How many times as fast means: the baseline's time to the target, over the scheme's. "
+    "Where one of the two did not reach the target, its whole training time bounds the ratio from one side (< or >).",
+    "Compute is the median step of a copy of the model that does not communicate, measured in the same run. Communicate is "
+    "the time inside the communicator, waiting for slower ranks included; scheme is the rest of the reduction. Other is "
+    "what is left of the median step; below zero, reduction and computing overlapped.",
+    "Payload is what the communicator was given to send; interface is what the kernel counted on the rank's network "
+    "interface, framing and acknowledgements included. What a link needs at least is payload x 8 / rate.",
+)
+
+
+def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
+    """The files written into `folder`: three PNG images and report.html. The tables go to standard output.
+
+    Tells of the newest run that trained anything, or of the one with the id `run`; runs are not mixed. Raises ValueError
+    when the folder holds no such results, RuntimeError when it cannot be written or a package of the extra [lab] is missing.
+    """
+    results = read(folder)
+    summary = _chosen(results, run)
+    terminal = sys.stdout.isatty()
+    print(
+        as_text(
+            summary,
+            width=min(WIDTH, shutil.get_terminal_size().columns) if terminal else WIDTH,
+            colour=terminal,
+            ascii_only=not (sys.stdout.encoding or "").lower().startswith("utf"),
+        )
+    )
+    with lab_extra("matplotlib"):
+        from sparsync.lab.plots import hues, pictures
+    images = pictures(summary)
+    page = render(summary, images, hues(summary), _others(results, summary))
+    written = _write(Path(folder), {**images, PAGE: page.encode()})
+    print(f"Written to {folder}: {', '.join(path.name for path in written)}")
+    return written
+
+
+def render(summary: Summary, images: Mapping[str, bytes], hues: Mapping[str, str], others: Sequence[Any] = ()) -> str:
+    """The page as HTML that stands alone: images inside, no script, nothing loaded from anywhere."""
+    with lab_extra("jinja2"):
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup, escape
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files("sparsync.lab").joinpath("templates/report.html.j2").read_text("utf-8"))
+    run = summary.run
+    return template.render(
+        place=place_text(run),
+        time=run.time,
+        run=run.run,
+        banner=banner(run),
+        paragraph=paragraph(summary),
+        # Each table stands under the picture of the same thing.
+        parts=zip(tables(summary), _images(images), strict=True),
+        hues=hues,
+        lines=lambda head: Markup("<br>").join(escape(part) for part in head.split("\n")),
+        remarks=remarks(summary),
+        notes=summary.notes,
+        method=_METHOD,
+        command=_command(run.command),
+        sections=_sections(summary),
+        others=others,
+    )
+
+
+def _chosen(results: Results, wanted: str | None) -> Summary:
+    """The run to tell of, with the notes of the file; a note says so when the newest run recorded no training."""
+    if wanted is not None:
+        found = [records for records in results.runs if records.run.run == wanted]
+        if not found:
+            known = ", ".join(records.run.run for records in results.runs)
+            raise ValueError(f"{results.path} has no run {wanted!r}; it has {known}")
+        return summarise(found[0], results.notes)
+    trained = [records for records in results.runs if any(trace.steps for trace in records.traces.values())]
+    newest = results.runs[-1]
+    if not trained or trained[-1] is newest:
+        return summarise(newest, results.notes)
+    note = f"The newest run, {newest.run.run}, recorded no training; this is the one before it that did."
+    return summarise(trained[-1], (*results.notes, note))
+
+
+def _others(results: Results, shown: Summary) -> list[dict[str, str]]:
+    """The other runs of the file, newest first, a sentence each."""
+    return [
+        {"run": records.run.run, "text": f"{records.run.time}: {paragraph(summarise(records))}"}
+        for records in reversed(results.runs)
+        if records.run.run != shown.run.run
+    ]
+
+
+def _images(images: Mapping[str, bytes]) -> list[dict[str, str]]:
+    return [{"alt": alt, "base64": base64.b64encode(images[name]).decode()} for name, alt in _ALT.items()]
+
+
+def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
+    written = []
+    for name, content in contents.items():
+        path = folder / name
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot write {path}: {error.strerror}; make the folder writable, or copy results.jsonl to one that is"
+            ) from error
+        written.append(path)
+    return tuple(written)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command as one would type it: the program by its name, not by where it happened to be installed."""
+    return shlex.join([Path(argv[0]).name, *argv[1:]]) if argv else ""
+
+
+def _sections(summary: Summary) -> list[dict[str, Any]]:  # Any: a title and its entries, for the template
+    run = summary.run
+    schemes = [(scheme.label, ", ".join(f"{k} = {v}" for k, v in _flat(scheme.config))) for scheme in summary.schemes]
+    return [
+        {"title": "Schemes", "entries": schemes},
+        {"title": "Configuration", "entries": list(_flat(run.config))},
+        {"title": "Workload", "entries": list(_flat(run.workload))},
+        {"title": "Versions", "entries": list(_flat(run.versions))},
+        {"title": "Machine", "entries": list(_flat(run.machine))},
+    ]
+
+
+def _flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
+    """The entries of a nested mapping by dotted name, as text."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        elif isinstance(value, str):
+            yield above + key, value
+        else:
+            yield above + key, json.dumps(value)

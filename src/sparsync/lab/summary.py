@@ -1,0 +1,271 @@
+"""The numbers of a report, made from the records of one run and nothing else.
+
+Quality counts as reached at the first evaluation at or beyond the target; time and bytes are interpolated linearly
+between that evaluation and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
+it would have needed longer than it ran. Seconds are medians over a seed's steps, bytes are means (so that steps times
+bytes is the total); several seeds give the median and the range. Schemes are compared within one run and seed only.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from sparsync.lab.results import Quality, Run, RunRecords, Trace
+
+BASELINES = ("dense", "bf16")  # the labels everything else is compared with
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over seeds, and the lowest and highest."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up over seeds. `bound`: "" exact, ">" at least this (the baseline fell short), "<" at most this."""
+
+    spread: Spread
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class SeedFigures:
+    """One scheme with one seed. Seconds and bytes are those of one rank; None where the records do not tell."""
+
+    seed: int
+    status: str  # of the end record; "interrupted" without one
+    replicas_identical: bool | None
+    steps: int
+    quality: float | None  # at the last evaluation
+    evaluated_s: float  # training time up to that evaluation
+    target_s: float | None  # None: not reached
+    target_bytes: float | None
+    sent_bytes: float | None  # payload, a step
+    interface_bytes: float | None  # all that left the interface, a step
+    step_s: float | None
+    compute_s: float
+    scheme_s: float | None  # in the scheme but not in the communicator
+    wait_s: float | None  # in the communicator
+    messages: float | None  # a step
+    union_density: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def rest_s(self) -> float | None:
+        """What is left of a step; negative where the scheme ran while the model computed."""
+        if self.step_s is None or self.scheme_s is None or self.wait_s is None:
+            return None
+        return self.step_s - self.compute_s - self.scheme_s - self.wait_s
+
+
+@dataclass(frozen=True)
+class SchemeFigures:
+    """One scheme over its seeds; each Spread leaves out the seeds that have no value, and is None when none has."""
+
+    label: str
+    config: Mapping[str, Any]  # Any: shown as it is
+    seeds: tuple[SeedFigures, ...]
+    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see Summary
+    speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
+    link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
+
+    @property
+    def reached(self) -> int:
+        """How many seeds reached the target."""
+        return sum(figures.target_s is not None for figures in self.seeds)
+
+    @property
+    def target_s(self) -> Spread | None:
+        """Seconds to the target; seeds that did not reach it count as infinitely late. None when most did not."""
+        return self._arrival("target_s")
+
+    @property
+    def target_bytes(self) -> Spread | None:
+        return self._arrival("target_bytes")
+
+    @property
+    def interface_ratio(self) -> Spread | None:
+        """Bytes that left the interface over bytes of payload; None without payload or without an interface's count."""
+        pairs = [(seed.interface_bytes, seed.sent_bytes) for seed in self.seeds]
+        return spread(interface / sent for interface, sent in pairs if interface is not None and sent)
+
+    @property
+    def step_over_compute(self) -> Spread | None:
+        """A step, in steps that only compute."""
+        return spread(seed.step_s / seed.compute_s for seed in self.seeds if seed.step_s is not None and seed.compute_s)
+
+    def over_seeds(self, name: str) -> Spread | None:
+        """The spread of the field or property `name` of SeedFigures."""
+        return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
+
+    def _arrival(self, name: str) -> Spread | None:
+        values = [getattr(seed, name) for seed in self.seeds]
+        found = spread(math.inf if value is None else value for value in values)
+        return None if found is None or math.isinf(found.median) else found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in numbers. `notes` are sentences that no output may leave out."""
+
+    run: Run
+    schemes: tuple[SchemeFigures, ...]
+    dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
+    interface_counted: bool  # whether bytes over a run are those of the interface; if not, of the payload
+    notes: tuple[str, ...]
+
+    def scheme(self, label: str) -> SchemeFigures | None:
+        return next((scheme for scheme in self.schemes if scheme.label == label), None)
+
+
+def summarise(records: RunRecords, notes: Iterable[str] = ()) -> Summary:
+    """The numbers of one run; `notes` of the file come first, those that follow from the records after them."""
+    run = records.run
+    counted = all(point.bytes is not None for trace in records.traces.values() for point in trace.quality)
+    by_label: dict[str, list[Trace]] = {}
+    for (label, _), trace in records.traces.items():
+        by_label.setdefault(label, []).append(trace if counted else _by_payload(trace))
+    seeds = {label: tuple(_seed_figures(run, trace) for trace in traces) for label, traces in by_label.items()}
+    schemes = tuple(
+        SchemeFigures(
+            label=label,
+            config=traces[0].start.config,
+            seeds=seeds[label],
+            curve=tuple(tuple(trace.quality) for trace in traces),
+            speedup={base: _speedup(seeds[label], seeds.get(base, ())) for base in BASELINES},
+            link_s=_link_s(run, spread(seed.sent_bytes for seed in seeds[label] if seed.sent_bytes is not None)),
+        )
+        for label, traces in by_label.items()
+    )
+    return Summary(run, schemes, _dense_link_s(run), counted, (*notes, *_notes(schemes)))
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Median and range of the values; None of none, not-a-number of any such value."""
+    ordered = sorted(values)
+    if any(math.isnan(value) for value in ordered):
+        return Spread(math.nan, math.nan, math.nan)
+    return Spread(median(ordered), ordered[0], ordered[-1]) if ordered else None
+
+
+def reaching(
+    quality: Sequence[Quality], target: float | None, lower_is_better: bool
+) -> tuple[float, float | None] | None:
+    """Seconds and bytes at which the target is first reached, interpolated between two evaluations; None if never.
+
+    Where the evaluation before is not finite there is nothing to interpolate from: the time is that of the evaluation.
+    """
+    if target is None:
+        return None
+    before: Quality | None = None
+    for now in quality:
+        if now.value <= target if lower_is_better else now.value >= target:
+            if before is None or not math.isfinite(before.value) or not math.isfinite(now.value):
+                return now.seconds, now.bytes
+            part = (before.value - target) / (before.value - now.value)
+            seconds = before.seconds + part * (now.seconds - before.seconds)
+            if before.bytes is None or now.bytes is None:
+                return seconds, None
+            return seconds, before.bytes + part * (now.bytes - before.bytes)
+        before = now
+    return None
+
+
+def _by_payload(trace: Trace) -> Trace:
+    """The trace with each evaluation's bytes replaced by the payload of the steps before it."""
+    sent = {step.step: step.sent_bytes for step in trace.steps}
+    quality = [
+        replace(point, bytes=math.fsum(nbytes for step, nbytes in sent.items() if step <= point.step))
+        for point in trace.quality
+    ]
+    return replace(trace, quality=quality)
+
+
+def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
+    steps, quality, end = trace.steps, trace.quality, trace.end
+    arrival = reaching(quality, run.target, run.lower_is_better)
+    interface = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    return SeedFigures(
+        seed=trace.start.seed,
+        status="interrupted" if end is None else end.status,
+        replicas_identical=None if end is None else end.replicas_identical,
+        steps=len(steps),
+        quality=quality[-1].value if quality else None,
+        evaluated_s=quality[-1].seconds if quality else 0.0,
+        target_s=None if arrival is None else arrival[0],
+        target_bytes=None if arrival is None else arrival[1],
+        sent_bytes=fmean(step.sent_bytes for step in steps) if steps else None,
+        interface_bytes=fmean(interface) if steps and len(interface) == len(steps) else None,
+        step_s=median(step.step_s for step in steps) if steps else None,
+        compute_s=trace.start.compute_s,
+        scheme_s=median(step.reduce_s - step.wait_s for step in steps) if steps else None,
+        wait_s=median(step.wait_s for step in steps) if steps else None,
+        messages=fmean(step.messages for step in steps) if steps else None,
+        union_density=fmean(step.union_density for step in steps) if steps else None,
+    )
+
+
+def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio | None:
+    """How many times sooner than the baseline, seed by seed; None if one seed cannot tell, or seeds bound both ways."""
+    by_seed = {figures.seed: figures for figures in base}
+    pairs = [_seed_speedup(figures, by_seed.get(figures.seed)) for figures in seeds]
+    known = [pair for pair in pairs if pair is not None]
+    bounds = {bound for _, bound in known if bound}
+    found = spread(value for value, _ in known)
+    if found is None or len(known) < len(pairs) or len(bounds) > 1:
+        return None
+    return Ratio(found, bounds.pop() if bounds else "")
+
+
+def _seed_speedup(scheme: SeedFigures, base: SeedFigures | None) -> tuple[float, str] | None:
+    """The ratio of the times to the target, and its bound where only one of the two reached it."""
+    if base is None:
+        return None
+    # Nothing is said of a target reached after no time at all, and nothing follows from a side that failed before its end.
+    if scheme.target_s and base.target_s is not None:
+        return base.target_s / scheme.target_s, ""
+    if scheme.target_s and base.finished and base.evaluated_s:
+        return base.evaluated_s / scheme.target_s, ">"
+    if scheme.target_s is None and base.target_s is not None and scheme.finished and scheme.evaluated_s:
+        return base.target_s / scheme.evaluated_s, "<"
+    return None
+
+
+def _link_s(run: Run, nbytes: Spread | None) -> float | None:
+    if not run.limited or run.rate_bits_per_s is None or nbytes is None:
+        return None
+    return nbytes.median * 8 / run.rate_bits_per_s
+
+
+def _dense_link_s(run: Run) -> float | None:
+    """2 (P-1)/P times 4 bytes an element is what any rank sends in a ring all-reduce, and no all-reduce sends less."""
+    nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
+    return _link_s(run, Spread(nbytes, nbytes, nbytes))
+
+
+def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
+    """What has to be said about runs that did not end as they should."""
+    notes = []
+    for scheme in schemes:
+        for seed in scheme.seeds:
+            name = f"{scheme.label} (seed {seed.seed})"
+            if seed.status == "interrupted":
+                notes.append(f"{name} has no end record: it was interrupted after {seed.steps} steps.")
+            elif not seed.finished:
+                notes.append(f"{name} failed after {seed.steps} steps: {seed.status.removeprefix('failed: ')}")
+            if seed.replicas_identical is False:
+                notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
+    if not schemes:
+        notes.append("This run has no scheme records: it was interrupted before any training.")
+    elif "dense" not in [scheme.label for scheme in schemes]:
+        notes.append("This run has no dense scheme to compare with.")
+    return notes

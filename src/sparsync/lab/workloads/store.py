@@ -1,0 +1,65 @@
+"""Data files in the user's cache: checked whenever they are read, put there in one step, fetched again when damaged."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+class DataMissingError(RuntimeError):
+    """A data set is neither installed nor named nor to be had; the message lists every cure."""
+
+
+def cache_folder() -> Path:
+    """Where fetched data is kept: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
+
+
+def sha256(content: bytes) -> str:
+    """The SHA-256 digest of `content`, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def cached(path: Path, check: Callable[[bytes], None], fetch: Callable[[], bytes]) -> bytes:
+    """The content of `path`, fetched and put there first when absent or damaged; `check` raises ValueError for damaged content.
+
+    Processes may do this at the same time: each reads a whole file or none, and the last to finish leaves its own. Raises
+    what `fetch` raises, DataMissingError when what it returns is damaged too, RuntimeError when the cache cannot be written.
+    """
+    if path.is_file():
+        content = path.read_bytes()
+        if _passes(check, content):
+            return content
+    content = fetch()
+    try:
+        check(content)
+    except ValueError as error:
+        raise DataMissingError(f"what was fetched for {path} is not what it should be: {error}") from None
+    _replace(path, content)
+    return content
+
+
+def _passes(check: Callable[[bytes], None], content: bytes) -> bool:
+    try:
+        check(content)
+    except ValueError:
+        return False
+    return True
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Makes `content` the content of `path`; another process sees all of it or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            temporary = Path(file.name)
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot keep data at {path}: {error}; make the folder writable or set XDG_CACHE_HOME to one that is"
+        ) from error
