@@ -28,16 +28,20 @@ class ErrorFeedback:
 
         Raises RuntimeError when this object already serves another rank, and ValueError when a parameter's size has changed.
         """
-        if self._rank is None:
-            self._rank = rank
-        if self._rank != rank:
-            raise RuntimeError(
-                f"this scheme keeps the residual of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
-            )
+        self.serve(rank)
         flat = self._flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
             flat = self._lay_out(bucket)
         return flat
+
+    def serve(self, rank: int) -> None:
+        """Takes the first rank that calls for the one whose state this is; raises RuntimeError when another one calls."""
+        if self._rank is None:
+            self._rank = rank
+        if self._rank != rank:
+            raise RuntimeError(
+                f"this scheme keeps the state of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
+            )
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiplies the residual of each named parameter, in place."""

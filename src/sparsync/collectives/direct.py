@@ -4,6 +4,8 @@ One message round where a ring takes P-1-s, and any set of offsets S may be left
 {1, ..., s}; with that set it sums the same contributors as the ring. Generalises doi 10.1145/3725843.3756092.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sparsync.collectives import ring
@@ -16,7 +18,7 @@ from sparsync.protocols import Comm
 def direct_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
     """Writes into `x` [n], on every rank, the sums over the contributors of each slice, added in rank order.
 
-    `kept` [n], where given, receives this rank's part of `x` where it was left out; the rest of it is not touched.
+    To `kept` [n], where given, this rank's part of `x` is added where it was left out; the rest of it is not touched.
     Steps: 1 + (P-1)
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
     """
@@ -25,7 +27,7 @@ def direct_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor 
         return
     if kept is not None:
         for span in plan.skipped(comm.rank, x.numel(), P):
-            span.of(kept).copy_(span.of(x))
+            span.of(kept).add_(span.of(x))
     direct_reduce_scatter_(x, comm, plan)
     ring.ring_all_gather_(x, comm, plan.shift)
 
@@ -54,6 +56,11 @@ def cost(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()
     lengths = [len(slices[(owner + plan.shift) % P]) * _sends(rank, owner, P, plan) for owner in range(P)]
     exchanged = all_to_all_cost([element_nbytes * length for length in lengths], rank)
     return exchanged + ring.all_gather_cost(count, element_nbytes, P, rank, plan.shift)
+
+
+def cost_in_messages(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()) -> Cost:  # noqa: B008  # frozen
+    """The same over a SubsetComm, whose all-to-all is P-1 messages one after the other."""
+    return replace(cost(count, element_nbytes, P, rank, plan), steps=2 * (P - 1))
 
 
 def _sends(source: int, owner: int, P: int, plan: Plan) -> bool:

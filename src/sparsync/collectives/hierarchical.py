@@ -24,7 +24,7 @@ def hierarchical_all_reduce_(
 ) -> None:
     """Writes into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one shard over the nodes.
 
-    `kept` [n], where given, receives the node's sum on that part of this rank's shard where the node was left out.
+    To `kept` [n], where given, the node's sum is added on that part of this rank's shard where the node was left out.
     Steps: 2 (G-1) + those of `between` over N ranks
     Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `between` for nbytes(x)/G between nodes
     """
@@ -39,7 +39,10 @@ def hierarchical_all_reduce_(
 def cost(
     count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: Plan, between: AllReduceCost
 ) -> Cost:
-    """What `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together."""
+    """What `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together.
+
+    `between` is the cost over a SubsetComm: for the direct form `direct.cost_in_messages`.
+    """
     node, place = divmod(rank, node_size)
     shard = spans(count, node_size)[place]
     inside = ring.reduce_scatter_cost(count, element_nbytes, node_size, place)

@@ -17,7 +17,7 @@ from sparsync.protocols import Comm
 def ring_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
     """Writes into `x` [n], on every rank, the sums over the contributors of each slice.
 
-    `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. `kept` [n], where given, receives this rank's part of `x`
+    `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. To `kept` [n], where given, this rank's part of `x` is added
     where it was left out; the rest of it is not touched.
     Steps: 2 (P-1) - s
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
@@ -28,7 +28,7 @@ def ring_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor | 
         raise ValueError(f"a ring leaves out the offsets 1..s, got {plan.offsets}; use the direct form for other sets")
     if kept is not None:
         for span in plan.skipped(comm.rank, x.numel(), comm.size):
-            span.of(kept).copy_(span.of(x))
+            span.of(kept).add_(span.of(x))
     ring_reduce_scatter_(x, comm, plan.skip, plan.shift)
     ring_all_gather_(x, comm, plan.shift)
 

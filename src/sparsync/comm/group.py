@@ -1,6 +1,7 @@
 """A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -8,6 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from sparsync.core import spans
+
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+
+# What gloo's all_reduce can add up; it refuses the rest, int16 above all.
+_GLOO_ADDS = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
 
 
 @dataclass
@@ -15,47 +26,84 @@ class GroupComm:
     """This rank's view of `group`; None is the default group.
 
     Give it a group nobody else uses: gloo matches collectives by order, so calls of another thread on the same group would mix, and
-    one failed collective breaks the group for good. `private()` makes such a group.
+    one failed collective breaks the group for good. `private()` makes such a group, `renewed()` another after a failure.
     """
 
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
     rank: int = field(init=False)
     size: int = field(init=False)
+    _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # what `private` was made over
+    _timeout_s: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        group = self.group if self.group is not None else dist.group.WORLD
-        assert group is not None
-        self.ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.group = _existing(self.group)
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
 
     @classmethod
-    def private(cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> "GroupComm":
+    def private(cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, alike: str = "") -> "GroupComm":
         """A communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
 
-        After `timeout_s` seconds in one operation a rank gives up with an error.
+        After `timeout_s` seconds in one operation, or in here, a rank gives up with an error. `alike` is compared between the ranks:
+        RuntimeError on all of them when it differs.
         """
-        base = group if group is not None else dist.group.WORLD
-        if base is None:
-            raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        new = dist.new_group(
-            dist.get_process_group_ranks(base),
-            timeout=timedelta(seconds=timeout_s),
-            backend=dist.get_backend(base),
-            use_local_synchronization=True,  # only the members call this, so a group need not be the world
-        )
-        assert isinstance(new, dist.ProcessGroup)  # only those outside the group get a number
-        return cls(new)
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
+        base = _existing(group)
+        ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
+        store = base.get_group_store()
+        name = f"sparsync/{base.group_name}/{store.add(f'sparsync/{rank}', 1)}"  # each rank counts its own calls
+        _meet(store, name, rank, len(ranks), timeout_s, alike)
+        # HACK: dist.new_group has all ranks of the world take part, or else names the group by how many groups a rank belongs to; where
+        # that differs between ranks, they wait for each other for ever. Price: a function that torch may change.
+        try:
+            made, _ = c10d._new_process_group_helper(
+                len(ranks),
+                rank,
+                ranks,
+                dist.get_backend(base),
+                store,
+                c10d.GroupName(name),
+                timeout=timedelta(seconds=timeout_s),
+                device_id=base.bound_device_id,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}"
+            ) from error
+        assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
+        c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
+        comm = cls(made)
+        comm._base, comm._timeout_s = base, timeout_s
+        return comm
+
+    def renewed(self, alike: str = "") -> "GroupComm":
+        """A communicator over fresh connections between the same ranks, as `private` would make it. Collective over them."""
+        assert self._base is not None, "only a private communicator can be renewed"
+        return GroupComm.private(self._base, self._timeout_s, alike)
+
+    def close(self) -> None:
+        """Ends the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
+        assert self._base is not None, "only a private communicator can be closed"
+        if self.group is None:
+            return
+        with suppress(ValueError):  # destroyed already, with the world
+            self.group.abort()
+            dist.destroy_process_group(self.group)
+        self.group = None  # gloo closes its sockets when nobody holds the group any more
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        for peer in (to, source):
+            if not 0 <= peer < self.size:
+                raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
+        group = self._open()
         operations = []
         if out.numel():
-            operations.append(dist.P2POp(dist.isend, _bytes(out), self.ranks[to], group=self.group))
+            operations.append(dist.P2POp(dist.isend, _bytes(out), self.ranks[to], group=group))
         if into.numel():
-            operations.append(dist.P2POp(dist.irecv, _bytes(into), self.ranks[source], group=self.group))
+            operations.append(dist.P2POp(dist.irecv, _bytes(into), self.ranks[source], group=group))
         if not operations:
             return
         try:
@@ -65,64 +113,130 @@ class GroupComm:
             raise self._failure("send_recv", f"sending to rank {to}, receiving from rank {source}", error) from error
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        counts = list(counts) if counts is not None else self._counts([x.numel()] * self.size)
+        counts = self._known("all_gather", counts, x.numel()) or self._counts([x.numel()] * self.size)
         if self.size == 1:
             return [x]
         if len(set(counts)) > 1:  # gloo and NCCL gather equal lengths only; sending to each rank pads nothing
             return self._exchange("all_gather", torch.cat([_bytes(x)] * self.size), [x.nbytes] * self.size, counts, x)
-        gathered = torch.empty(self.size, x.nbytes, dtype=torch.uint8, device=x.device)
+        gathered = x.new_empty(self.size * x.numel())
         if x.numel():
             try:
-                dist.all_gather_single(gathered.view(-1), _bytes(x), group=self.group)
+                dist.all_gather_single(_bytes(gathered), _bytes(x), group=self._open())
             except RuntimeError as error:
                 raise self._failure("all_gather", "with all ranks", error) from error
-        return [row.view(x.dtype) for row in gathered]
+        return list(gathered.view(self.size, x.numel()))
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
-        counts = list(counts) if counts is not None else self._counts([part.numel() for part in parts])
+        outgoing = [part.numel() for part in parts]
+        counts = self._known("all_to_all", counts, outgoing[self.rank]) or self._counts(outgoing)
         if self.size == 1:
             return [parts[0]]
         sent = torch.cat([_bytes(part) for part in parts])
         return self._exchange("all_to_all", sent, [part.nbytes for part in parts], counts, parts[0])
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size == 1 or not x.numel():
+            return x.clone()
+        if x.device.type == "cpu" and x.dtype not in _GLOO_ADDS:
+            return self._sum_in_rank_order(x)
         total = x.clone()
-        if self.size > 1 and x.numel():
-            try:
-                dist.all_reduce(total, group=self.group)
-            except RuntimeError as error:
-                raise self._failure("all_reduce", "with all ranks", error) from error
+        try:
+            dist.all_reduce(total, group=self._open())
+        except RuntimeError as error:
+            raise self._failure("all_reduce", "with all ranks", error) from error
         return total
+
+    def _sum_in_rank_order(self, x: Tensor) -> Tensor:
+        """The sum by way of each rank adding up one slice; the same bytes as a ring sends."""
+        slices = spans(x.numel(), self.size)
+        lengths = [len(span) for span in slices]
+        parts = self.all_to_all([span.of(x) for span in slices], [lengths[self.rank]] * self.size)
+        mine = parts[0].clone()
+        for part in parts[1:]:
+            mine += part
+        return torch.cat(self.all_gather(mine, lengths))
 
     def _exchange(self, name: str, sent: Tensor, splits: list[int], counts: list[int], like: Tensor) -> list[Tensor]:
         incoming = [count * like.element_size() for count in counts]
         received = torch.empty(sum(incoming), dtype=torch.uint8, device=like.device)
         try:
-            dist.all_to_all_single(received, sent, incoming, splits, group=self.group)
+            dist.all_to_all_single(received, sent, incoming, splits, group=self._open())
         except RuntimeError as error:
             raise self._failure(name, "with all ranks", error) from error
         # A slice of a byte tensor starts anywhere, a view as another type only where that type may.
         return [part.clone().view(like.dtype) for part in received.split(incoming)]
 
+    def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
+        """`counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""
+        if counts is None:
+            return None
+        if len(counts) != self.size or counts[self.rank] != own:
+            raise ValueError(
+                f"counts of {name} must have one length for each of {self.size} ranks and {own} for rank {self.rank}, "
+                f"got {list(counts)}"
+            )
+        return list(counts)
+
     def _counts(self, outgoing: list[int]) -> list[int]:
         """How many elements each rank sends here, when this rank sends them `outgoing`."""
         if self.size == 1:
             return outgoing
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        group = self._open()
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         told = torch.tensor(outgoing, dtype=torch.int64, device=device)
         heard = torch.empty_like(told)
         try:
-            dist.all_to_all_single(heard, told, group=self.group)
+            dist.all_to_all_single(heard, told, group=group)
         except RuntimeError as error:
             raise self._failure("exchange of lengths", "with all ranks", error) from error
         return heard.tolist()  # a host sync: the sizes of the receive buffers depend on it
+
+    def _open(self) -> dist.ProcessGroup:
+        if self.group is None:
+            raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use renewed()")
+        return self.group
 
     def _failure(
         self, name: str, doing: str, error: Any
     ) -> RuntimeError:  # Any: gloo and NCCL raise their own subclasses
         return RuntimeError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}")
+
+
+def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def _meet(store: Store, name: str, rank: int, size: int, timeout_s: float, alike: str) -> None:
+    """Returns when all ranks are here; an error names those that are not, or that disagree about `alike`."""
+    keys = [f"{name}/{other}" for other in range(size)]
+    store.set(keys[rank], alike)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+        said = [store.get(key).decode() for key in keys]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} of {size}: {_missing(store, keys)} did not come to make a private group within {timeout_s:g} s ({error}); "
+            "all ranks of the group must take part, e.g. call attach"
+        ) from error
+    for other, theirs in enumerate(said):
+        if theirs != alike:
+            raise RuntimeError(
+                f"ranks must agree, but rank {rank} has {alike} and rank {other} has {theirs}; "
+                "give all ranks the same settings and the same checkpoint"
+            )
+
+
+def _missing(store: Store, keys: list[str]) -> str:
+    with suppress(RuntimeError):  # where the store itself has gone nobody can tell
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    return "some rank"
 
 
 def _bytes(x: Tensor) -> Tensor:

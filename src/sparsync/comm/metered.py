@@ -25,7 +25,7 @@ def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
     """A ring that forwards: `nbytes` of every rank pass every rank but one."""
     if P == 1:
         return Cost()
-    gathered = Cost(P - 1, P - 1, (P - 1) * nbytes)
+    gathered = Cost(P - 1, P - 1 if nbytes else 0, (P - 1) * nbytes)
     return gathered if counts_known else gathered + counts_cost(P)
 
 

@@ -1,7 +1,10 @@
 """The door for DistributedDataParallel: one hook, registered once."""
 
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ class Handle:
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._dispatcher = Dispatcher(scheme, comm, self._reports.append)
+        weakref.finalize(self, self._dispatcher.stop)
 
     def reports(self) -> list[Report]:
         """One report for each bucket and step so far, oldest first; the newest 10 000 are kept."""
@@ -58,15 +62,13 @@ class Handle:
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The future of one bucket of DDP's; every failure reaches the caller through it."""
-        if bucket.index() == 0:  # buckets count up within a backward pass, so this one opens a step
-            self._step += 1
-            if self._rates is not None:
-                self._follow_rates(self._rates)
         try:
-            ours = self._bucket(bucket)
+            if bucket.index() == 0:  # buckets count up within a backward pass, so this one opens a step
+                self._step += 1
+            rescale = self._follow_rates() if bucket.index() == 0 else None
+            return self._dispatcher.submit(self._bucket(bucket), rescale)
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
             return _failed(error)
-        return self._dispatcher.submit(ours)
 
     def _bucket(self, bucket: GradBucket) -> Bucket:
         grad = bucket.buffer()
@@ -79,10 +81,10 @@ class Handle:
             position += parameter.numel()
         return Bucket(f"bucket{bucket.index()}", grad, self._step, tuple(slots))
 
-    def _follow_rates(self, rates: "_Rates") -> None:
-        factors = rates.factors()
-        if factors:
-            self._dispatcher.call(lambda: self.scheme.rescale_residual(factors))
+    def _follow_rates(self) -> Callable[[], None] | None:
+        """What puts the residuals in terms of the present learning rates, to be run before this step's first bucket."""
+        factors = self._rates.factors() if self._rates is not None else {}
+        return partial(self.scheme.rescale_residual, factors) if factors else None
 
 
 class _Rates:
@@ -124,7 +126,9 @@ def attach(
     Collective over the ranks of the model's process group: call it on all of them, each with a scheme of its own, set alike. Buckets are
     reduced in order by one thread on a private process group while the backward pass goes on. With `optimizer`, residuals follow its
     learning rate: what was learnt at one rate is applied at that rate. After `timeout_s` seconds without an answer a rank gives up.
-    Raises TypeError for anything but a DistributedDataParallel model, and RuntimeError when it has a hook already.
+    When a step fails, on whatever rank, its backward pass raises on all ranks; the next one is a fresh start.
+    Raises TypeError for anything but a DistributedDataParallel model and a scheme, ValueError for a model with sparse gradients, and
+    RuntimeError when the model has a hook already, or when the ranks come with different schemes.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
@@ -132,7 +136,9 @@ def attach(
         raise TypeError(f"attach takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
     if getattr(ddp_model, "_comm_hooks", None):
         raise RuntimeError("this model has a communication hook already, and DDP takes one; wrap the module anew")
-    handle = Handle(ddp_model, scheme, GroupComm.private(ddp_model.process_group, timeout_s), optimizer)
+    _check_dense(ddp_model)
+    comm = GroupComm.private(ddp_model.process_group, timeout_s, alike=_settings(scheme))
+    handle = Handle(ddp_model, scheme, comm, optimizer)
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
 
@@ -140,6 +146,19 @@ def attach(
 def reduce_bucket(handle: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook; DDP calls it with each bucket that is complete, in order."""
     return handle.submit(bucket)
+
+
+def _check_dense(model: DistributedDataParallel) -> None:
+    for name, module in model.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"sparsync reduces dense gradients only, and the embedding {name!r} has sparse=True; make it with sparse=False"
+            )
+
+
+def _settings(scheme: Scheme) -> str:
+    """What all ranks must have alike; of a scheme that is no dataclass only the kind is known."""
+    return repr(scheme) if is_dataclass(scheme) else type(scheme).__qualname__
 
 
 def _failed(error: Exception) -> torch.futures.Future[Tensor]:

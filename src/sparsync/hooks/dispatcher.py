@@ -5,119 +5,153 @@ a bucket ends before the next bucket begins, in the same order on all ranks, on 
 meanwhile, and buckets wait in line.
 """
 
+import atexit
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report
-from sparsync.protocols import Comm, Scheme
+from sparsync.protocols import Scheme
+
+EXIT_S = 5.0  # how long a process that ends waits for its dispatchers to close their connections
+ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
 
 
 @dataclass
 class _Job:
     bucket: Bucket
+    prepare: Callable[[], None] | None
     done: Future
-    error: list[Exception]
     ready: Any  # the CUDA event after which the gradient is there; None on CPU. torch's stubs know two unrelated Event classes
+    error: list[str] = field(default_factory=list)  # what went wrong, if anything did
 
 
 class Dispatcher:
     """Reduces buckets with `scheme` over `comm` on a thread of its own, and hands each Report to `on_report` on that thread.
 
-    After a failure the other buckets of the same step fail at once with the same error, since the ranks no longer agree on what comes
-    next on the wire; the next step tries anew.
+    After a failure the ranks no longer agree on what comes next on the wire. So the failing rank closes its connections, which makes
+    the others fail at once instead of waiting; on each of them the other buckets of that step fail too, with the same cause; and the
+    next step starts on fresh connections, provided that all ranks come to the same one.
     """
 
-    def __init__(self, scheme: Scheme, comm: Comm, on_report: Callable[[Report], None]) -> None:
+    def __init__(self, scheme: Scheme, comm: GroupComm, on_report: Callable[[Report], None]) -> None:
         self._scheme = scheme
+        self._group = comm
         self._comm = MeteredComm(comm)
         self._on_report = on_report
-        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._failure: tuple[int, Exception] | None = None  # step and cause
+        self._failure: tuple[int, str] | None = (
+            None  # step and cause. No exception: its traceback would keep the connections open
+        )
 
-    def submit(self, bucket: Bucket) -> Future:
-        """A future that becomes `bucket.grad` once it is reduced. Returns at once; never raises."""
+    def submit(self, bucket: Bucket, prepare: Callable[[], None] | None = None) -> Future:
+        """A future that becomes `bucket.grad` once it is reduced, after `prepare` has run on the dispatcher's thread.
+
+        Returns at once; what goes wrong, in `prepare` too, is raised by the future.
+        """
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
-        error: list[Exception] = []
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        job = _Job(bucket, prepare, done, ready)
 
         # HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
         def result(finished: Future) -> Tensor:
-            if error:
-                raise error[0]
+            if job.error:
+                raise RuntimeError(job.error[0])
             return finished.value()
 
-        self._put(_Job(bucket, done, error, ready))
-        return done.then(result)
-
-    def call(self, fn: Callable[[], None]) -> None:
-        """Runs `fn` on the dispatcher's thread, between the buckets handed over before and after."""
-        self._put(fn)
+        promised = done.then(result)
+        self._put(job)
+        return promised
 
     def flush(self) -> None:
         """Returns when all that was handed over is done."""
-        if self._thread is not None:
-            idle = threading.Event()
-            self._put(idle.set)
-            idle.wait()
+        if self._thread is None:
+            return
+        idle = threading.Event()
+        self._put(idle)
+        while not idle.wait(ALIVE_CHECK_S):
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread that reduces gradients has ended; attach to the model anew")
 
-    def _put(self, job: "_Job | Callable[[], None]") -> None:
+    def stop(self) -> None:
+        """Ends the thread when all that was handed over is done; does not wait for that."""
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    def _put(self, job: _Job | threading.Event) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sparsync-dispatcher", daemon=True)
             self._thread.start()
+            atexit.register(_end, self._thread, self._jobs)
         self._jobs.put(job)
 
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             if isinstance(job, _Job):
                 self._reduce(job)
             else:
-                job()
+                job.set()
 
     def _reduce(self, job: _Job) -> None:
-        bucket = job.bucket
         if job.ready is None:
             self._attempt(job)
-            job.done.set_result(bucket.grad)
+            job.done.set_result(job.bucket.grad)
             return
-        device = bucket.grad.device
+        device = job.bucket.grad.device
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.stream(stream):  # a host sync inside a scheme holds up this thread only
             stream.wait_event(job.ready)
             self._attempt(job)
-            job.done.set_result(bucket.grad)
+            job.done.set_result(job.bucket.grad)
 
     def _attempt(self, job: _Job) -> None:
         bucket = job.bucket
         if self._failure is not None and self._failure[0] == bucket.step:
-            job.error.append(RuntimeError(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}"))
+            job.error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
             return
-        began = time.perf_counter()
         try:
-            with torch.no_grad():
-                report = self._scheme.reduce(bucket, self._comm)
+            if job.prepare is not None:
+                job.prepare()
+            if self._failure is not None:
+                self._reconnect(bucket.step)
+            self._on_report(self._reported(bucket))
         except (
-            Exception
-        ) as error:  # whatever a scheme raises becomes the error of this step, on the thread that waits for it
-            self._failure = bucket.step, error
-            job.error.append(
-                RuntimeError(f"{self._scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {error}")
-            )
-            self._comm.take()
-            return
+            BaseException
+        ) as error:  # whatever is raised here becomes the error of this step, on the thread that waits for it
+            cause = f"{type(error).__name__}: {error}"
+            job.error.append(f"{self._scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")
+        if job.error:
+            self._failure = bucket.step, job.error[0]
+            with suppress(Exception):  # the step has failed already; why is what its caller needs to hear
+                self._group.close()
+
+    def _reported(self, bucket: Bucket) -> Report:
+        began = time.perf_counter()
+        with torch.no_grad():
+            report = self._scheme.reduce(bucket, self._comm)
         sent, wait_s = self._comm.take()
-        self._on_report(replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s))
+        return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s)
+
+    def _reconnect(self, step: int) -> None:
+        self._group = self._group.renewed(alike=f"gradients of step {step}")
+        self._comm = MeteredComm(self._group)
+        self._failure = None
+
+
+def _end(thread: threading.Thread, jobs: queue.SimpleQueue) -> None:
+    """Ends a dispatcher's thread before the interpreter goes: one that closes its group later is killed inside C++, with SIGABRT."""
+    jobs.put(None)
+    thread.join(EXIT_S)

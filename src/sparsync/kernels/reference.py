@@ -26,6 +26,27 @@ def top_k(x: Tensor, k: int) -> Sparse:
     return Sparse(above.to(torch.int32), x[above], n)
 
 
+def largest(magnitude: Tensor, k: int) -> Tensor:
+    """The positions of the `k` largest of `magnitude` [n], int64, ascending; among equal ones those that come first. No NaN.
+
+    Raises ValueError when `k` is not in [0, n].
+    """
+    n = magnitude.numel()
+    if not 0 <= k <= n:
+        raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=magnitude.device)
+    threshold = magnitude.topk(k, sorted=False).values.min()
+    above = (magnitude > threshold).nonzero().view(-1)  # a host sync: how many are above depends on the data
+    level = (magnitude == threshold).nonzero().view(-1)[: k - above.numel()]
+    return torch.cat([above, level]).sort().values
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether `x` [n] holds neither NaN nor Inf."""
+    return bool(x.isfinite().all())  # a host sync: what is sent depends on it
+
+
 def scatter_add_(out: Tensor, part: Sparse) -> None:
     """Adds the elements of `part` to `out` [n]. Positions in `part` are distinct, so the result does not depend on their order."""
     out.index_add_(0, part.index.long(), part.value.to(out.dtype))

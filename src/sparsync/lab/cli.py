@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # The main job in a size that two cores finish within minutes; docs/measuring.md says how the figures were chosen.
 DEMO = (
-    "--workload shakespeare --option vocabulary=4000 --option width=128 --ranks 4 --link 100mbit "
-    "--schemes dense,bf16,topk,skip_reduce --density 0.01 --target 150 --steps 250 --eval-every 10 --seed 0"
+    "--workload shakespeare-small --ranks 4 --link 200mbit --schemes dense,bf16,topk,skip_reduce "
+    "--density 0.01 --target 55 --steps 300 --eval-every 20 --seed 0"
 )
 
 

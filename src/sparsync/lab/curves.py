@@ -67,18 +67,21 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
     sizes = [size(axes, each.name) for each in curves]
     _set_x(axes, curves, [width for width, _ in sizes])
     rows = _rows([axes.transData.transform(each.end)[0] for each in curves], [width for width, _ in sizes])
-    line = _LINE * max(height for _, height in sizes)
-    _set_y(axes, run, curves, line * (max(rows) + 1.8))
+    spacing = _LINE * max(height for _, height in sizes)
+    _set_y(axes, run, curves, spacing * (max(rows) + 1.8))
     for each in curves:
         for points in each.seeds:
             axes.plot(*zip(*points, strict=True), color=each.hue, linewidth=0.8, alpha=0.4)
-        axes.plot(*zip(*each.middle, strict=True), color=each.hue, linewidth=2, marker="o", markersize=3)
         crossing = _crossing(each.middle, run)
+        # On logarithmic axes the straight line between two evaluations is not the linear one, so it is led through the dot.
+        line = each.middle if crossing is None else sorted([*each.middle, crossing])
+        axes.plot(*zip(*line, strict=True), color=each.hue, linewidth=2)
+        axes.plot(*zip(*each.middle, strict=True), color=each.hue, linewidth=0, marker="o", markersize=3)
         if crossing is not None:
             axes.plot(*crossing, marker="o", markersize=9, color=each.hue, markeredgecolor="white", zorder=4)
     if run.target is not None:
         _draw_target(axes, f"target {run.target:g}{percent(run)}", run.target)
-    _draw_names(axes, run, curves, rows, line)
+    _draw_names(axes, run, curves, rows, spacing)
 
 
 def size(axes: Axes, text: str) -> tuple[float, float]:
@@ -145,12 +148,12 @@ def _draw_target(axes: Axes, words: str, target: float) -> None:
     axes.annotate(words, (1, target), (0, 3), color=INK, **place)
 
 
-def _draw_names(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[int], line: float) -> None:
+def _draw_names(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[int], spacing: float) -> None:
     """Names in lines beyond the best value, each on a thin pole that stands on the end of its curve."""
     page = [axes.transData.transform(each.end) for each in curves]
     lowest, highest = min(y for _, y in page), max(y for _, y in page)
     for each, (x, y), row in zip(curves, page, rows, strict=True):
-        up = lowest - (row + 1) * line if run.lower_is_better else highest + (row + 1) * line
+        up = lowest - (row + 1) * spacing if run.lower_is_better else highest + (row + 1) * spacing
         pole = axes.plot((x, x), (y, up), color=each.hue, linewidth=0.9, scalex=False, scaley=False, zorder=1.8)
         pole[0].set_transform(IdentityTransform())
         place = {"transform": IdentityTransform(), "weight": "bold", "va": "center"}

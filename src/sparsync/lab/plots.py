@@ -24,9 +24,11 @@ from sparsync.lab.wording import (
 
 with lab_extra("matplotlib"):
     from matplotlib import rc_context
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.text import Text
 
@@ -53,13 +55,14 @@ _STYLE = {
 _PART_HUES = {
     "computing": "#b5b5b5",
     "in the scheme": "#E69F00",
-    "link: the least it needs": "#0072B2",
+    "link's least time": "#0072B2",
     "communicating": "#8cc8ee",
-    "communicating, beyond that": "#8cc8ee",
+    "communicating beyond it": "#8cc8ee",
     "other": "#e6e6e6",
 }
 _SIZE, _DPI = (9.0, 5.0), 160  # inches
 _WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
+_LONGEST = 30  # characters of a label
 _BESIDE = 20.0  # pixels between a bar and its words, and beyond them
 _RIGHT = 0.975  # of the width of a picture: where all axes end
 _VISIBLE = 0.02  # of a step: the medians of its parts do not add up exactly, and a smaller difference is not drawn
@@ -106,17 +109,18 @@ def step_breakdown(summary: Summary, figure: Figure) -> None:
     title = "Where the time of a training step goes"
     axes = _axes(summary, figure, title, f"{place_text(summary.run)}; medians over the steps")
     rows = [(scheme, parts) for scheme in summary.schemes if (parts := _parts(scheme))]
-    _make_room(axes, [scheme.label for scheme, _ in rows])
+    labels = [_short(scheme.label) for scheme, _ in rows]
+    _make_room(axes, labels)
     # The axis ends where the words beside the longest bar still fit.
     axes.set_xlim(0, max((_draw_bar(axes, place, *row) for place, row in enumerate(rows)), default=1.0))
-    axes.set_yticks(range(len(rows)), [scheme.label for scheme, _ in rows])
+    axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(False)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     if rows:
-        _draw_legend(figure, axes, [name for name in _PART_HUES if any(name in parts for _, parts in rows)])
+        _draw_legend(figure, axes, rows)
 
 
 def _png(summary: Summary, draw: Callable[[Summary, Figure], None]) -> bytes:
@@ -138,7 +142,7 @@ def _axes(summary: Summary, figure: Figure, title: str, subtitle: str) -> Axes:
         _fit(figure.text(0.5, 0.955, warning, ha="center", va="center", weight="bold", color="white", bbox=box))
     _fit(figure.text(0.02, top, title[:1].upper() + title[1:], fontsize=14, weight="bold", color=INK))
     _fit(figure.text(0.02, top - 0.052, subtitle, color=FAINT))
-    return figure.add_axes((0.075, 0.11, _RIGHT - 0.075, top - 0.195))
+    return figure.add_axes((0.09, 0.11, _RIGHT - 0.09, top - 0.195))
 
 
 def _fit(text: Text) -> None:
@@ -167,20 +171,25 @@ def _nbytes(point: Quality) -> float:
 def _name_with_time(summary: Summary, scheme: SchemeFigures) -> str:
     """The scheme, when it reached the target, and how many times as fast as dense."""
     if summary.run.target is None:
-        return scheme.label
+        return _short(scheme.label)
     found, ratio = scheme.target_s, scheme.speedup["dense"]
     if found is None:
-        return f"{scheme.label}  not reached"
+        return f"{_short(scheme.label)}  not reached"
     over = f", {ratio_text(ratio.spread.median, ratio.bound)}" if ratio and scheme.label != "dense" else ""
-    return f"{scheme.label}  {seconds_text(found.median)}{over}"
+    return f"{_short(scheme.label)}  {seconds_text(found.median)}{over}"
 
 
 def _name_with_bytes(summary: Summary, scheme: SchemeFigures) -> str:
     """The scheme, and what a rank had sent when it reached the target."""
     if summary.run.target is None:
-        return scheme.label
+        return _short(scheme.label)
     found = scheme.target_bytes
-    return f"{scheme.label}  {'not reached' if found is None else bytes_text(found.median)}"
+    return f"{_short(scheme.label)}  {'not reached' if found is None else bytes_text(found.median)}"
+
+
+def _short(label: str) -> str:
+    """The label, its middle left out where it would take half of a picture; tables have it whole."""
+    return label if len(label) <= _LONGEST else f"{label[: _LONGEST // 2]}…{label[-_LONGEST // 3 :]}"
 
 
 def _parts(scheme: SchemeFigures) -> dict[str, float]:
@@ -194,8 +203,8 @@ def _parts(scheme: SchemeFigures) -> dict[str, float]:
         parts["communicating"] = middle["wait_s"]
     else:
         # A queue may take in the end of a step's bytes before the link has carried them.
-        parts["link: the least it needs"] = min(scheme.link_s, middle["wait_s"])
-        parts["communicating, beyond that"] = max(0.0, middle["wait_s"] - scheme.link_s)
+        parts["link's least time"] = min(scheme.link_s, middle["wait_s"])
+        parts["communicating beyond it"] = max(0.0, middle["wait_s"] - scheme.link_s)
     if middle["rest_s"] > _VISIBLE * middle["step_s"]:
         parts["other"] = middle["rest_s"]
     return parts
@@ -212,7 +221,7 @@ def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, parts: Mapping[str,
         start += seconds
     step, over = scheme.over_seeds("step_s"), scheme.step_over_compute
     assert step is not None  # it has parts
-    if start > (1 + _VISIBLE) * step.median:
+    if _overlapped(scheme, parts):
         axes.plot([1e3 * step.median] * 2, [place - 0.4, place + 0.4], color=INK, linewidth=2.5)
     text = seconds_text(step.median) + (f", {ratio_text(over.median)} computing alone" if over else "")
     end = 1e3 * max(start, step.median)
@@ -220,16 +229,25 @@ def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, parts: Mapping[str,
     return end / (1 - (curves.size(axes, text)[0] + _BESIDE) / axes.bbox.width)
 
 
-def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
+def _overlapped(scheme: SchemeFigures, parts: Mapping[str, float]) -> bool:
+    step = scheme.over_seeds("step_s")
+    return step is not None and sum(parts.values()) > (1 + _VISIBLE) * step.median
+
+
+def _draw_legend(figure: Figure, axes: Axes, rows: Sequence[tuple[SchemeFigures, Mapping[str, float]]]) -> None:
+    names = [name for name in _PART_HUES if any(name in parts for _, parts in rows)]
+    handles: list[Artist] = [Patch(color=_PART_HUES[name], label=name) for name in names]
+    if any(_overlapped(*row) for row in rows):
+        handles.append(Line2D([], [], color=INK, linewidth=2.5, label="end of step"))
     axes.legend(
-        handles=[Patch(color=_PART_HUES[name], label=name) for name in names],
-        ncols=len(names),
+        handles=handles,
+        ncols=len(handles),
         loc="lower left",
         bbox_to_anchor=(0.01, axes.get_position().y1),
         bbox_transform=figure.transFigure,
         frameon=False,
         handlelength=1,
         handleheight=1,
-        columnspacing=1.4,
+        columnspacing=1.2,
         handletextpad=0.5,
     )

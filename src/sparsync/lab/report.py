@@ -50,7 +50,7 @@ def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
             summary,
             width=min(WIDTH, shutil.get_terminal_size().columns) if terminal else WIDTH,
             colour=terminal,
-            ascii_only=not (sys.stdout.encoding or "").lower().startswith("utf"),
+            ascii_only=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"),
         )
     )
     with lab_extra("matplotlib"):

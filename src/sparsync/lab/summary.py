@@ -14,6 +14,7 @@ from typing import Any
 
 from sparsync.lab.results import Quality, Run, RunRecords, Trace
 
+RESTLESS = 1.25  # a run whose computing-only steps differ by more was disturbed: all its schemes compute the same
 BASELINES = ("dense", "bf16")  # the labels everything else is compared with
 
 
@@ -264,6 +265,12 @@ def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
                 notes.append(f"{name} failed after {seed.steps} steps: {seed.status.removeprefix('failed: ')}")
             if seed.replicas_identical is False:
                 notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
+    compute = [seed.compute_s for scheme in schemes for seed in scheme.seeds]
+    if compute and max(compute) > RESTLESS * min(compute):
+        notes.append(
+            f"A step that only computes took between {1e3 * min(compute):.3g} and {1e3 * max(compute):.3g} ms, though all "
+            "schemes compute the same: something else kept the machine busy, and the times of this run are uncertain."
+        )
     if not schemes:
         notes.append("This run has no scheme records: it was interrupted before any training.")
     elif "dense" not in [scheme.label for scheme in schemes]:

@@ -86,7 +86,7 @@ def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_on
 
 def _reached(summary: Summary) -> Table:
     run, schemes = summary.run, summary.schemes
-    target = NOTHING if run.target is None else f"{run.target:g}{percent(run)}"
+    target = "the target" if run.target is None else f"{run.target:g}{percent(run)}"
     unit, size = byte_unit(spread.high for scheme in schemes if (spread := scheme.target_bytes) is not None)
     counted = "interface" if summary.interface_counted else "payload"
     columns: list[Column] = [

@@ -5,7 +5,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -67,9 +67,16 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
         steps = range(start, min(start + settings.eval_every, settings.steps))
         _meet(settings.timeout_s)
         measured: list[_Measured] = []
+        gone = _interface_sent(place)
         for step in steps:
-            measured.append(_step(workload, ddp, optimizer, schedule, handle, seed, step, place))
-            emit({"kind": "progress", **about, "step": step + 1, "loss": measured[-1].loss})
+            done = _step(workload, ddp, optimizer, schedule, handle, seed, step, place)
+            emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
+            if step == steps[-1]:
+                _meet(
+                    settings.timeout_s
+                )  # a step may end before its last bytes have left the queues; after this they have
+            before, gone = gone, _interface_sent(place)
+            measured.append(replace(done, interface_bytes=gone - before))
         for step, mean in zip(steps, _mean_over_ranks(measured), strict=True):
             seconds += mean.step_s
             sent += mean.interface_bytes
@@ -94,7 +101,6 @@ def _step(
     step: int,
     place: Place,
 ) -> _Measured:
-    before = _interface_sent(place)
     began = time.perf_counter()
     loss = _forward_backward(workload, ddp, optimizer, seed, step, place)
     workload.clip(ddp)
@@ -109,7 +115,7 @@ def _step(
         wait_s=sum(report.wait_s or 0.0 for report in reports),
         reduce_s=sum(report.seconds or 0.0 for report in reports),
         sent_bytes=sum(report.sent.nbytes for report in reports if report.sent),
-        interface_bytes=_interface_sent(place) - before,
+        interface_bytes=0.0,  # read by the caller, who knows what came before
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
     )

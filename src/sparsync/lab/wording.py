@@ -116,14 +116,14 @@ def paragraph(summary: Summary) -> str:
     if not run.limited:
         sentences.append("The links of this run had no limit, so its times prove nothing about a network.")
     if run.target is None:
-        sentences.append(f"The run ({place_text(run)}) had no target: {_ends(summary)}.")
+        sentences.append(f"The run ({place_text(run)}) had no target. {_ends(summary)}")
     elif best is not None:
         sentences += [_arrival(summary, best), *_traffic(summary, best)]
     elif (dense := summary.scheme("dense")) is not None and (found := dense.target_s) is not None:
         after = seconds_text(found.median)
         sentences.append(f"{_setting(run)}, only dense reached {target_text(run)}, after {after} of training.")
     else:
-        sentences.append(f"{_setting(run)}, no scheme reached {target_text(run)}: {_ends(summary)}.")
+        sentences.append(f"{_setting(run)}, no scheme reached {target_text(run)}. {_ends(summary)}")
     if run.target is not None and any(scheme.reached for scheme in summary.schemes):
         sentences += [_missed(run, scheme) for scheme in summary.schemes if _fell_short(scheme)]
     return " ".join(sentences)
@@ -181,6 +181,7 @@ def _missed(run: Run, scheme: SchemeFigures) -> str:
 
 
 def _ends(summary: Summary) -> str:
+    """The quality of every scheme at its last evaluation."""
     ends = [(scheme.label, scheme.over_seeds("quality")) for scheme in summary.schemes]
-    told = [f"{label} ended at {quality_text(summary.run, end.median)}" for label, end in ends if end is not None]
-    return f"{summary.run.metric}: {', '.join(told)}" if told else "nothing was evaluated"
+    told = [f"{quality_text(summary.run, end.median)} with {label}" for label, end in ends if end is not None]
+    return f"At the end the {summary.run.metric} was {', '.join(told)}." if told else "Nothing was evaluated."

@@ -55,6 +55,8 @@ class Dense(Stateless):
                 ring.ring_all_reduce_(total, comm)
             else:
                 total = comm.all_reduce(grad.to(dtype))
-            torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total).div_(P)
+            # Divided before it is rounded to the gradient's type, in which the sum might overflow.
+            exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
+            torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
         n = grad.numel()
         return Report(self.name, bucket.key, bucket.step, n, n, n, cost)

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsync.collectives import direct, hierarchical, ring
 from sparsync.collectives.skipping import Plan, first_offsets, random_offsets, random_shift, skip_count
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Cost, Report, Slot
+from sparsync.core import Bucket, Cost, Report, Slot, spans
 from sparsync.feedback import ErrorFeedback, state_from
 from sparsync.protocols import Comm
 from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
@@ -32,6 +32,7 @@ Divisor = Literal["contributors", "ranks"]
 Form = Literal["ring", "direct"]
 
 _ALL_REDUCE = {"ring": (ring.ring_all_reduce_, ring.cost), "direct": (direct.direct_all_reduce_, direct.cost)}
+_COST_BETWEEN_NODES = {"ring": ring.cost, "direct": direct.cost_in_messages}
 
 
 @dataclass
@@ -115,7 +116,10 @@ class SkipReduce:
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         n, P = bucket.grad.numel(), comm.size
+        if self.feedback or self.protect == "auto":
+            self._state.feedback.serve(comm.rank)
         if P == 1:
+            self._deliver(bucket, comm)
             return Report(self.name, bucket.key, bucket.step, n, n, n, Cost(), details={"skip": 0, "shift": 0})
         plan = self._plan(bucket, comm)
         observing = self._observing(bucket)
@@ -136,7 +140,7 @@ class SkipReduce:
             total = comm.all_reduce(squares)
             cost += all_reduce_cost(squares.numel(), squares.element_size(), P, comm.rank)
             self._state.disagreement.observe(bucket.layout, total / P, bucket.grad)
-        lost = sum(len(span) for span in plan.skipped(comm.rank, len(skipping), P)) if self.node_size == 1 else 0
+        lost = self._left_out(plan, len(skipping), comm)
         details = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
 
@@ -171,7 +175,17 @@ class SkipReduce:
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
         if self.form == "ring":
             return Plan(first_offsets(skip), shift)
-        return Plan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step), shift)
+        # One set for a whole round of shifts: so every rank is left out of every slice equally often in a round, as in a ring.
+        return Plan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
+
+    def _deliver(self, bucket: Bucket, comm: Comm) -> None:
+        """With one rank nothing is left out, and what a larger world kept back before joins the gradient."""
+        if self.feedback:
+            residual = self._state.feedback.residual(bucket, comm.rank)
+            acc = residual + bucket.grad
+            bucket.grad.copy_(acc)
+            kept = acc - bucket.grad
+            residual.copy_(torch.where(kept.isfinite(), kept, residual))
 
     def _observing(self, bucket: Bucket) -> bool:
         """Whether the ranks' disagreement about this bucket is still being measured; chooses what to protect once it is known."""
@@ -188,6 +202,12 @@ class SkipReduce:
         names = {slot.name for slot in dense}
         return Part.of_slots(dense), Part.of_slots(slot for slot in layout if slot.name not in names)
 
+    def _left_out(self, plan: Plan, count: int, comm: Comm) -> int:
+        """How many of `count` elements lose this rank, by itself or with its whole node."""
+        node, nodes = comm.rank // self.node_size, comm.size // self.node_size
+        shards = spans(count, self.node_size)
+        return sum(len(span) for shard in shards for span in plan.skipped(node, len(shard), nodes))
+
     def _reduce_part(self, x: Tensor, kept: Tensor | None, part: Part, comm: Comm, plan: Plan) -> Cost:
         """Replaces this part of `x` by the mean over its contributors, and writes what was left out to `kept`."""
         if not len(part):
@@ -198,9 +218,10 @@ class SkipReduce:
             all_reduce_(mine, comm, plan, left_out)
             spent = cost(mine.numel(), mine.element_size(), comm.size, comm.rank, plan)
         else:
+            between = _COST_BETWEEN_NODES[self.form]
             hierarchical.hierarchical_all_reduce_(mine, comm, self.node_size, plan, all_reduce_, left_out)
             spent = hierarchical.cost(
-                mine.numel(), mine.element_size(), comm.size, comm.rank, self.node_size, plan, cost
+                mine.numel(), mine.element_size(), comm.size, comm.rank, self.node_size, plan, between
             )
         by_ranks = self.divide_by == "ranks" or self.feedback
         mine /= comm.size if by_ranks else comm.size - plan.skip * self.node_size

@@ -23,8 +23,8 @@ from sparsync.wire import raw
 class TopK:
     """Each rank's share `density` of its elements of largest magnitude, summed and divided by P; the rest stays in the residual.
 
-    Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, every rank sees it,
-    writes it into the gradient, so that a loss scaler finds it, and leaves its residual as it was before this step.
+    Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, or the mean overflows the
+    gradient's type, every rank writes it into the gradient, so that a loss scaler finds it, and leaves its residual as it was.
     """
 
     density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
@@ -54,10 +54,10 @@ class TopK:
         total = torch.zeros_like(acc)
         for part in parts:  # in rank order, the same bits on every rank
             reference.scatter_add_(total, part)
-        if all(bool(part.value.isfinite().all()) for part in parts):  # what all ranks received, so all decide alike
+        bucket.grad.copy_(total.div_(P))
+        if bool(bucket.grad.isfinite().all()):  # a host sync; the same bits on all ranks, so all decide alike
             reference.clear_(acc, own)
             residual.copy_(acc)
-        bucket.grad.copy_(total.div_(P))
         union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
         cost = all_gather_cost(raw.nbytes(k, acc.dtype), P)
         return Report(self.name, bucket.key, bucket.step, n, k, union, cost)

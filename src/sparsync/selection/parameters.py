@@ -13,7 +13,7 @@ from sparsync.core import Slot, Span
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)  # "[0]" in a name is no pattern
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ def decode(packet: Tensor, length: int, dtype: torch.dtype) -> Sparse:
     value = packet[k * INDEX_NBYTES :].clone().view(dtype)
     if k and not bool(((index >= 0) & (index < length)).all()):  # a host sync; a bad index would write out of bounds
         raise RuntimeError(f"a packet has positions outside [0, {length - 1}]")
+    if not bool((index[1:] > index[:-1]).all()):  # a position twice would be cleared once and added twice
+        raise RuntimeError(f"the {k} positions of a packet do not ascend")
     return Sparse(index, value, length)
 
 

@@ -59,23 +59,11 @@ def reexecution_prefix() -> list[str]:
 def _refusal(unshare: Sequence[str]) -> str | None:
     """None if a namespace made by `unshare` takes a veth pair, else what the machine answered. The pair dies with its namespace."""
     # Some systems grant the namespace but no rights in it, so the probe does what needs the rights.
-    probe = [
-        *unshare,
-        "--net",
-        "--",
-        tool("ip"),
-        "link",
-        "add",
-        "name",
-        "probe0",
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "probe1",
-    ]
+    pair = ["link", "add", "probe0", "type", "veth", "peer", "name", "probe1"]
     try:
-        done = subprocess.run(probe, capture_output=True, check=False, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            [*unshare, "--net", "--", tool("ip"), *pair], capture_output=True, check=False, text=True, timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT_S:g} s"
     return None if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"

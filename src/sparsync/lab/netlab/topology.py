@@ -20,7 +20,7 @@ class Network:
     about a network, and `interface` counts the traffic of all ranks together.
     """
 
-    interface: str  # the one each rank sends and receives through, under the same name in every rank
+    interface: str  # what each rank sends and receives through, under the same name in all; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]  # what stands before a command to run it as that rank
     link: TokenBucket | None  # each rank's link, the same in both directions
@@ -78,8 +78,13 @@ def _connect(switch: int, anchors: Sequence[int], link: TokenBucket) -> None:
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:
-    # addrgenmode none: no IPv6 address, hence no neighbour discovery among the counted packets.
-    lines = ["link add switch0 type bridge", "link set switch0 addrgenmode none up"]
+    # Nothing but the ranks' own traffic shall be counted: no IPv6 address (addrgenmode none, set before the switch comes up), hence no
+    # neighbour discovery; no snooping, for which the switch would announce itself to multicast groups.
+    lines = [
+        "link add switch0 type bridge mcast_snooping 0",
+        "link set switch0 addrgenmode none",
+        "link set switch0 up",
+    ]
     for rank, anchor in enumerate(anchors):
         lines.append(f"link add port{rank} type veth peer name {INTERFACE} netns {anchor}")
         lines.append(f"link set port{rank} addrgenmode none master switch0 up")

@@ -1,0 +1,152 @@
+"""The three exchanges of a sparse all-reduce over regions: split and reduce, balance, all-gather (arXiv 2201.07598).
+
+Every rank owns one region of the vector. First each sends its elements of a region to the rank that owns it, which adds them up; then,
+where the survivors lie very unevenly, some move to other ranks; then all gather them. One message round each, the counts of the first
+in a round of their own. Messages go out in rotated order where the transport does so (gloo and NCCL do).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from sparsync.comm.metered import all_gather_cost, all_to_all_cost
+from sparsync.core import Cost, Span, Sparse
+from sparsync.kernels.reference import scatter_add_
+from sparsync.kernels.sparse_reference import sorted_union, split
+from sparsync.protocols import Comm
+
+COUNT_NBYTES = 4  # an int32 for each pair of ranks
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Bytes out of a Sparse and back, of a length that the number of elements tells; the module `wire.raw` is one."""
+
+    def encode(self, part: Sparse) -> Tensor: ...
+
+    def decode(self, packet: Tensor, length: int, dtype: torch.dtype) -> Sparse: ...
+
+    def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
+
+
+def split_and_reduce_(
+    region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: Codec
+) -> tuple[list[int], list[int]]:
+    """Adds to `region`, the part of the vector this rank owns, what all ranks selected there, in rank order.
+
+    Returns how many elements went to each rank's region, and how many came from each rank.
+    Steps: 1 for the counts, 1 for the elements
+    Bytes sent per rank: 4 (P-1), and the packets of its elements outside its own region
+    """
+    parts = split(mine, regions)
+    outgoing = [part.index.numel() for part in parts]
+    told = torch.tensor(outgoing, dtype=torch.int32, device=region.device)
+    heard = comm.all_to_all(list(told.split(1)), [1] * comm.size)
+    incoming: list[int] = torch.cat(heard).tolist()  # a host sync: the sizes of the receive buffers depend on it
+    packets = comm.all_to_all([codec.encode(p) for p in parts], [codec.nbytes(k, region.dtype) for k in incoming])
+    for packet in packets:
+        scatter_add_(region, codec.decode(packet, region.numel(), region.dtype))
+    return outgoing, incoming
+
+
+def split_and_reduce_cost(outgoing: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+    """What `split_and_reduce_` sends from this rank."""
+    counts = all_to_all_cost([COUNT_NBYTES] * len(outgoing), rank)
+    return counts + all_to_all_cost([codec.nbytes(k, dtype) for k in outgoing], rank)
+
+
+def equal_holdings(held: Sequence[int]) -> list[int]:
+    """As many elements on every rank, give or take one: what the paper balances to."""
+    each, more = divmod(sum(held), len(held))
+    return [each + (rank < more) for rank in range(len(held))]
+
+
+def least_holdings(held: Sequence[int]) -> list[int]:
+    """How many elements each rank should hold so that the most any rank sends, in balancing and all-gather together, is least.
+
+    A rank that holds g and gives away all but h sends g - h elements once and h elements P-1 times; so one with far too many does best
+    to keep few or none. For P > 2 no rank sends more than G + P - 2 of all G elements, however they lie; for P = 2 moving gains nothing.
+    """
+    P, total = len(held), sum(held)
+    if P <= 2:
+        return list(held)
+
+    def capacity(level: int) -> list[int]:
+        """The most each rank may hold so as to send at most `level`; -1 where it cannot."""
+        fits = level // (P - 1)
+        return [fits if g <= fits else -1 if g > level else (level - g) // (P - 2) for g in held]
+
+    low, high = -1, total + P - 2
+    while high - low > 1:
+        level = (low + high) // 2
+        most = capacity(level)
+        low, high = (low, level) if min(most) >= 0 and sum(most) >= total else (level, high)
+    wanted = [min(g, most) for g, most in zip(held, capacity(high), strict=True)]
+    left = total - sum(wanted)
+    for rank, most in enumerate(capacity(high)):
+        taken = min(left, most - wanted[rank])
+        wanted[rank] += taken
+        left -= taken
+    return wanted
+
+
+def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], int]:
+    """How many elements each rank gives to which, (from, to) -> count, so that all hold what is wanted; at most 2P - 1 of them."""
+    missing = [[rank, want - have] for rank, (have, want) in enumerate(zip(held, wanted, strict=True)) if want > have]
+    plan: dict[tuple[int, int], int] = {}
+    for giver, (have, want) in enumerate(zip(held, wanted, strict=True)):
+        surplus = have - want
+        while surplus > 0:
+            taker, lacking = missing[-1]
+            count = min(surplus, lacking)
+            plan[giver, taker] = count
+            surplus -= count
+            missing[-1][1] -= count
+            if missing[-1][1] == 0:
+                missing.pop()
+    return plan
+
+
+def balance(mine: Sparse, held: Sequence[int], wanted: Sequence[int], comm: Comm, codec: Codec) -> Sparse:
+    """This rank's `wanted[rank]` elements once all have moved; `held` and `wanted` are the same on all ranks.
+
+    Steps: 1
+    Bytes sent per rank: the packets of held - wanted elements, where that is positive
+    """
+    plan = moves(held, wanted)
+    dtype = mine.value.dtype
+    position = min(held[comm.rank], wanted[comm.rank])
+    kept = Sparse(mine.index[:position], mine.value[:position], mine.length)
+    parts: list[Tensor] = []
+    for to in range(comm.size):
+        count = plan.get((comm.rank, to), 0)
+        a, b = position, position + count
+        parts.append(codec.encode(Sparse(mine.index[a:b], mine.value[a:b], mine.length)))
+        position = b
+    counts = [codec.nbytes(plan.get((source, comm.rank), 0), dtype) for source in range(comm.size)]
+    arrived = comm.all_to_all(parts, counts)
+    return sorted_union([kept, *(codec.decode(packet, mine.length, dtype) for packet in arrived)])
+
+
+def balance_cost(held: Sequence[int], wanted: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+    """What `balance` sends from this rank."""
+    plan = moves(held, wanted)
+    return all_to_all_cost([codec.nbytes(plan.get((rank, to), 0), dtype) for to in range(len(held))], rank)
+
+
+def gather(mine: Sparse, held: Sequence[int], comm: Comm, codec: Codec) -> Sparse:
+    """The elements of all ranks, which have no position in common; `held`, how many each has, is known to all.
+
+    Steps: P-1
+    Bytes sent per rank: P-1 times the packet of its own elements
+    """
+    dtype = mine.value.dtype
+    packets = comm.all_gather(codec.encode(mine), [codec.nbytes(k, dtype) for k in held])
+    return sorted_union([codec.decode(packet, mine.length, dtype) for packet in packets])
+
+
+def gather_cost(held: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+    """What `gather` sends from this rank."""
+    return all_gather_cost(codec.nbytes(held[rank], dtype), len(held))

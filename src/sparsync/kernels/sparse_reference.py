@@ -1,0 +1,60 @@
+"""The specification of the kernels on sparse vectors, in plain torch: selecting by a threshold, splitting, ordering and intersecting."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparsync.core import Span, Sparse
+from sparsync.kernels.reference import top_k
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """|x|, with NaN as infinity, so that a poisoned element is always among the largest."""
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def at_least(x: Float[Tensor, " n"], threshold: float) -> Sparse:
+    """The non-zero elements of `x` whose magnitude is `threshold` or more. Positions ascend."""
+    size = magnitude(x)
+    index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    return Sparse(index.to(torch.int32), x[index], x.numel())
+
+
+def top_k_nonzero(x: Float[Tensor, " n"], k: int) -> Sparse:
+    """What `top_k` selects, without zeros: fewer than `k` elements where `x` has fewer that are not zero."""
+    top = top_k(x, min(k, x.numel()))
+    kept = top.value != 0
+    return Sparse(top.index[kept], top.value[kept], top.length)
+
+
+def largest_first(part: Sparse) -> tuple[Tensor, Tensor]:
+    """Positions and values of `part` in descending magnitude, [k] each; among equal magnitudes the ones that come first."""
+    order = magnitude(part.value).sort(descending=True, stable=True).indices
+    return part.index[order], part.value[order]
+
+
+def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
+    """`part` cut at adjacent `regions` that cover it; positions become relative to the start of their region."""
+    stops = torch.tensor([region.stop for region in regions], dtype=torch.int32, device=part.index.device)
+    ends = torch.searchsorted(part.index, stops).tolist()  # a host sync: the lengths depend on the data
+    starts = [0, *ends[:-1]]
+    return [
+        Sparse(part.index[a:b] - region.start, part.value[a:b], len(region))
+        for region, a, b in zip(regions, starts, ends, strict=True)
+    ]
+
+
+def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
+    """Whether each of `index` is one of the ascending `others`, bool [a]."""
+    if not others.numel():
+        return torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
+    place = torch.searchsorted(others, index).clamp_(max=others.numel() - 1)
+    return others[place] == index
+
+
+def sorted_union(parts: Sequence[Sparse]) -> Sparse:
+    """All elements of `parts`, which have no position in common, as one; positions ascend."""
+    index, order = torch.cat([part.index for part in parts]).sort()
+    return Sparse(index, torch.cat([part.value for part in parts])[order], parts[0].length)

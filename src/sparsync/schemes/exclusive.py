@@ -1,0 +1,98 @@
+"""What MiCRO and ExDyna have in common: how a union of exclusive selections is summed, written, and taken out of the residual."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.partitioned import all_reduce_at, padding
+from sparsync.core import Bucket, Cost, Detail, Report
+from sparsync.kernels import reference
+from sparsync.protocols import Comm
+from sparsync.selection.topk import check_density
+
+Rule = Literal["quotas", "threshold"]
+NORMS_AND_BIASES = ("*bias", "*norm*", "*bn*", "*.ln_*")  # a few elements each, and many an update depends on them
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What all ranks chose together; every rank holds the same but `threshold`, `partition` and `cost`."""
+
+    cost: Cost  # of agreeing on it, from this rank
+    known: Tensor  # [known] positions that all ranks knew beforehand, int64
+    chosen: Tensor  # [k_1 + k_2 + ...] positions chosen by the ranks, in rank order, int64
+    counts: Sequence[int]  # k of each rank
+    threshold: float = 0.0  # this rank chose nothing smaller
+    details: dict[str, Detail] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """Some rank's gradient holds NaN or Inf; all ranks know, and nothing was chosen."""
+
+    cost: Cost
+
+
+def reduce_choice(name: str, bucket: Bucket, acc: Tensor, residual: Tensor, choice: Choice, comm: Comm) -> Report:
+    """Writes the mean over ranks at the chosen positions to `bucket.grad`, zero elsewhere, and `acc` without them to `residual`.
+
+    Where the sum overflows, all ranks see it in the gradient, and the residual stays as it was: "overflow" in the details tells.
+    """
+    n, P = acc.numel(), comm.size
+    union = all_reduce_at(acc, torch.cat([choice.known, choice.chosen]), comm)
+    overflow = not bool(union.total.isfinite().all())  # a host sync; what all ranks received, so all decide alike
+    mean = torch.zeros_like(acc)
+    mean[union.index] = union.total / P
+    bucket.grad.copy_(mean)
+    if not overflow:
+        acc.index_fill_(0, union.index, 0.0)
+        residual.copy_(acc)
+    details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
+    own = choice.counts[comm.rank] + choice.known.numel()
+    return Report(
+        name,
+        bucket.key,
+        bucket.step,
+        n,
+        own,
+        union.index.numel(),
+        choice.cost + union.cost,
+        details=details | choice.details,
+    )
+
+
+def pass_on_poison(name: str, bucket: Bucket, poisoned: Poisoned) -> Report:
+    """Fills the gradient with NaN, on every rank, so that a loss scaler skips this step; residuals stay as they were."""
+    bucket.grad.fill_(torch.nan)
+    return Report(name, bucket.key, bucket.step, bucket.grad.numel(), 0, 0, poisoned.cost, details={"overflow": True})
+
+
+def is_poisoned(acc: Tensor) -> bool:
+    """Whether `acc` holds NaN or Inf."""
+    return not reference.all_finite(acc)
+
+
+def empty_report(name: str, bucket: Bucket) -> Report:
+    """Nothing to send for a bucket without elements; all ranks know."""
+    return Report(name, bucket.key, bucket.step, 0, 0, 0, Cost())
+
+
+def check_settings(density: float, sweep: float, dense: Sequence[str], rule: str, authors_code: bool) -> None:
+    """Raises ValueError where settings of MiCRO or ExDyna are out of range or contradict each other."""
+    check_density(density)
+    if not 0 <= sweep <= 1:
+        raise ValueError(f"sweep must be in [0, 1], the share of the budget that goes round the vector, got {sweep}")
+    if isinstance(dense, str):
+        raise ValueError(f"dense takes a list of parameter names or patterns, got the string {dense!r}")
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {rule!r}")
+    if rule == "threshold" and (sweep or dense):
+        raise ValueError(
+            f'the published rule "threshold" knows no sweep and no dense parameters, got sweep={sweep}, dense={tuple(dense)}; '
+            "pass sweep=0, dense=(), or use published()"
+        )
+    if authors_code and rule != "threshold":
+        raise ValueError('authors_code=True goes with rule="threshold"; use published(authors_code=True)')

@@ -1,0 +1,152 @@
+"""MiCRO: exclusive partitions that go round the ranks, so that the union of all selections is as large as asked (arXiv 2310.00967).
+
+Rank r looks for large elements in partition (t + r) mod P of its own accumulated gradient only. The positions found by all ranks never
+meet, and every rank sends its value at each of them.
+
+`published()` is the paper's algorithm: one threshold for all, scaled by a fixed factor a step until the union has density * n elements.
+The plain setting spreads every partition over the whole vector, so that layers of different scale load all ranks alike. It replaces
+the threshold: the ranks exchange 8 bytes about the upper tail of their partitions, compute from them how many elements each partition
+may send, and send exactly density * n elements, at every scale of the gradient and from the first step. Nothing but residuals is kept.
+
+Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
+code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
+bytes, not 8; the threshold falls again where the union is up to 9 % too small. `authors_code=True` takes the last two differences back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
+from sparsync.comm.metered import all_gather_cost
+from sparsync.control import ByBucket, ThresholdScaling
+from sparsync.core import Bucket, Report, spans
+from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.kernels import reference
+from sparsync.protocols import Comm
+from sparsync.schemes.exclusive import (
+    NORMS_AND_BIASES,
+    Choice,
+    Poisoned,
+    Rule,
+    check_settings,
+    empty_report,
+    is_poisoned,
+    pass_on_poison,
+    reduce_choice,
+)
+from sparsync.selection.budget import TAKEN, budget
+from sparsync.selection.partition import Interleaved, by_rank, turn
+from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
+from sparsync.selection.threshold import select_above
+from sparsync.selection.topk import count_for
+from sparsync.wire import packed
+
+
+@dataclass
+class _State:
+    """What one rank carries from step to step."""
+
+    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
+    scaling: ByBucket[ThresholdScaling] = field(default_factory=lambda: ByBucket(ThresholdScaling))
+
+
+@dataclass(frozen=True)
+class MiCRO:
+    """All ranks' values at the positions that some rank found large in its partition, divided by P; the rest stays in the residual.
+
+    Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; the word rides on the first message.
+    """
+
+    density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
+    sweep: float = (
+        0.05  # share of the budget for a window that goes round: no element waits longer than 1/(sweep * density) steps
+    )
+    dense: Sequence[str] = NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit half the budget
+    rule: Rule = "quotas"  # "quotas": exact; "threshold": the paper's
+    authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code)
+
+    @classmethod
+    def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:
+        """The paper's algorithm; with `authors_code`, step by step what the authors' program does."""
+        return cls(density=density, sweep=0.0, dense=(), rule="threshold", authors_code=authors_code)
+
+    @property
+    def name(self) -> str:
+        return "micro"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if not bucket.grad.numel():
+            return empty_report(self.name, bucket)
+        residual = self._state.feedback.residual(bucket, comm.rank)
+        acc = residual + bucket.grad  # [n], in the residual's precision
+        scaling = self._state.scaling.of(bucket, comm.size) if self.rule == "threshold" else None
+        choice = self._by_quotas(acc, bucket, comm) if scaling is None else self._by_threshold(acc, scaling, comm)
+        if isinstance(choice, Poisoned):
+            return pass_on_poison(self.name, bucket, choice)
+        report = reduce_choice(self.name, bucket, acc, residual, choice, comm)
+        if scaling is not None and not report.details["overflow"]:
+            scaling.accept(choice.threshold, report.union)
+        return report
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        self._state.feedback.rescale(factors)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
+        return {"residual": self._state.feedback.state_dict(), "scaling": self._state.scaling.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        residual, scaling = (state_from(state, key, "MiCRO") for key in ("residual", "scaling"))
+        self._state.feedback.load_state_dict(residual)
+        self._state.scaling.load_state_dict(scaling)
+
+    def _by_threshold(self, acc: Tensor, scaling: ThresholdScaling, comm: Comm) -> Choice | Poisoned:
+        n, P = acc.numel(), comm.size
+        partition = spans(n, P)[turn(comm.rank, scaling.step, P)]
+        k = max(1, int(self.density * n)) if self.authors_code else count_for(self.density, n)
+        threshold = scaling.next(k, self.authors_code)
+        index = select_above(acc, threshold, partition, scaling.step)  # [k_r]
+        counts = exchange_counts(index.numel(), is_poisoned(acc), comm, acc.device)
+        if counts is None:
+            return Poisoned(counts_cost(P))
+        sent = index if self.authors_code else index.to(torch.int32)
+        union = all_gather_padded(sent, counts, comm).long()  # [K]
+        cost = counts_cost(P) + padded_cost(counts, sent.element_size())
+        return Choice(cost, union[:0], union, counts, threshold)
+
+    def _by_quotas(self, acc: Tensor, bucket: Bucket, comm: Comm) -> Choice | Poisoned:
+        n, P = acc.numel(), comm.size
+        partitions, mine = Interleaved(n, P), turn(comm.rank, bucket.step, P)
+        step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
+        known = step.known_index(acc.device)
+        part, place = partitions.places(known)
+        magnitude = partitions.of(acc, mine).abs_()
+        magnitude[place[part == mine]] = TAKEN
+        taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
+        lengths = partitions.lengths()
+        free = by_rank([length - count for length, count in zip(lengths, taken, strict=True)], bucket.step)
+        told = ladder(magnitude.nan_to_num(), rung_counts(step.open_count, P, free[comm.rank]))
+        told = torch.full_like(told, POISONED) if is_poisoned(acc) else told
+        ladders = torch.stack(comm.all_gather(told, [len(RUNGS)] * P))  # [P, rungs]
+        cost = all_gather_cost(LADDER_NBYTES, P)
+        if bool((ladders < 0).any()):
+            return Poisoned(cost)
+        counts = quotas(ladders, free, step.open_count)
+        own = reference.largest(magnitude, counts[comm.rank])  # [k_r]
+        bits = packed.width(max(lengths))
+        packet = packed.encode(own, bits)
+        packets = comm.all_gather(packet, [packed.nbytes(count, bits) for count in counts])
+        cost += all_gather_cost(packet.numel(), P)
+        chosen = [
+            partitions.positions(turn(rank, bucket.step, P), packed.decode(each, count, bits, max(lengths)))
+            for rank, (each, count) in enumerate(zip(packets, counts, strict=True))
+        ]
+        threshold = float(magnitude[own].min()) if own.numel() else 0.0
+        return Choice(cost, known, torch.cat(chosen), counts, threshold)

@@ -1,0 +1,112 @@
+"""How many elements a step may send, and which of them all ranks know beforehand: small dense parameters and the sweep."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Slot, Span
+from sparsync.selection.parameters import matches
+
+TAKEN = -1.0  # stands for the magnitude of an element that is sent anyway, so that nobody chooses it again
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`count` elements are sent at this step; those in `known`, disjoint ascending spans, need no index."""
+
+    count: int
+    known: tuple[Span, ...]
+
+    @property
+    def known_count(self) -> int:
+        return sum(len(span) for span in self.known)
+
+    @property
+    def open_count(self) -> int:
+        """How many are still to be chosen."""
+        return self.count - self.known_count
+
+    def free(self, span: Span) -> int:
+        """How many elements of `span` may still be chosen."""
+        return len(span) - sum(len(part) for part in self.inside(span))
+
+    def inside(self, span: Span) -> list[Span]:
+        """The known spans inside `span`, relative to its start."""
+        cut = [Span(max(each.start, span.start), min(each.stop, span.stop)) for each in self.known]
+        return [Span(each.start - span.start, each.stop - span.start) for each in cut if each.start < each.stop]
+
+    def known_index(self, device: torch.device) -> Tensor:
+        """The known positions, ascending, int64."""
+        parts = [torch.arange(span.start, span.stop, device=device) for span in self.known]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+    def magnitude(self, acc: Tensor, span: Span) -> Tensor:
+        """|acc| on `span`, [len(span)], with TAKEN at the known positions."""
+        magnitude = span.of(acc).abs()
+        for each in self.inside(span):
+            each.of(magnitude).fill_(TAKEN)
+        return magnitude
+
+
+def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: float, step: int) -> Budget:
+    """What `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
+
+    Over many steps exactly density * n a step are sent, also where that is not a whole number (but below 1).
+    Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most half of the budget.
+    A window takes the share `sweep` of the budget and moves round the vector, so no element waits longer than 1/(sweep * density)
+    steps, and one step more for rounding.
+    """
+    n = layout[-1].span.stop
+    start, stop = _portion(density, n, step)
+    count = min(n, max(1, stop - start))
+    exempt: list[Span] = []
+    left = int(density * n) // 2
+    patterns = tuple(dense)
+    for slot in sorted((slot for slot in layout if matches(slot.name, patterns)), key=lambda slot: len(slot.span)):
+        if len(slot.span) > left:
+            break
+        left -= len(slot.span)
+        exempt.append(slot.span)
+    start, stop = _portion(Fraction(sweep).limit_denominator(10**9) * _exact(density), n, step)
+    stop = min(stop, start + count)
+    return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
+
+
+def _exact(share: float | Fraction) -> Fraction:
+    """The fraction that was meant: 0.01 is 1/100."""
+    return Fraction(share).limit_denominator(10**9)
+
+
+def _portion(share: float | Fraction, n: int, step: int) -> tuple[int, int]:
+    """Where the share of step `step` starts and stops when `share` * n elements a step are dealt out without gaps."""
+    each = _exact(share) * n
+    return int(each * step), int(each * (step + 1))
+
+
+def _wrapped(start: int, stop: int, n: int) -> list[Span]:
+    length, start = stop - start, start % n
+    if start + length <= n:
+        return [Span(start, start + length)]
+    return [Span(start, n), Span(0, start + length - n)]
+
+
+def _fitting(wanted: list[Span], count: int) -> tuple[Span, ...]:
+    """The union of `wanted`, spans merged and ascending; the last wanted are dropped while it has more than `count` elements."""
+    while True:
+        merged = _merged(wanted)
+        if sum(len(span) for span in merged) <= count:
+            return merged
+        wanted = wanted[:-1]
+
+
+def _merged(wanted: Iterable[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for span in sorted((span for span in wanted if len(span)), key=lambda span: span.start):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return tuple(merged)
