@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from sparsync.core import Span as Span
     from sparsync.hooks.ddp import attach as attach
     from sparsync.schemes.dense import Dense as Dense
+    from sparsync.schemes.exdyna import ExDyna as ExDyna
+    from sparsync.schemes.micro import MiCRO as MiCRO
+    from sparsync.schemes.oktopk import OkTopk as OkTopk
     from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
     from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
     from sparsync.schemes.topk_allgather import TopK as TopK
@@ -24,9 +27,12 @@ _HOME = {
     "Bucket": "sparsync.core",
     "Cost": "sparsync.core",
     "Dense": "sparsync.schemes.dense",
+    "ExDyna": "sparsync.schemes.exdyna",
     "GroupComm": "sparsync.comm.group",
     "LocalWorld": "sparsync.comm.local",
     "MeteredComm": "sparsync.comm.metered",
+    "MiCRO": "sparsync.schemes.micro",
+    "OkTopk": "sparsync.schemes.oktopk",
     "RandomPruning": "sparsync.schemes.random_pruning",
     "Report": "sparsync.core",
     "SkipReduce": "sparsync.schemes.skip_reduce",
@@ -39,9 +45,12 @@ __all__ = [
     "Bucket",
     "Cost",
     "Dense",
+    "ExDyna",
     "GroupComm",
     "LocalWorld",
     "MeteredComm",
+    "MiCRO",
+    "OkTopk",
     "RandomPruning",
     "Report",
     "SkipReduce",

@@ -141,7 +141,11 @@ class _Board:
         self.size = size
         self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.error: BaseException | None = None
-        self._turn = [threading.Semaphore(0) for _ in range(size)]
+        self._turn = [
+            threading.Lock() for _ in range(size)
+        ]  # released: this rank's turn. A Semaphore does the same, slower
+        for turn in self._turn:
+            turn.acquire()
         self._waiting: dict[int, _Waiting] = {}
         self._finished: set[int] = set()
         self._meetings: dict[int, _Meeting] = {}

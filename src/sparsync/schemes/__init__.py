@@ -17,6 +17,18 @@ TABLE: dict[str, tuple[str, str]] = {
         "sparsync.schemes.skip_reduce:SkipReduce",
         "a ring that leaves out some of its reduce-scatter steps",
     ),
+    "micro": (
+        "sparsync.schemes.micro:MiCRO",
+        "exclusive partitions go round the ranks; exactly the asked number of elements is summed",
+    ),
+    "exdyna": (
+        "sparsync.schemes.exdyna:ExDyna",
+        "as micro, with partitions that change size until they hold equally much",
+    ),
+    "oktopk": (
+        "sparsync.schemes.oktopk:OkTopk",
+        "the k largest sums over ranks; traffic does not grow with their number",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",

@@ -144,9 +144,10 @@ class MiCRO:
         packet = packed.encode(own, bits)
         packets = comm.all_gather(packet, [packed.nbytes(count, bits) for count in counts])
         cost += all_gather_cost(packet.numel(), P)
-        chosen = [
-            partitions.positions(turn(rank, bucket.step, P), packed.decode(each, count, bits, max(lengths)))
-            for rank, (each, count) in enumerate(zip(packets, counts, strict=True))
-        ]
+        place = torch.cat(
+            [packed.decode(each, count, bits, max(lengths)) for each, count in zip(packets, counts, strict=True)]
+        )
+        owner = torch.tensor(by_rank(range(P), bucket.step), device=acc.device)
+        chosen = partitions.positions(owner.repeat_interleave(torch.tensor(counts, device=acc.device)), place)
         threshold = float(magnitude[own].min()) if own.numel() else 0.0
-        return Choice(cost, known, torch.cat(chosen), counts, threshold)
+        return Choice(cost, known, chosen, counts, threshold)

@@ -61,14 +61,15 @@ class Interleaved:
     def of(self, x: Tensor, part: int) -> Tensor:
         """The elements of `x` [n] in partition `part`, copied."""
         inner = self.groups * self.row * self.P
-        rows = x[:inner].view(-1, self.row)[self._rows(part, torch.arange(self.groups, device=x.device))]
+        groups = torch.arange(self.groups, device=x.device)
+        rows = x[:inner].view(-1, self.row)[self._rows(torch.tensor(part, device=x.device), groups)]
         return torch.cat([rows.view(-1), self._tails()[part].of(x)])
 
-    def positions(self, part: int, place: Tensor) -> Tensor:
-        """Where the elements at `place` [k] of partition `part` stand in the vector, int64."""
+    def positions(self, part: Tensor, place: Tensor) -> Tensor:
+        """Where the element at `place[i]` of partition `part[i]` stands in the vector, int64."""
         group = place // self.row
         inside = self._rows(part, group) * self.row + place % self.row
-        tail = place - self.groups * self.row + self._tails()[part].start
+        tail = place - self.groups * self.row + self._tail_starts(place.device)[part]
         return torch.where(group < self.groups, inside, tail)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ class Interleaved:
         group = position // (self.row * self.P)
         part = (position // self.row - self._turns(group)) % self.P
         place = group * self.row + position % self.row
-        starts = torch.tensor([span.start for span in self._tails()], device=position.device)
+        starts = self._tail_starts(position.device)
         tail_part = torch.bucketize(position, starts, right=True) - 1
         tail_place = position - starts[tail_part.clamp(min=0)] + self.groups * self.row
         inside = group < self.groups
@@ -86,7 +87,10 @@ class Interleaved:
         inner = self.groups * self.row * self.P
         return [Span(span.start + inner, span.stop + inner) for span in spans(self.n - inner, self.P)]
 
-    def _rows(self, part: int, group: Tensor) -> Tensor:
+    def _tail_starts(self, device: torch.device) -> Tensor:
+        return torch.tensor([span.start for span in self._tails()], device=device)
+
+    def _rows(self, part: Tensor, group: Tensor) -> Tensor:
         return group * self.P + (part + self._turns(group)) % self.P
 
     def _turns(self, group: Tensor) -> Tensor:

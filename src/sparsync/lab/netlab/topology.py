@@ -49,8 +49,10 @@ def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = Tru
     """A network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
 
     `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers are
-    counted once; the limit still charges them all. That takes a third of the work per byte, which counts where the cores are the limit:
-    on two cores, 4 ranks reach 93 % of the link in an all-reduce at 500 Mbit/s either way, at 1 Gbit/s 48 % with and 94 % without.
+    counted once (1.012 bytes per byte of payload instead of 1.068); the limit still charges them all. That is less work for the
+    machine, which no longer keeps up with single frames above some ranks * rate: on two cores about 1 Gbit/s. Share of the link that
+    an all-reduce of 10 MB by 4 ranks got, with and without: at 200 Mbit/s 93 and 94 %; at 500 Mbit/s 93 and 94 % on idle cores, 72 and
+    92 % beside other programs; at 1 Gbit/s 48 and 94 %, beside others 29 and 78 %.
 
     Stop the ranks' processes before leaving the block: those left behind keep running, cut off.
     Raises ValueError for a number of ranks outside [1, 64] or a rate outside 1kbit to 100gbit, NetworkUnavailableError where the machine

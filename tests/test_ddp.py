@@ -1,0 +1,326 @@
+"""attach on real DDP models over gloo: every gradient is what the scheme makes of the same buckets without DDP."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
+from distributed import case, run
+from known_gradients import FEW, Expected, KnownGradients, Recorder, expected, row, schemes
+from laws.world import same_bits
+from sparsync import Bucket, Cost, Dense, Report
+from sparsync.protocols import Comm
+from sparsync.schemes.base import Stateless
+
+pytestmark = pytest.mark.distributed
+
+BUCKETS = {2: (2, 8, 32), 4: (8,)}  # for each number of ranks
+
+
+def late(model: nn.Module) -> Callable[[random.Random], None]:
+    """Makes some gradients of the model up to 3 ms late; which and by how much is drawn anew by calling the result."""
+    delays = [0.0] * COUNT
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_hook(lambda grad, number=number: time.sleep(delays[number]) if delays[number] else None)
+
+    def redraw(draw: random.Random) -> None:
+        delays[:] = [0.003 * draw.random() if draw.random() < 0.08 else 0.0 for _ in delays]
+
+    return redraw
+
+
+def train_late(id: str) -> dict[int, tuple[Trained, Expected | None]]:
+    """50 steps with each number of buckets. The ranks share the work of finding out what must come of them."""
+    found, P = {}, dist.get_world_size()
+    for number, buckets in enumerate(BUCKETS[P]):
+        with case(f"{buckets} buckets"):
+            training = Training(id, buckets)
+            redraw, draw = late(training.model), random.Random(training.rank)
+            for _ in range(50):
+                redraw(draw)
+                training.step()
+            trained = training.done()
+            mine = number % P == training.rank
+            found[buckets] = trained, expected(id, P, trained.steps, NAMES, known) if mine else None
+    return found
+
+
+@pytest.mark.parametrize("id", schemes(4))
+def test_every_step_is_that_of_the_scheme_without_ddp_however_late_ranks_are(id: str) -> None:
+    for P in BUCKETS:
+        if id not in schemes(P):
+            continue
+        ranks = run(train_late, P, id=id)
+        for buckets in BUCKETS[P]:
+            wanted = next(rank[buckets][1] for rank in ranks if rank[buckets][1] is not None)
+            for number, rank in enumerate(ranks):
+                with case(f"P={P}, {buckets} buckets, rank {number}"):
+                    trained = rank[buckets][0]
+                    assert trained.steps == ranks[0][buckets][0].steps
+                    assert {len(layouts) for step, layouts in trained.steps.items() if step > 0} == {buckets}
+                    trained.check(wanted.grads, wanted.residuals[number])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "static_graph with views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float64": {"dtype": torch.float64},
+}
+
+
+def train_with_options(ids: Iterable[str]) -> dict[tuple[str, str], Trained]:
+    found = {}
+    for id in ids:
+        for name, options in OPTIONS.items():
+            with case(f"{id}, {name}"):
+                training = Training(id, **options)
+                for _ in range(5):
+                    training.step()
+                found[id, name] = training.done()
+    return found
+
+
+def test_options_of_ddp_and_types_of_gradients_change_nothing() -> None:
+    ranks = run(train_with_options, 2, ids=FEW)
+    for id, name in ranks[0]:
+        dtype = OPTIONS[name].get("dtype", torch.float32)
+        with case(f"{id}, {name}"):
+            check(id, [rank[id, name] for rank in ranks], lambda *which, dtype=dtype: known(*which).to(dtype))
+
+
+NOBODYS = "block3.bias"
+
+
+def used(rank: int, step: int, name: str) -> bool:
+    """Some parameters are left out by one of two ranks, another one each time; one is never used by anybody."""
+    number = NAMES.index(name)
+    return name != NOBODYS and (number + step) % 3 != rank
+
+
+def train_in_part(ids: Iterable[str]) -> dict[tuple[str, bool], Trained]:
+    found = {}
+    for id in ids:
+        for view in (False, True):
+            with case(f"{id}, {view=}"):
+                training = Training(id, find_unused_parameters=True, gradient_as_bucket_view=view)
+                for step in range(5):
+                    inputs = training.model.inputs(training.rank, step)
+                    training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
+                found[id, view] = training.done()
+                untouched = training.model.get_parameter(NOBODYS).grad
+                assert untouched is None
+    return found
+
+
+def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there() -> None:
+    ranks = run(train_in_part, 2, ids=FEW)
+    for key in ranks[0]:
+        with case(key):
+            trained = [rank[key] for rank in ranks]
+            for rank in trained:
+                rank.grads.nan_to_num_(nan=0.0)  # of the one that nobody uses
+            check(key[0], trained, lambda *which: known(*which) if used(*which) else torch.zeros(N))
+
+
+def accumulate(ids: Iterable[str]) -> dict[str, Trained]:
+    found = {}
+    for id in ids:
+        with case(id):
+            training = Training(id)
+            for step in range(4):
+                for part in range(2):
+                    with training.ddp.no_sync():
+                        training.ddp(training.model.inputs(training.rank, 3 * step + part)).backward()
+                inputs = training.model.inputs(training.rank, 3 * step + 2)
+                training.ddp(inputs).backward()
+                training.rows.append(training.model.gradients().clone())
+                training.ddp.zero_grad()
+            found[id] = training.done()
+    return found
+
+
+def test_accumulated_gradients_are_reduced_once() -> None:
+    ranks = run(accumulate, 2, ids=FEW)
+    for id in FEW:
+        with case(id):
+            trained = [rank[id] for rank in ranks]
+            assert list(trained[0].steps) == [0, 1, 2, 3]
+            check(id, trained, lambda rank, step, name: total(known(rank, 3 * step + part, name) for part in range(3)))
+
+
+def train_two_models() -> list[Trained]:
+    """Two models with different schemes: one after the other, then both in one backward pass."""
+    both = [Training("topk-0.1", 8), Training("skip-default", 32)]
+    for step in range(6):
+        if step % 2:
+            for training in both:
+                training.step()
+            continue
+        losses = []
+        for training in both:
+            training.ddp.zero_grad()
+            losses.append(training.ddp(training.model.inputs(training.rank, step)))
+        (losses[0] + losses[1]).backward()
+        for training in both:
+            training.rows.append(training.model.gradients().clone())
+    return [training.done() for training in both]
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+    ranks = run(train_two_models, 2)
+    check("topk-0.1", [rank[0] for rank in ranks])
+    check("skip-default", [rank[1] for rank in ranks])
+
+
+def train_on_subgroups() -> tuple[int, Trained]:
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another; rank 3 is in one more group than rank 1."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3]), dist.new_group([2, 3])]
+    training = Training("skip-default-feedback", process_group=groups[dist.get_rank() % 2])
+    for _ in range(5):
+        training.step()
+    return training.rank, training.done()
+
+
+def test_a_model_may_live_on_some_of_the_ranks() -> None:
+    ranks = run(train_on_subgroups, 4)
+    assert [rank for rank, _ in ranks] == [0, 0, 1, 1]
+    for first in (0, 1):
+        check("skip-default-feedback", [ranks[first][1], ranks[first + 2][1]])
+
+
+def train_alone(ids: Iterable[str]) -> dict[str, Trained]:
+    found = {}
+    for id in ids:
+        with case(id):
+            training = Training(id)
+            for _ in range(3):
+                training.step()
+            found[id] = training.done()
+    return found
+
+
+def test_one_rank_alone_sends_nothing_and_dense_gradients_stay_as_they_are() -> None:
+    ids = schemes(1)
+    (found,) = run(train_alone, 1, ids=ids)
+    for id in ids:
+        with case(id):
+            check(id, [found[id]])
+            assert all(report.sent == Cost() for report in found[id].reports)
+    raw = torch.stack([torch.cat([known(0, step, name) for name in NAMES]) for step in range(3)])
+    assert torch.equal(found["dense"].grads, raw)
+    assert torch.equal(found["skip-default"].grads, raw)
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train_perceptron(hooked: bool) -> list[Tensor]:
+    ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.003)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    if hooked:
+        sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+    for step in range(10):
+        optimizer.zero_grad()
+        ddp(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_dense_trains_to_the_same_bits_as_ddp_without_a_hook() -> None:
+    with_hook, without = run(train_perceptron, 2, hooked=True), run(train_perceptron, 2, hooked=False)
+    for rank in range(2):
+        assert all(map(same_bits, with_hook[rank], without[rank]))
+
+
+def train_on_real_numbers(id: str) -> tuple[Trained, dict[tuple[int, str], Tensor]]:
+    """Each step twice on the same batch: once without synchronisation, for this rank's own gradient, and once with."""
+    model, rank = perceptron(), dist.get_rank()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
+    recorder = Recorder(row(id).make())
+    handle = sparsync.attach(ddp, recorder, timeout_s=TIMEOUT_S)
+    own, rows = {}, []
+    for step in range(5):
+        for synchronised in (False, True):
+            ddp.zero_grad()
+            with nullcontext() if synchronised else ddp.no_sync():
+                ddp(batch(rank, step)).square().mean().backward()
+            grads = {name: p.grad.flatten().clone() for name, p in model.named_parameters() if p.grad is not None}
+            if synchronised:
+                rows.append(torch.cat(list(grads.values())))
+            else:
+                own |= {(step, name): grad for name, grad in grads.items()}
+    residual = recorder.state_dict().get("residual", {})
+    return Trained(torch.stack(rows), recorder.steps, handle.reports(), residual), own
+
+
+@pytest.mark.parametrize("id", ["dense-ring", "topk-0.1", "skip-default-feedback"])
+def test_gradients_of_a_real_model_are_reduced_to_the_same_bits_as_without_ddp(id: str) -> None:
+    ranks = run(train_on_real_numbers, 2, id=id)
+    names = [name for name, _ in perceptron().named_parameters()]
+    wanted = expected(id, 2, ranks[0][0].steps, names, lambda rank, step, name: ranks[rank][1][step, name].clone())
+    for number, (trained, _) in enumerate(ranks):
+        assert len(trained.steps[1]) > 1
+        trained.check(wanted.grads, wanted.residuals[number])
+
+
+class Overlapping(Stateless):
+    """Once `watched`, holds the first bucket until the first layer's gradient is there, and that until this bucket is on its way."""
+
+    name = "overlapping"
+
+    def __init__(self) -> None:
+        self.watched = False
+        self.events: list[str] = []
+        self.begun, self.computed = threading.Event(), threading.Event()
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if not self.watched or bucket.key != "bucket0":
+            return Dense().reduce(bucket, comm)
+        self.events.append("communication begins")
+        self.begun.set()
+        if not self.computed.wait(TIMEOUT_S / 2):
+            raise RuntimeError("the backward pass did not go on during communication")
+        report = Dense().reduce(bucket, comm)
+        self.events.append("communication ends")
+        return report
+
+    def first_layer(self, _: Tensor) -> None:
+        if self.watched:
+            assert self.begun.wait(TIMEOUT_S / 2), "communication did not begin during the backward pass"
+            self.events.append("the first layer's gradient is there")
+            self.computed.set()
+
+
+def overlap() -> list[str]:
+    model, scheme = KnownGradients(COUNT, N), Overlapping()
+    model.embed.weight.register_hook(scheme.first_layer)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=COUNT // 2 * N * 4 / 2**20)
+    sparsync.attach(ddp, scheme, timeout_s=TIMEOUT_S)
+    for step in range(2):
+        scheme.watched = step == 1  # from here on there are two buckets
+        ddp(model.inputs(dist.get_rank(), step)).backward()
+    return scheme.events
+
+
+def test_the_backward_pass_goes_on_while_a_bucket_is_reduced() -> None:
+    order = ["communication begins", "the first layer's gradient is there", "communication ends"]
+    assert run(overlap, 2) == [order, order]

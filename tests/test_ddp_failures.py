@@ -1,0 +1,281 @@
+"""attach when something goes wrong: the error says what and where, on every rank and soon, and what can go on goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
+from distributed import run
+from known_gradients import KnownGradients
+from sparsync import Bucket, Dense, Report, TopK
+from sparsync.protocols import Comm
+from sparsync.schemes.base import Stateless
+
+pytestmark = pytest.mark.distributed
+
+SOON_S = 5.0  # for an error that need not wait for a timeout; generous, as the machine may be busy
+WHERE = (2, "bucket1")  # the step and bucket at which things go wrong
+
+
+class Failing(Stateless):
+    """A dense ring that does `what` on some ranks at one bucket of one step, before or after its communication."""
+
+    name = "failing"
+
+    def __init__(self, what: Callable[[], None], ranks: tuple[int, ...], after: bool = False) -> None:
+        self.what, self.ranks, self.after = what, ranks, after
+        self.came: list[tuple[int, str]] = []
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        self.came.append((bucket.step, bucket.key))
+        now = (bucket.step, bucket.key) == WHERE and comm.rank in self.ranks
+        if now and not self.after:
+            self.what()
+        report = Dense(form="ring").reduce(bucket, comm)
+        if now and self.after:
+            self.what()
+        return report
+
+
+def fail() -> None:
+    raise ValueError("no luck today")
+
+
+def leave() -> None:
+    raise SystemExit("leaving")
+
+
+def stall() -> None:
+    time.sleep(60)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Outcome:
+    """What became of each step on one rank: its error, the seconds it took, and whether the gradients are the right ones."""
+
+    errors: list[str | None]
+    seconds: list[float]
+    right: list[bool]
+    came: list[tuple[int, str]]  # the buckets that were handed to the scheme
+
+
+def train_with(
+    what: Callable[[], None],
+    ranks: tuple[int, ...],
+    after: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    buckets: int = 8,
+    steps: int = 6,
+) -> Outcome:
+    """So many steps, whatever they raise."""
+    scheme = Failing(what, ranks, after)
+    training = Training(scheme, buckets, timeout_s=timeout_s)
+    outcome = Outcome([], [], [], scheme.came)
+    for step in range(steps):
+        began = time.monotonic()
+        try:
+            training.step(training.model.inputs(training.rank, step))
+        except RuntimeError as error:
+            outcome.errors.append(str(error))
+        else:
+            outcome.errors.append(None)
+        outcome.seconds.append(time.monotonic() - began)
+        outcome.right.append(torch.equal(training.model.gradients(), mean(step, dist.get_world_size())))
+    return outcome
+
+
+def mean(step: int, P: int) -> Tensor:
+    """The dense mean gradient of that step, [elements]."""
+    return torch.cat([total(known(rank, step, name) for rank in range(P)) / P for name in NAMES])
+
+
+def test_when_all_ranks_fail_alike_the_step_raises_the_schemes_message_and_the_next_one_works() -> None:
+    for outcome in run(train_with, 3, what=fail, ranks=(0, 1, 2)):
+        assert [error is None for error in outcome.errors] == [True, True, False, True, True, True]
+        assert "failing failed on bucket 'bucket1' at step 2: ValueError: no luck today" in str(outcome.errors[2])
+        assert outcome.right == [True, True, False, True, True, True]
+        assert outcome.seconds[2] < SOON_S
+
+
+def test_the_other_buckets_of_a_failed_step_are_not_tried() -> None:
+    for outcome in run(train_with, 2, what=fail, ranks=(0, 1)):
+        assert [key for step, key in outcome.came if step == 2] == ["bucket0", "bucket1"]
+        assert [len([key for step, key in outcome.came if step == number]) for number in (1, 3)] == [8, 8]
+
+
+def test_when_one_rank_fails_all_raise_at_once_and_the_next_step_works() -> None:
+    outcomes = run(train_with, 3, what=fail, ranks=(1,))
+    for rank, outcome in enumerate(outcomes):
+        assert [error is None for error in outcome.errors] == [True, True, False, True, True, True]
+        assert "failing failed on bucket 'bucket1' at step 2: " in str(outcome.errors[2])
+        assert ("no luck today" if rank == 1 else f"rank {rank} of 3: send_recv") in str(outcome.errors[2])
+        assert outcome.right == [True, True, False, True, True, True]
+        assert outcome.seconds[2] < SOON_S
+
+
+def test_a_scheme_that_wants_to_end_the_process_only_fails_its_step() -> None:
+    for outcome in run(train_with, 2, what=leave, ranks=(0, 1)):
+        assert "SystemExit: leaving" in str(outcome.errors[2])
+        assert outcome.right == [True, True, False, True, True, True]
+
+
+def test_a_rank_that_stalls_is_an_error_on_the_others_within_the_timeout() -> None:
+    outcomes = run(train_with, 3, what=stall, ranks=(1,), timeout_s=2.0, steps=4, doomed=[1])
+    for rank in (0, 2):
+        error, seconds = outcomes[rank].errors[2], outcomes[rank].seconds
+        assert f"rank {rank} of 3: send_recv" in str(error)
+        assert seconds[2] < 2.0 + SOON_S
+        assert "rank 1 did not come" in str(outcomes[rank].errors[3])
+        assert all(second < 2.0 + SOON_S for second in seconds[3:])
+
+
+def test_a_rank_that_is_killed_is_an_error_on_the_others_at_once() -> None:
+    outcomes = run(train_with, 3, what=die, ranks=(1,), steps=3, doomed=[1])
+    for rank in (0, 2):
+        assert f"rank {rank} of 3: send_recv" in str(outcomes[rank].errors[2])
+        assert outcomes[rank].seconds[2] < SOON_S
+        assert not any(outcomes[rank].right[2:])
+
+
+def test_ranks_that_come_apart_are_told_so_and_never_mix_their_steps() -> None:
+    """Rank 0 fails in the last bucket of step 2 when rank 1 is through with it, so rank 1 is one step ahead from then on."""
+    behind, ahead = run(train_with, 2, what=fail, ranks=(0,), after=True, timeout_s=2.0, buckets=2)
+    assert "no luck today" in str(behind.errors[2])
+    assert ahead.errors[2] is None
+    assert "rank 1 of 2: send_recv" in str(ahead.errors[3])
+    for step in (3, 4):
+        assert "ranks must agree, but rank 0 has gradients of step" in str(behind.errors[step])
+        assert "ranks must agree, but rank 1 has gradients of step" in str(ahead.errors[step + 1])
+    assert behind.right == [True, True, False, False, False, False]
+    assert ahead.right == [True, True, True, False, False, False]
+
+
+class Rescaled(TopK):
+    """Cannot follow a learning rate."""
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        raise ValueError(f"cannot rescale {len(factors)} parameters")
+
+
+def change_the_rate() -> None:
+    model = KnownGradients(4, N)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sparsync.attach(ddp, Rescaled(), optimizer=optimizer, timeout_s=TIMEOUT_S)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.5 if step else 1.0
+        with pytest.raises(RuntimeError, match="cannot rescale 4 parameters") if step == 1 else nullcontext():
+            ddp(model.inputs(dist.get_rank(), step)).backward()
+
+
+def test_a_residual_that_cannot_be_rescaled_fails_the_step_and_not_the_thread() -> None:
+    run(change_the_rate, 2)
+
+
+def refusals() -> None:
+    plain = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match=r"attach takes a DistributedDataParallel model, got Linear; wrap it first"):
+        sparsync.attach(plain, Dense())  # pyright: ignore[reportArgumentType]
+    ddp = DistributedDataParallel(plain)
+    with pytest.raises(TypeError, match=r"attach takes a scheme such as sparsync\.TopK\(density=0\.01\), got 'topk'"):
+        sparsync.attach(ddp, "topk")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="timeout_s must be above 0 seconds, got -1"):
+        sparsync.attach(ddp, Dense(), timeout_s=-1)
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d\)"):
+        sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), timeout_s=TIMEOUT_S)
+    sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="this model has a communication hook already"):
+        sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
+    ddp(torch.ones(2, 3)).sum().backward()
+    for module in (nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)):
+        nested = nn.ModuleDict({"words": module})
+        with pytest.raises(ValueError, match="the embedding 'words' has sparse=True; make it with sparse=False"):
+            sparsync.attach(DistributedDataParallel(nested), Dense())
+
+
+def test_attach_refuses_what_it_cannot_serve_and_says_why() -> None:
+    run(refusals, 2)
+
+
+def late_to_attach() -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 3))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="rank 1 did not come to make a private group within 1 s"):
+            sparsync.attach(ddp, Dense(), timeout_s=1)
+    dist.barrier()
+
+
+def test_attach_on_one_rank_only_is_an_error_within_the_timeout() -> None:
+    run(late_to_attach, 2)
+
+
+def state_of_another_scheme() -> None:
+    training = Training("topk-0.1")
+    with pytest.raises(ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['scheme'\]"):
+        training.handle.load_state_dict({"scheme": {}})
+    with pytest.raises(ValueError, match=r"the state of TopK needs 'residual', this one has \[\]"):
+        training.handle.load_state_dict({"step": 3, "rates": {}, "scheme": {}})
+    training.step()
+    assert training.handle.state_dict()["step"] == 0
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    run(state_of_another_scheme, 1)
+
+
+PROGRAM = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.path.insert(0, tests)
+from test_ddp_failures import die, train_with
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+outcome = train_with(die, (1,), steps=3)
+print(outcome.errors[2])
+if sys.argv[4] == "uncaught":
+    raise RuntimeError("nobody catches this")
+"""
+
+
+@pytest.mark.parametrize("how", ["caught", "uncaught"])
+def test_a_process_whose_peer_was_killed_can_exit(how: str, tmp_path: Path) -> None:
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), str(Path(__file__).parent), how],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        out, err = started[0].communicate(timeout=60)
+        assert "rank 0 of 2: send_recv" in out, err
+        assert started[0].returncode == (1 if how == "uncaught" else 0)
+        assert ("nobody catches this" in err) == (how == "uncaught")
+        assert started[1].wait(timeout=10) == -signal.SIGKILL
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,205 @@
+"""What attach keeps from step to step: residuals through new buckets, restarts and learning rates; reports; and its thread."""
+
+import gc
+import io
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
+from distributed import case, run
+from known_gradients import FEW, KnownGradients, row
+from laws.world import same_bits
+from sparsync import Report
+from sparsync.hooks import ddp as ddp_module
+from sparsync.hooks.ddp import Handle, _Rates
+
+pytestmark = pytest.mark.distributed
+
+
+def rebuild(id: str) -> tuple[Trained, Trained]:
+    """Two steps, and the same with buckets that never change."""
+    pair = []
+    for buckets in (8, 1):
+        training = Training(id, buckets)
+        for _ in range(2):
+            training.step()
+        pair.append(training.done())
+    return pair[0], pair[1]
+
+
+@pytest.mark.parametrize("id", ["topk-0.1", "skip-default-feedback"])
+def test_new_buckets_after_the_first_step_lose_nothing_of_the_residual(id: str) -> None:
+    ranks = run(rebuild, 2, id=id)
+    for which in (0, 1):
+        trained = [rank[which] for rank in ranks]
+        assert [len(layouts) for layouts in trained[0].steps.values()] == ([1, 8] if which == 0 else [1, 1])
+        check(id, trained)
+        came_in = total(known(rank, step, name) for rank in (0, 1) for step in (0, 1) for name in NAMES)
+        kept = total(trained[rank].residual[name] for rank in (0, 1) for name in NAMES)
+        written = 2 * total(grads.view(COUNT, N).sum(dim=0) for grads in trained[0].grads)
+        assert torch.equal(kept + written, came_in)
+
+
+STABLE: dict[str, Any] = {
+    "find_unused_parameters": True
+}  # DDP keeps the same buckets from the first step on, also after a restart
+
+
+def saved(handle: Handle) -> bytes:
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    return file.getvalue()
+
+
+def resume(ids: Iterable[str]) -> dict[str, list[Trained]]:
+    """Ten steps in one go; five, and the other five by a new model and handle; and those five with other buckets."""
+    found = {}
+    for id in ids:
+        with case(id):
+            whole, first = Training(id, **STABLE), Training(id, **STABLE)
+            again, other = Training(id, **STABLE), Training(id, buckets=4, **STABLE)
+            for _ in range(10):
+                whole.step()
+            for _ in range(5):
+                first.step()
+            for later in (again, other):
+                later.handle.load_state_dict(torch.load(io.BytesIO(saved(first.handle)), weights_only=True))
+                later.rows += first.rows
+                later.recorder.steps |= first.recorder.steps
+                for _ in range(5):
+                    later.step()
+            found[id] = [training.done() for training in (whole, again, other)]
+    return found
+
+
+def test_a_saved_state_goes_on_to_the_same_bits_also_in_other_buckets() -> None:
+    ids = [*FEW, "random-pruning-independent"]
+    ranks = run(resume, 2, ids=ids)
+    for id in ids:
+        with case(id):
+            for rank in ranks:
+                whole, again, other = rank[id]
+                again.check(whole.grads, whole.residual)
+                assert whole.steps == again.steps
+                assert other.steps[4] != other.steps[5]
+            check(id, [rank[id][2] for rank in ranks])
+
+
+RATES = [
+    (1.0, 0.5),
+    (0.5, 0.5),
+    (0.25, 0.5),
+    (0.25, 2.0),
+    (8.0, 1.0),
+    (4.0, 1.0),
+]  # powers of two, for two groups of parameters
+
+
+def rated(rates: list[tuple[float, float]], first: int, state: dict[str, Any] | None) -> tuple[Tensor, Handle]:
+    """The gradients of as many steps, from step `first` on, with residuals that follow the learning rate."""
+    model = KnownGradients(COUNT, N)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=4 * N * 4 / 2**20, **STABLE)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": parameters[::2]}, {"params": parameters[1::2]}], lr=1.0)
+    handle = sparsync.attach(ddp, row("topk-0.1").make(), optimizer=optimizer, timeout_s=TIMEOUT_S)
+    if state is not None:
+        handle.load_state_dict(state)
+    rows = []
+    for number, pair in enumerate(rates):
+        for group, rate in zip(optimizer.param_groups, pair, strict=True):
+            group["lr"] = rate
+        ddp.zero_grad()
+        ddp(model.inputs(dist.get_rank(), first + number)).backward()
+        rows.append(model.gradients().clone())
+    return torch.stack(rows), handle
+
+
+def train_with_rates() -> tuple[Tensor, dict[str, Tensor]]:
+    whole, handle = rated(RATES, 0, None)
+    first, stopped = rated(RATES[:3], 0, None)
+    rest, resumed = rated(RATES[3:], 3, stopped.state_dict())
+    residual = handle.state_dict()["scheme"]["residual"]
+    assert same_bits(torch.cat([first, rest]), whole)
+    assert all(same_bits(resumed.state_dict()["scheme"]["residual"][name], residual[name]) for name in NAMES)
+    return whole, residual
+
+
+def test_with_an_optimizer_every_gradient_is_applied_at_its_own_learning_rate_and_none_is_lost() -> None:
+    """Sum over steps of rate * gradient == sum over steps of rate * 2 * written + rate * residual, exactly."""
+    ranks = run(train_with_rates, 2)
+    for number, name in enumerate(NAMES):
+        with case(name):
+            rates = [pair[number % 2] for pair in RATES]
+            came_in = total(rate * known(r, step, name) for step, rate in enumerate(rates) for r in (0, 1))
+            written = total(
+                rate * 2 * grads.view(COUNT, N)[number] for rate, grads in zip(rates, ranks[0][0], strict=True)
+            )
+            assert torch.equal(written + rates[-1] * (ranks[0][1][name] + ranks[1][1][name]), came_in)
+
+
+def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    rates = _Rates(optimizer, {id(parameter): "weight"})
+    found = []
+    for rate in (1.0, 0.0, 0.0, 0.25, 0.25, 0.5):
+        optimizer.param_groups[0]["lr"] = rate
+        found.append(rates.factors())
+    assert found == [{}, {}, {}, {"weight": 4.0}, {}, {"weight": 0.5}]
+
+
+def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[Report]]:
+    ddp_module.KEPT_REPORTS = 12
+    training = Training("skip-default")
+    training.step()
+    training.step()
+    first = training.handle.reports()
+    taken = training.handle.take_reports()
+    nothing = training.handle.take_reports()
+    for _ in range(3):
+        training.step()
+    return first, taken, nothing, training.handle.reports()
+
+
+def test_there_is_one_report_for_each_bucket_and_step_and_their_number_is_bounded() -> None:
+    for first, taken, nothing, last in run(train_and_report, 2):
+        order = [(0, "bucket0"), *((1, f"bucket{number}") for number in range(8))]
+        assert [(report.step, report.key) for report in first] == order
+        assert taken == first
+        assert nothing == []
+        assert [(report.step, report.key) for report in last] == [
+            *((3, f"bucket{number}") for number in range(4, 8)),
+            *((4, f"bucket{number}") for number in range(8)),
+        ]
+        for report in first + last:
+            assert report.scheme == "skip_reduce"
+            assert report.elements == COUNT * N // (8 if report.step else 1)
+            assert report.sent == report.cost
+            assert report.cost.nbytes > 0
+            assert report.seconds is not None and report.wait_s is not None
+            assert report.seconds >= report.wait_s > 0
+
+
+def attach_and_drop() -> None:
+    training = Training("dense")
+    training.step()
+    assert "sparsync-dispatcher" in [thread.name for thread in threading.enumerate()]
+    del training
+    gc.collect()
+    deadline = time.monotonic() + TIMEOUT_S
+    while "sparsync-dispatcher" in [thread.name for thread in threading.enumerate()]:
+        assert time.monotonic() < deadline, "the thread outlives its model"
+        time.sleep(0.01)
+
+
+def test_the_thread_ends_with_the_model() -> None:
+    run(attach_and_drop, 1)

@@ -1,0 +1,177 @@
+"""ExDyna's own: published boundaries, blocks for every n, and boundaries that follow equal quotas. The shared laws: test_micro.py."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import exclusive_laws as streams
+from exclusive_laws import run
+from plain_micro import Restated
+from sparsync.core import Span
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.selection.budget import TAKEN, budget
+from sparsync.selection.partition import Interleaved, Profile, block_edges, block_spans, rebalanced
+from sparsync.selection.quotas import apportion, ladder, quotas, rung_counts
+from sparsync.wire import packed
+
+
+@pytest.mark.parametrize("authors_code", [False, True])
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_published_is_the_restated_algorithm_bit_for_bit(authors_code: bool, P: int) -> None:
+    n, density = 33_000, 0.01
+    scale = 1 / (2 * math.sqrt(density * n)) / 8
+    steps = [streams.layered(n, P, step, scale) for step in range(25)]
+    restated = Restated(n, P, density, authors_code, blocks=True)
+    seen = run(lambda: ExDyna.published(density=density, authors_code=authors_code), P, steps)
+    for step, grads in enumerate(steps):
+        expected = restated.step(grads)
+        for rank in range(P):
+            shown = seen[rank][step]
+            assert torch.equal(shown.grad, expected)
+            assert torch.equal(shown.residual, restated.residuals[rank])
+            assert shown.report.details["threshold"] == restated.threshold
+            assert (shown.report.union, shown.report.selected) == (restated.K, len(restated.chosen[rank]))
+    assert restated.held != [1024 // P] * P  # boundaries did move
+
+
+@pytest.mark.parametrize("n", [1, 3, 1000, 1500, 32_767, 32_768, 70_001])
+def test_blocks_cover_every_vector_and_none_is_empty(n: int) -> None:
+    edges = block_edges(n)
+    assert (edges[0], edges[-1], len(edges)) == (0, n, min(1024, n) + 1)
+    assert all(start < stop for start, stop in pairwise(edges))
+    if n >= 32_768:
+        assert all((stop - start) % 32 == 0 for start, stop in pairwise(edges[:-1]))
+
+
+def test_neighbours_out_of_balance_hand_on_one_block_and_others_none() -> None:
+    edges = block_edges(1024 * 64)
+    assert rebalanced([256] * 4, [200, 50, 100, 100], 450, edges) == [255, 257, 256, 256]
+    assert rebalanced([256] * 4, [100, 100, 50, 200], 450, edges) == [256, 256, 257, 255]
+    assert rebalanced([256] * 4, [130, 100, 100, 70], 400, edges) == [256] * 4  # no such pair is adjacent
+    assert rebalanced([64, 448, 256, 256], [200, 50, 100, 100], 450, edges) == [64, 448, 256, 256]  # short already
+    assert block_spans(edges, [256] * 4)[1] == Span(256 * 64, 512 * 64)
+
+
+def test_plain_padding_stays_below_five_percent_where_the_published_one_wastes() -> None:
+    for P in (4, 8, 16):
+        n = 20_000
+        near = 1 / (2 * math.sqrt(0.02 * n)) / 8
+        steps = [streams.layered(n, P, step, near) for step in range(12)]
+
+        def mean_padding(kind: type[ExDyna] | type[MiCRO], published: bool, steps: list = steps, P: int = P) -> float:
+            make = kind.published if published else kind
+            shown = run(lambda: make(density=0.02), P, steps)[0]
+            return sum(float(each.report.details["padding"]) for each in shown) / len(shown)
+
+        assert mean_padding(ExDyna, published=False) <= 1.05
+        assert mean_padding(ExDyna, published=True) > 1.2
+
+
+def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
+    """Half the vector is 8 times as large: with equal partitions the smallest selected magnitudes differ as much."""
+    P, n = 4, 8000
+    scale = torch.ones(n)
+    scale[: n // 2] = 8.0
+    draw = torch.Generator().manual_seed(5)
+    steps = [[torch.randn(n, generator=draw) * scale for _ in range(P)] for _ in range(60)]
+    seen = run(lambda: ExDyna(density=0.05, sweep=0.0), P, steps)
+
+    def spread(step: int) -> float:
+        thresholds = [float(each[step].report.details["threshold"]) for each in seen]
+        return max(thresholds) / min(thresholds)
+
+    assert spread(0) > 6
+    assert max(spread(step) for step in range(50, 60)) < 2
+
+
+def test_a_profile_cuts_at_equal_mass_and_keeps_the_least_length() -> None:
+    profile = Profile()
+    assert [len(span) for span in profile.cut(1000, 4, 1)] == [250] * 4
+    profile.observe(torch.arange(100), [100], [7], 1000, memory=8)
+    cut = profile.cut(1000, 4, least=40)
+    assert [span.start for span in cut[1:]] == [span.stop for span in cut[:-1]]
+    assert (cut[0].start, cut[-1].stop) == (0, 1000)
+    assert cut[0].stop <= 40 and min(len(span) for span in cut) >= 25
+    assert [len(span) for span in profile.cut(1000, 4, least=250)] == [250] * 4
+
+
+@given(n=st.integers(0, 3000), P=st.integers(1, 64))
+def test_interleaved_partitions_hold_every_element_once(n: int, P: int) -> None:
+    partitions, x = Interleaved(n, P), torch.arange(n)
+    parts = [partitions.of(x, part) for part in range(P)]
+    assert [part.numel() for part in parts] == partitions.lengths()
+    assert torch.equal(torch.cat(parts).sort().values, x)
+    assert max(partitions.lengths()) - min(partitions.lengths()) <= 1
+    for number, part in enumerate(parts):
+        assert torch.equal(partitions.positions(torch.tensor(number), torch.arange(part.numel())), part)
+        owner, place = partitions.places(part)
+        assert bool((owner == number).all()) and torch.equal(place, torch.arange(part.numel()))
+
+
+@given(
+    shares=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50)), min_size=1, max_size=20),
+    part=st.floats(0, 1),
+)
+def test_apportioned_quotas_sum_up_and_fit(shares: list[tuple[int, int]], part: float) -> None:
+    weights, free = [weight for weight, _ in shares], [places for _, places in shares]
+    total = int(part * sum(free))
+    given_out = apportion(weights, free, total)
+    assert sum(given_out) == total
+    assert all(0 <= count <= places for count, places in zip(given_out, free, strict=True))
+
+
+def test_more_than_the_free_places_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        apportion([1, 1], [3, 4], 8)
+
+
+def test_quotas_are_the_counts_above_one_common_level() -> None:
+    """Against the exact selection of the largest 400 of all partitions."""
+    draw = torch.Generator().manual_seed(2)
+    parts = [torch.randn(2000, generator=draw).abs() * scale for scale in (0.5, 1.0, 1.5, 2.0)]
+    exact = torch.cat(parts).topk(400).values.min()
+    ladders = torch.stack([ladder(part, rung_counts(400, 4, 2000)) for part in parts])
+    found = quotas(ladders, [2000] * 4, 400)
+    assert sum(found) == 400
+    for count, part in zip(found, parts, strict=True):
+        assert abs(count - int((part >= exact).sum())) <= 20
+
+
+def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -> None:
+    parts = [torch.full((10,), 0.01).index_fill_(0, torch.tensor([3]), value) for value in (1.0, 9.0, 2.0, 5.0)]
+    ladders = torch.stack([ladder(part, rung_counts(2, 4, 10)) for part in parts])
+    assert quotas(ladders, [10] * 4, 2) == [0, 1, 0, 1]
+
+
+@given(data=st.data(), length=st.integers(1, 5000))
+def test_packed_positions_come_back(data: st.DataObject, length: int) -> None:
+    index = torch.tensor(sorted(data.draw(st.sets(st.integers(0, length - 1), max_size=50))), dtype=torch.int64)
+    bits = packed.width(length)
+    packet = packed.encode(index, bits)
+    assert packet.numel() == packed.nbytes(index.numel(), bits) == math.ceil(index.numel() * bits / 8)
+    assert torch.equal(packed.decode(packet, index.numel(), bits, length), index)
+
+
+def test_a_packet_of_another_length_or_span_is_refused() -> None:
+    packet = packed.encode(torch.tensor([1, 6]), 3)
+    with pytest.raises(RuntimeError, match="take 2 bytes"):
+        packed.decode(packet, 4, 3, 8)
+    with pytest.raises(RuntimeError, match="outside"):
+        packed.decode(packet, 2, 3, 6)
+
+
+@given(n=st.integers(1, 400), sweep=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))
+def test_a_budget_is_never_overdrawn(n: int, sweep: float, density: float, step: int) -> None:
+    layout = streams.cut_in({"a.weight": n - n // 3, "a.bias": n // 3})
+    allowed = budget(density, layout, ["*bias"], sweep, step)
+    assert 1 <= allowed.count <= n
+    assert 0 <= allowed.open_count <= allowed.count
+    whole = Span(0, n)
+    assert int((allowed.magnitude(torch.ones(n), whole) == TAKEN).sum()) == allowed.known_count
+    assert allowed.free(whole) == n - allowed.known_count >= allowed.open_count
+    assert allowed.known_index(torch.device("cpu")).numel() == allowed.known_count

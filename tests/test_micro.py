@@ -1,0 +1,241 @@
+"""MiCRO: the laws of exclusive selections, the published rules, and what the plain setting holds."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+import exclusive_laws as streams
+from exclusive_laws import Exclusive, run, whole_numbers
+from plain_micro import Restated
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+
+KINDS = {
+    "micro": MiCRO,
+    "micro.published": MiCRO.published,
+    "exdyna": ExDyna,
+    "exdyna.published": ExDyna.published,
+}
+PLAIN = {"micro": MiCRO, "exdyna": ExDyna}
+
+
+def known_up_to(density: float, n: int, step: int) -> int:
+    """The elements that `density` of n allows in steps 0..step-1, in whole elements."""
+    return int(density * n * step + 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8, 16])
+def test_what_is_not_sent_stays_in_the_residual(kind: str, P: int) -> None:
+    for n, density in ((1, 0.01), (4, 0.5), (97, 0.1), (500, 0.02), (97, 1.0)):
+        steps = [whole_numbers(n, P, step) for step in range(3)]
+        seen = run(lambda density=density: KINDS[kind](density=density), P, steps)
+        kept = torch.zeros(n)
+        for step, grads in enumerate(steps):
+            mean = seen[0][step].grad
+            assert all(torch.equal(each[step].grad, mean) for each in seen)
+            after = torch.stack([each[step].residual for each in seen]).sum(0)
+            assert torch.equal(after + P * mean, kept + torch.stack(grads).sum(0))
+            assert int((mean != 0).sum()) <= seen[0][step].report.union
+            kept = after
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("P", [1, 2, 3, 8, 16])
+def test_full_density_is_the_dense_mean(kind: str, P: int) -> None:
+    for n in (1, 4, 97):
+        grads = whole_numbers(n, P, 0)
+        for each in run(lambda: PLAIN[kind](density=1.0), P, [grads, grads]):
+            assert all(torch.equal(seen.grad, torch.stack(grads).sum(0) / P) for seen in each)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_sends_nothing_and_keeps_the_rest(kind: str) -> None:
+    (seen,) = run(lambda: KINDS[kind](density=0.1), 1, [whole_numbers(97, 1, step) for step in range(4)])
+    assert all(each.report.cost.nbytes == each.report.cost.messages == 0 for each in seen)
+    assert all(bool(((each.grad == 0) | (each.residual == 0)).all()) for each in seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_rank_poisons_all_gradients_and_no_state(kind: str, poison: float) -> None:
+    P, n = 4, 97
+    clean = [whole_numbers(n, P, step) for step in range(3)]
+    dirty = [grad.clone() for grad in clean[1]]
+    dirty[2][40] = poison
+
+    def states(steps: list[list[torch.Tensor]], numbers: list[int]) -> list[object]:
+        def body(comm: LocalComm) -> object:
+            scheme = KINDS[kind](density=0.1)
+            for number, grads in zip(numbers, steps, strict=True):
+                bucket = Bucket("bucket", grads[comm.rank].clone(), number)
+                report = scheme.reduce(bucket, comm)
+                assert report.details["overflow"] == (grads is dirty)
+                assert bool(bucket.grad.isnan().all()) == (grads is dirty)
+            return flattened(scheme)
+
+        return LocalWorld(P).run(body)
+
+    assert states([clean[0], dirty, clean[2]], [0, 1, 2]) == states([clean[0], clean[2]], [0, 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_that_overflows_leaves_the_residual_as_it_was(kind: str) -> None:
+    P, n = 2, 40
+    huge = [torch.full((n,), 3e38), torch.full((n,), 3e38)]
+    for each in run(lambda: KINDS[kind](density=0.1), P, [whole_numbers(n, P, 0), huge]):
+        assert each[1].report.details["overflow"] is True
+        assert not bool(each[1].grad.isfinite().all())
+        assert torch.equal(each[1].residual, each[0].residual)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_state_goes_on_as_the_saved_one(kind: str) -> None:
+    P, n = 3, 300
+    steps = [streams.layered(n, P, step) for step in range(8)]
+
+    def body(comm: LocalComm) -> bool:
+        through: Exclusive = KINDS[kind](density=0.05)
+        for step in range(4):
+            through.reduce(Bucket("bucket", steps[step][comm.rank].clone(), step), comm)
+        resumed: Exclusive = KINDS[kind](density=0.05)
+        resumed.load_state_dict(through.state_dict())
+        for step in range(4, 8):
+            one, other = (Bucket("bucket", steps[step][comm.rank].clone(), step) for _ in range(2))
+            through.reduce(one, comm)
+            resumed.reduce(other, comm)
+            if not torch.equal(one.grad, other.grad):
+                return False
+        return flattened(through) == flattened(resumed)
+
+    assert all(LocalWorld(P).run(body))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_and_all_alike_and_one_lonely_rank_are_no_exceptions(kind: str) -> None:
+    P, n = 4, 60
+    lonely = [torch.zeros(n) for _ in range(P)]
+    lonely[1] = torch.arange(float(n))
+    for grads in ([torch.zeros(n)] * P, [torch.ones(n)] * P, lonely, [torch.empty(0)] * P):
+        seen = run(lambda: KINDS[kind](density=0.1), P, [grads] * 3)
+        assert all(torch.equal(each[step].grad, seen[0][step].grad) for each in seen for step in range(3))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize(("P", "n"), [(1, 50), (4, 50), (4, 1550), (16, 100), (16, 1550), (64, 1550)])
+def test_exactly_as_many_elements_as_asked_are_sent_at_any_scale(kind: str, P: int, n: int) -> None:
+    """Also where every gradient is 10 times as large as the one before it, from 1e-8 to 1e8, or the other way."""
+    scales = [10.0**power for power in (-8, 0, 8, 7, -8)]
+    seen = run(lambda: PLAIN[kind](density=0.01), P, [streams.layered(n, P, t, s) for t, s in enumerate(scales)])
+    for each in seen:
+        counts = [shown.report.union for shown in each]
+        ends = [known_up_to(0.01, n, step) for step in range(len(scales) + 1)]
+        assert counts == [max(1, stop - start) for start, stop in pairwise(ends)]
+
+
+def test_large_vectors_keep_their_density_through_a_jump() -> None:
+    P, n = 4, 20_000
+    scales = [1.0, 1.0, 10.0, 10.0, 1.0]
+    for kind in PLAIN.values():
+        seen = run(lambda kind=kind: kind(density=0.01), P, [streams.layered(n, P, t, s) for t, s in enumerate(scales)])
+        assert [shown.report.union for shown in seen[0]] == [200] * 5
+
+
+def test_published_density_takes_hundreds_of_steps_where_the_plain_one_is_right_at_once() -> None:
+    P, n = 4, 2000
+    steps = [streams.layered(n, P, step, 1e3) for step in range(10)]
+    published = run(lambda: MiCRO.published(density=0.01), P, steps)[0]
+    assert all(each.report.union > 0.9 * n for each in published)
+    assert all(each.report.union == 20 for each in run(lambda: MiCRO(density=0.01), P, steps)[0])
+
+
+@pytest.mark.parametrize("authors_code", [False, True])
+@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("start", [0.05, 1.0, 30.0])
+def test_published_is_the_restated_algorithm_bit_for_bit(authors_code: bool, P: int, start: float) -> None:
+    n, density = 1003, 0.05
+    scale = start / (2 * math.sqrt(density * n)) / 6
+    steps = [streams.layered(n, P, step, scale) for step in range(40)]
+    restated = Restated(n, P, density, authors_code, blocks=False)
+    seen = run(lambda: MiCRO.published(density=density, authors_code=authors_code), P, steps)
+    for step, grads in enumerate(steps):
+        expected = restated.step(grads)
+        for rank in range(P):
+            shown = seen[rank][step]
+            assert torch.equal(shown.grad, expected)
+            assert torch.equal(shown.residual, restated.residuals[rank])
+            assert shown.report.details["threshold"] == restated.threshold
+            assert (shown.report.union, shown.report.selected) == (restated.K, len(restated.chosen[rank]))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_no_element_waits_longer_than_one_round_of_the_sweep(kind: str) -> None:
+    """The second half of the vector is a million times smaller: without a sweep nothing of it is ever sent."""
+    P, n, density, sweep = 2, 200, 0.1, 0.2
+    scale = torch.ones(n)
+    scale[n // 2 :] = 1e-6
+    rounds = int(1 / (density * sweep)) + 1
+    steps = [[grad * scale for grad in streams.layered(n, P, step)] for step in range(3 * rounds)]
+    for share in (sweep, 0.0):
+        seen = run(lambda share=share: PLAIN[kind](density=density, sweep=share), P, steps)[0]
+        last, longest = torch.zeros(n), torch.zeros(n)
+        for step, shown in enumerate(seen, start=1):
+            longest = torch.maximum(longest, step - last)
+            last[shown.grad != 0] = step
+        assert bool((longest <= rounds).all()) == bool(share)
+
+
+def test_small_dense_parameters_are_sent_whole_out_of_the_same_budget() -> None:
+    P, lengths = 4, {"linear.weight": 900, "linear.bias": 8, "out.bias": 92}
+    steps = [whole_numbers(1000, P, step) for step in range(5)]
+    for kind in PLAIN.values():
+        seen = run(lambda kind=kind: kind(density=0.1), P, steps, layout=streams.cut_in(lengths))
+        for step, grads in enumerate(steps):
+            shown = seen[0][step]
+            assert torch.equal(shown.grad[900:908], torch.stack(grads).sum(0)[900:908] / P)
+            assert shown.report.union == 100
+            assert bool((shown.residual[908:] != 0).any())  # with the other bias it would be half the budget
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_traffic_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
+    """10000 of 100000 elements: at 256 ranks a rank sends on average at most 1.1 times what it sends at 8."""
+    grad = streams.layered(100_000, 1, 0)[0]
+
+    def nbytes(P: int) -> float:
+        def body(comm: LocalComm) -> int:
+            return PLAIN[kind](density=0.1).reduce(Bucket("bucket", grad.clone(), 0), comm).cost.nbytes
+
+        return sum(LocalWorld(P).run(body)) / P
+
+    assert nbytes(256) <= 1.1 * nbytes(8)
+
+
+@pytest.mark.parametrize("settings", [{"sweep": 1.5}, {"dense": "bias"}, {"rule": "guess"}, {"density": 0.0}])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_setting_out_of_range_is_refused(kind: str, settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        PLAIN[kind](**settings)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_published_rule_refuses_what_the_paper_does_not_know(kind: str) -> None:
+    with pytest.raises(ValueError, match="published"):
+        PLAIN[kind](rule="threshold")
+    with pytest.raises(ValueError, match="authors_code"):
+        PLAIN[kind](authors_code=True)
+
+
+def flattened(scheme: Exclusive) -> object:
+    """The state of a scheme as plain lists."""
+
+    def plain(part: object) -> object:
+        if isinstance(part, torch.Tensor):
+            return part.tolist()
+        return {key: plain(value) for key, value in part.items()} if isinstance(part, dict) else part
+
+    return plain(scheme.state_dict())

@@ -1,0 +1,354 @@
+"""The emulated network against plain TCP streams: rates, framing, isolation, and that it leaves nothing behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sparsync.lab.netlab import (
+    FRAME_BYTES,
+    FRAME_PAYLOAD_BYTES,
+    Counters,
+    Network,
+    NetworkUnavailableError,
+    counters,
+    interface_counters,
+    network,
+    parse_rate,
+    reexecution_prefix,
+    rights,
+)
+
+PATIENCE_S = 60.0
+FRAMING = FRAME_BYTES / FRAME_PAYLOAD_BYTES  # bytes sent per byte of payload, one way
+ACKNOWLEDGEMENT_BYTES = 66  # Ethernet 14, IP 20, TCP 20, timestamps 12
+
+Stream = tuple[int, int, int]  # sender, receiver, bytes of payload
+
+
+def missing_rights() -> str:
+    """Why this process cannot build the network, or nothing."""
+    try:
+        prefix = reexecution_prefix()
+    except NetworkUnavailableError as error:
+        return str(error)
+    return f"run as root, or: {' '.join(prefix)} python -m pytest" if prefix else ""
+
+
+@pytest.fixture(scope="module")
+def rights_to_build() -> None:
+    if reason := missing_rights():
+        pytest.skip(reason)
+
+
+def builds(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that builds a network."""
+    return pytest.mark.network(pytest.mark.usefixtures("rights_to_build")(test))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one run of some streams showed: from the first byte to the last, and each rank's counters."""
+
+    seconds: float
+    counters: list[Counters]
+
+    @property
+    def busiest_bytes(self) -> int:
+        """The most that any interface carried in one direction."""
+        return max(max(each.sent_bytes, each.received_bytes) for each in self.counters)
+
+
+def run_streams(links: Network, ranks: int, streams: list[Stream]) -> Seen:
+    script = str(Path(__file__).with_name("netlab_streams.py"))
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(ranks):
+            addresses = [links.address(each) for each in range(ranks)]
+            fixed = [str(counters.__file__), links.interface, str(rank), json.dumps(addresses), json.dumps(streams)]
+            argv = links.command(rank, [sys.executable, "-S", script, *fixed])
+            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.kill)
+            processes.append(stack.enter_context(process))
+        for state in ["listening", "connected", "counted", "done"]:
+            for process in processes:
+                assert process.stdout.readline() == f"{state}\n"
+            for process in processes:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+        ends = [json.loads(process.stdout.readline()) for process in processes]
+        for process in processes:
+            process.communicate(timeout=PATIENCE_S)
+    start_s = min(end.pop("start_s") for end in ends)
+    stop_s = max(end.pop("stop_s") for end in ends)
+    return Seen(stop_s - start_s, [Counters(**end) for end in ends])
+
+
+RATE = 20e6
+PAYLOAD = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "streams"),
+    [
+        pytest.param(2, [(0, 1, PAYLOAD)], id="one_way"),
+        pytest.param(2, [(0, 1, PAYLOAD), (1, 0, PAYLOAD)], id="both_ways_at_once"),
+        pytest.param(3, [(0, 2, PAYLOAD // 2), (1, 2, PAYLOAD // 2)], id="two_senders_share_a_receiver"),
+        pytest.param(3, [(0, 1, PAYLOAD // 2), (0, 2, PAYLOAD // 2)], id="two_receivers_share_a_sender"),
+        pytest.param(4, [(0, 1, PAYLOAD), (2, 3, PAYLOAD)], id="strangers_do_not_share"),
+    ],
+)
+@builds
+def test_the_busiest_interface_runs_at_the_rate(ranks: int, streams: list[Stream]) -> None:
+    with network(ranks, RATE) as links:
+        seen = [run_streams(links, ranks, streams) for _ in range(3)]
+    shares = [each.busiest_bytes * 8 / RATE / each.seconds for each in seen]
+    assert max(shares) <= 1.02, shares
+    assert max(shares) >= 0.9, shares  # the best run, because what else the machine does can only make a run slower
+    assert all(each.busiest_bytes >= FRAMING * PAYLOAD for each in seen)
+
+
+@builds
+def test_no_transfer_beats_the_rate_by_more_than_the_burst() -> None:
+    with network(2, RATE) as links:
+        assert links.link is not None
+        for nbytes in [links.link.burst_bytes // 2, 30_000, 300_000]:
+            seen = run_streams(links, 2, [(0, 1, nbytes)])
+            assert seen.seconds >= (FRAMING * nbytes - links.link.burst_bytes) * 8 / RATE
+
+
+@builds
+def test_every_frame_is_counted_with_its_headers() -> None:
+    payload = 1000 * FRAME_PAYLOAD_BYTES
+    with network(2, 100e6) as links:
+        sender, receiver = run_streams(links, 2, [(0, 1, payload)]).counters
+    assert 1000 <= sender.sent_packets <= 1010
+    assert FRAMING <= sender.sent_bytes / payload <= 1.01 * FRAMING
+    # An acknowledgement is longer by 12 to 36 bytes when two frames changed places, as they do when a process changes cores.
+    assert 1 <= sender.received_bytes / (ACKNOWLEDGEMENT_BYTES * sender.received_packets) <= 1.1
+    assert (
+        sender.received_packets / sender.sent_packets <= 0.8
+    )  # one for two frames, and fewer when the receiver is slow
+    assert (receiver.received_bytes, receiver.sent_bytes) == (sender.sent_bytes, sender.received_bytes)
+
+
+@builds
+def test_without_exact_framing_headers_are_counted_once_a_batch_and_still_charged() -> None:
+    with network(2, RATE, exact_framing=False) as links:
+        assert links.link is not None
+        seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
+    assert 1 < seen.busiest_bytes / PAYLOAD < 1.02
+    assert seen.seconds >= (FRAMING * PAYLOAD - links.link.burst_bytes) * 8 / RATE
+
+
+@builds
+def test_nothing_is_dropped_when_all_send_to_one() -> None:
+    with network(4, RATE) as links:
+        zero, *senders = run_streams(links, 4, [(rank, 0, PAYLOAD // 2) for rank in (1, 2, 3)]).counters
+    assert zero.received_bytes == sum(each.sent_bytes for each in senders)
+    assert zero.sent_bytes == sum(each.received_bytes for each in senders)
+
+
+@builds
+def test_two_networks_do_not_meet_though_their_addresses_are_the_same() -> None:
+    with network(2, RATE) as one, network(2, RATE) as other:
+        assert one.address(0) == other.address(0)
+        first, second = (
+            run_streams(links, 2, [(0, 1, nbytes)]) for links, nbytes in [(one, 100_000), (other, 200_000)]
+        )
+    assert 100_000 < first.busiest_bytes < 120_000
+    assert 200_000 < second.busiest_bytes < 240_000
+
+
+@builds
+def test_a_command_is_the_process_itself_and_sees_only_its_own_interfaces() -> None:
+    code = "import os; from sparsync.lab.netlab import interface_counters; print(os.getpid(), interface_counters('eth0').sent_bytes >= 0)"
+    with network(64, RATE) as links:
+        process = subprocess.Popen(links.command(63, [sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
+        assert process.communicate(timeout=PATIENCE_S)[0].split() == [str(process.pid), "True"]
+        names = subprocess.check_output(links.command(63, ["cat", "/proc/self/net/dev"]), text=True, timeout=PATIENCE_S)
+    assert [line.split(":")[0].strip() for line in names.splitlines()[2:]] == ["lo", "eth0"]
+    assert links.address(63) == "10.77.0.64"
+
+
+# Run in a network namespace of its own, so that nobody else's interfaces come and go while it looks. It reports the interfaces outside
+# the network before and while it stands, and the namespaces that hold it; then it waits to be ended.
+OWNER = """
+import json, os, sys, time
+from pathlib import Path
+from sparsync.lab.netlab import network
+
+def interfaces():
+    return sorted(line.split(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+
+def parent(stat):
+    try:
+        return int(stat.read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
+
+before = interfaces()
+with network(3, 1e6) as links:
+    anchors = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == os.getpid()]
+    spaces = [os.readlink(f"/proc/{pid}/ns/net") for pid in anchors]
+    print(json.dumps({"before": before, "during": interfaces(), "spaces": spaces}), flush=True)
+    if sys.stdin.readline().strip() == "raise":
+        raise KeyError("the exception of the block")
+print(json.dumps(interfaces()), flush=True)
+"""
+
+
+def namespaces_in_use() -> set[str]:
+    spaces = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            spaces.add(str((process / "ns" / "net").readlink()))
+        except OSError:  # it has ended, or belongs to somebody else
+            continue
+    return spaces
+
+
+def interrupt(owner: subprocess.Popen[str]) -> None:
+    os.killpg(owner.pid, signal.SIGINT)  # as a terminal does on Ctrl-C, to the whole foreground group
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        pytest.param(lambda owner: owner.stdin.write("return\n"), "", id="return"),
+        pytest.param(lambda owner: owner.stdin.write("raise\n"), "KeyError", id="exception"),
+        pytest.param(interrupt, "KeyboardInterrupt", id="SIGINT"),
+        pytest.param(lambda owner: owner.send_signal(signal.SIGTERM), "", id="SIGTERM"),
+        pytest.param(lambda owner: owner.send_signal(signal.SIGKILL), "", id="SIGKILL"),
+    ],
+)
+@builds
+def test_nothing_is_left_behind_after(end: Callable[[subprocess.Popen[str]], object], says: str) -> None:
+    argv = [rights.tool("unshare"), "--net", "--", sys.executable, "-c", OWNER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as owner:
+        assert owner.stdout and owner.stdin and owner.stderr
+        told = json.loads(owner.stdout.readline())
+        assert told["during"] == told["before"]
+        assert len(set(told["spaces"])) == 4  # three ranks and the switch
+        assert set(told["spaces"]) <= namespaces_in_use()
+        end(owner)
+        rest, said = owner.communicate(timeout=PATIENCE_S)
+    assert said.count("Traceback") == (1 if says else 0)
+    assert says in said
+    assert owner.returncode or json.loads(rest) == told["before"]
+    deadline_s = time.monotonic() + 10
+    while not namespaces_in_use().isdisjoint(told["spaces"]):
+        assert time.monotonic() < deadline_s, "a namespace outlives its owner by 10 s"
+        time.sleep(0.02)
+
+
+# As an ordinary user: root gives its rights away but one, without which it may not stay root inside; anybody else has none to give.
+ORDINARY = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--"] if os.geteuid() == 0 else []
+REEXECUTED = """
+import os, subprocess, sys
+from sparsync.lab.netlab import network, reexecution_prefix
+prefix = reexecution_prefix()
+if prefix:
+    os.execv(prefix[0], [*prefix, sys.executable, "-c", sys.argv[1], sys.argv[1], "again"])
+with network(2, 1e6) as links:
+    print(sys.argv[2:], subprocess.check_output(links.command(1, ["ip", "-brief", "-4", "address"]), text=True).split()[-1])
+"""
+
+
+@builds
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes root's rights away")
+def test_an_ordinary_user_gets_the_network_in_a_user_namespace() -> None:
+    argv = [*ORDINARY, sys.executable, "-c", REEXECUTED, REEXECUTED]
+    done = subprocess.run(argv, capture_output=True, check=False, text=True, timeout=PATIENCE_S)
+    assert (done.stdout, done.stderr) == ("['again'] 10.77.0.2/24\n", "")
+
+
+REFUSED = """
+from sparsync.lab.netlab import NetworkUnavailableError, network, reexecution_prefix
+for build in [reexecution_prefix, lambda: network(2, 1e6).__enter__()]:
+    try:
+        build()
+    except NetworkUnavailableError as error:
+        print(error)
+"""
+
+
+@builds
+def test_missing_rights_are_told_with_their_cure() -> None:
+    # A user namespace may forbid itself, and those inside it, further network namespaces.
+    shell = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$0" -c "$1"'
+    argv = [rights.tool("unshare"), "--user", "--map-root-user", "--", "sh", "-c", shell, sys.executable, REFUSED]
+    done = subprocess.run(argv, capture_output=True, check=True, text=True, timeout=PATIENCE_S)
+    prefix, build = done.stdout.splitlines()
+    assert "No space left on device" in prefix and "No space left on device" in build
+    assert all(cure in prefix for cure in ["sudo", "user.max_user_namespaces", "--link none"])
+    assert all(cure in build for cure in ["sudo", "reexecution_prefix()", "--link none"])
+
+
+def test_missing_commands_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rights, "_which", lambda name: None if name in ("ip", "tc") else f"/bin/{name}")
+    with pytest.raises(NetworkUnavailableError, match=r"not found: ip, tc; install iproute2, or .*--link none"):
+        reexecution_prefix()
+
+
+def test_without_a_rate_the_ranks_share_loopback_and_nothing_is_limited() -> None:
+    with network(2, None) as links:
+        assert not links.limited
+        assert (links.interface, links.address(1)) == ("lo", "127.0.0.1")
+        assert links.command(1, ["python", "worker.py"]) == ["python", "worker.py"]
+    assert interface_counters("lo").sent_bytes == interface_counters("lo").received_bytes
+
+
+@builds
+def test_a_rate_makes_it_limited() -> None:
+    with network(1, 1e6) as links:
+        assert links.limited
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("1000bit", 1e3), ("64kbit", 64e3), ("100mbit", 1e8), ("2.5 Gbit", 2.5e9), (" 1gbit ", 1e9)],
+)
+def test_a_rate_is_read_in_decimal_units(text: str, bits_per_s: float) -> None:
+    assert parse_rate(text) == bits_per_s
+
+
+@pytest.mark.parametrize(
+    "text", ["", "100", "mbit", "100mb", "100Mbps", "-1mbit", "1e3mbit", "nanmbit", "1mbit/s", "none"]
+)
+def test_what_is_no_rate_is_refused_with_the_units(text: str) -> None:
+    with pytest.raises(ValueError, match=r"bit, kbit, mbit, gbit .* got '"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("rate_bits_per_s", [0.0, -1e6, 999.0, 2e11, float("nan"), float("inf")])
+def test_a_rate_no_link_can_hold_is_refused(rate_bits_per_s: float) -> None:
+    with pytest.raises(ValueError, match="between 1kbit and 100gbit"), network(2, rate_bits_per_s):
+        pass
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 65])
+def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"1 to 64 ranks, got {ranks}"), network(ranks, None):
+        pass
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_network_is_refused(rank: int) -> None:
+    with network(2, None) as links, pytest.raises(ValueError, match=rf"\[0, 2\), got {rank}"):
+        links.command(rank, [])
+
+
+def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no interface 'eth77' .*lo"):
+        interface_counters("eth77")

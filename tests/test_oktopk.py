@@ -1,0 +1,420 @@
+"""Ok-Topk: its bound on traffic, exact counts at any scale, who is cleared, the paper's learning rate, and its parts one by one."""
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from sparsync import Bucket, LocalWorld, MeteredComm, Report
+from sparsync.collectives import sparse_allreduce
+from sparsync.core import Cost, Span, Sparse, generator
+from sparsync.kernels import sparse_reference
+from sparsync.schemes.oktopk import OkTopk, most_sent
+from sparsync.selection import regions
+from sparsync.wire import raw
+
+Make = Callable[[], OkTopk]
+Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
+MAKES: dict[str, Callable[[float], OkTopk]] = {
+    "ours": OkTopk,
+    "published": OkTopk.published,
+    "code": lambda density: OkTopk.published(density, authors_code=True),
+}
+
+
+def run(schemes: list[OkTopk], gradients: list[list[Tensor]], first: int = 0) -> list[Step]:
+    """Reduces `gradients[step][rank]`; every report's cost is checked against what was counted, every rank's result against rank 0's."""
+
+    def body(comm: MeteredComm) -> list[tuple[Tensor, Report, Tensor]]:
+        seen = []
+        for step, grads in enumerate(gradients, first):
+            bucket = Bucket("w", grads[comm.rank].clone(), step)
+            report = schemes[comm.rank].reduce(bucket, comm)
+            assert comm.take()[0] == report.cost
+            kept = schemes[comm.rank].state_dict()["residual"].get("w", torch.zeros_like(bucket.grad))
+            seen.append((bucket.grad, report, kept))
+        return seen
+
+    ranks = LocalWorld(len(schemes)).run(lambda comm: body(MeteredComm(comm)))
+    steps = [tuple(list(part) for part in zip(*seen, strict=True)) for seen in zip(*ranks, strict=True)]
+    for written, _, _ in steps:
+        assert all(torch.equal(x, written[0]) or bool(x.isnan().all()) for x in written)
+    return steps  # pyright: ignore[reportReturnType]  # zip forgets the types
+
+
+def normal(n: int, rank: int, step: int) -> Tensor:
+    return torch.randn(n, generator=generator(rank, "normal", step))
+
+
+def heavy(n: int, rank: int, step: int) -> Tensor:
+    """Layers whose scales spread as e^N(0,1), heavy tails within."""
+    layer = torch.randn(20, generator=generator(0, "layers", 0)).exp().repeat_interleave(-(-n // 20))[:n]
+    return layer * normal(n, rank, step) ** 3
+
+
+def one_region(n: int, rank: int, step: int) -> Tensor:
+    """All large ones in the last hundredth; everything else is small but not zero."""
+    x = normal(n, rank, step) * 1e-3
+    x[-max(1, n // 100) :] *= 1e6
+    return x
+
+
+def drifting(n: int, rank: int, step: int) -> Tensor:
+    """A hot window that jumps by a third of the vector each step."""
+    x = normal(n, rank, step) * 1e-3
+    start = (step * n // 3) % n
+    x[start : start + n // 20] *= 1e6
+    return x
+
+
+def first_rank_only(n: int, rank: int, step: int) -> Tensor:
+    return normal(n, rank, step) if rank == 0 else torch.zeros(n)
+
+
+def last_rank_hot(n: int, rank: int, step: int) -> Tensor:
+    """Rank 1 alone is large, and only in what is rank 0's region at first."""
+    x = 1e-6 * normal(n, rank, step)
+    if rank == 1:
+        x[: n // 8] = 1e3 * normal(n, rank, step)[: n // 8]
+    return x
+
+
+def disjoint(n: int, rank: int, step: int, P: int) -> Tensor:
+    x = torch.zeros(n)
+    x[rank::P] = normal(n, rank, step)[rank::P]
+    return x
+
+
+def hostile(name: str, n: int, P: int, steps: int) -> list[list[Tensor]]:
+    makers: dict[str, Callable[[int, int], Tensor]] = {
+        "one region": lambda r, t: one_region(n, r, t),
+        "drifting": lambda r, t: drifting(n, r, t),
+        "first rank only": lambda r, t: first_rank_only(n, r, t),
+        "one rank in one region": lambda r, t: last_rank_hot(n, r, t),
+        "disjoint": lambda r, t: disjoint(n, r, t, P),
+        "identical": lambda r, t: normal(n, 0, t),
+        "all equal": lambda r, t: torch.ones(n),
+        "all zero": lambda r, t: torch.zeros(n),
+        "heavy": lambda r, t: heavy(n, r, t),
+    }
+    return [[makers[name](rank, step) for rank in range(P)] for step in range(steps)]
+
+
+HOSTILE = (
+    "one region",
+    "drifting",
+    "first rank only",
+    "one rank in one region",
+    "disjoint",
+    "identical",
+    "all equal",
+    "all zero",
+    "heavy",
+)
+
+
+def bound_holds_from(P: int) -> int:
+    """The smallest k for which the class promises 6k (P-1)/P words."""
+    return -(-9 * P * (P - 1) // (4 * P - 6))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("P", [2, 3, 4, 5, 8, 16])
+def test_no_rank_ever_sends_more_than_6k_words_and_exactly_k_survive(P: int, name: str) -> None:
+    n = 2000
+    for k in (bound_holds_from(P), 400):
+        for written, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 3)):
+            assert max(report.cost.nbytes for report in reports) * P <= 4 * 6 * k * (P - 1)
+            assert reports[0].union == int(written[0].count_nonzero())
+            if name == "first rank only" and most_sent(k, n, P) < k - k // P:
+                continue  # the bound leaves this rank fewer than k to send, and nobody else has anything
+            assert reports[0].union == (0 if name == "all zero" else k)
+
+
+@pytest.mark.parametrize("name", ["one region", "drifting"])
+def test_the_bound_holds_for_64_ranks(name: str) -> None:
+    n, P, k = 4000, 64, 150
+    assert k >= bound_holds_from(P)
+    for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 1)):
+        assert max(report.cost.nbytes for report in reports) * P <= 4 * 6 * k * (P - 1)
+        assert reports[0].union == k
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 5, 8])
+def test_with_tiny_k_at_most_9_words_a_peer_come_on_top(P: int) -> None:
+    for k in {1, 2, P, bound_holds_from(P) - 1}:
+        for name in ("one region", "first rank only"):
+            for _, reports, _ in run([OkTopk(k / 500) for _ in range(P)], hostile(name, 500, P, 2)):
+                assert max(report.cost.nbytes for report in reports) * P <= 4 * (6 * k + 9 * P) * (P - 1)
+
+
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=40))
+def test_balancing_lets_no_rank_send_more_than_all_survivors_and_p_minus_2(held: list[int]) -> None:
+    P, total = len(held), sum(held)
+    wanted = sparse_allreduce.least_holdings(held)
+    sent = [max(0, g - h) + h * (P - 1) for g, h in zip(held, wanted, strict=True)]
+    assert sum(wanted) == total
+    assert min(wanted) >= 0
+    assert max(sent) <= total + P - 2
+    assert max(sent) <= max(held) * (P - 1)  # never worse than not to balance
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_moves_turn_what_is_held_into_what_is_wanted(held: list[int], random: object) -> None:
+    wanted = list(reversed(held))
+    after = list(held)
+    for (giver, taker), count in sparse_allreduce.moves(held, wanted).items():
+        assert count > 0
+        after[giver] -= count
+        after[taker] += count
+    assert after == wanted
+    assert len(sparse_allreduce.moves(held, wanted)) < 2 * len(held)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0, 1e4, 1e8])
+def test_the_density_is_exact_from_the_first_step_at_any_scale_and_through_a_jump(scale: float) -> None:
+    n, P, k = 2000, 4, 40
+    grads = [[heavy(n, r, t) * scale * (10 if t >= 4 else 1) for r in range(P)] for t in range(8)]
+    assert [reports[0].union for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], grads)] == [k] * 8
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("P", [1, 2, 3, 8])
+def test_a_rank_clears_what_it_contributed_to_a_survivor_and_nothing_else(
+    P: int, make: Callable[[float], OkTopk]
+) -> None:
+    """Per element: P * written is the sum of what the ranks cleared, and a residual is either zero or all that had come in."""
+    n = 400
+    before = [torch.zeros(n) for _ in range(P)]
+    grads = [[(P * heavy(n, r, t).clamp(-100, 100)).round() for r in range(P)] for t in range(5)]
+    for step, (written, _, residuals) in zip(grads, run([make(0.05) for _ in range(P)], grads), strict=True):
+        acc = [kept + grad for kept, grad in zip(before, step, strict=True)]
+        for came, kept in zip(acc, residuals, strict=True):
+            assert bool(((kept == 0) | (kept == came)).all())
+        cleared = torch.stack([came - kept for came, kept in zip(acc, residuals, strict=True)]).sum(dim=0)
+        assert torch.equal((cleared / P), written[0])
+        assert not bool((cleared[written[0] == 0] != 0).any())
+        before = residuals
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(make: Callable[[float], OkTopk]) -> None:
+    """The paper accumulates rate * gradient; we rescale residual and thresholds when the rate changes. Rates are powers of two: exact."""
+    n, P, steps = 300, 4, 9
+    rates = [1.0, 1.0, 0.5, 0.5, 0.5, 0.125, 0.25, 0.25, 0.25]
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
+    inside = [make(0.05) for _ in range(P)]
+    paper = run(inside, [[rate * grad for grad in step] for rate, step in zip(rates, grads, strict=True)])
+    outside = [make(0.05) for _ in range(P)]
+    for step, rate in enumerate(rates):
+        if step and rate != rates[step - 1]:
+            for scheme in outside:
+                scheme.rescale_residual({"w": rates[step - 1] / rate})
+        ours = run(outside, [grads[step]], step)[0]
+        assert torch.equal(rate * ours[0][0], paper[step][0][0])
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_step_leaves_no_trace(poison: float, make: Callable[[float], OkTopk]) -> None:
+    n, P = 300, 4
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(3)]
+    bad = [grad.clone() for grad in grads[1]]
+    bad[2][17] = poison
+    clean = run([make(0.02) for _ in range(P)], [grads[0], grads[2]])
+    struck = run([make(0.02) for _ in range(P)], [grads[0], bad, grads[2]])
+    assert all(bool(x.isnan().all()) for x in struck[1][0])
+    assert torch.equal(struck[2][0][0], clean[1][0][0])
+    assert all(torch.equal(a, b) for a, b in zip(struck[2][2], clean[1][2], strict=True))
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_restored_scheme_continues_alike(make: Callable[[float], OkTopk]) -> None:
+    n, P = 300, 4
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(6)]
+    whole = [make(0.05) for _ in range(P)]
+    expected = run(whole, grads)[3:]
+    first = [make(0.05) for _ in range(P)]
+    run(first, grads[:3])
+    second = [make(0.05) for _ in range(P)]
+    for new, old in zip(second, first, strict=True):
+        new.load_state_dict(old.state_dict())
+    for (a, _, kept_a), (b, _, kept_b) in zip(run(second, grads[3:], 3), expected, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert all(torch.equal(x, y) for x, y in zip(kept_a, kept_b, strict=True))
+
+
+def test_dense_steps_come_first_and_leave_no_residual() -> None:
+    P, n = 3, 60
+    grads = [[(P * normal(n, r, t)).round() for r in range(P)] for t in range(3)]
+    steps = run([OkTopk(0.1, dense_steps=2) for _ in range(P)], grads)
+    for (written, reports, residuals), came in zip(steps[:2], grads[:2], strict=True):
+        assert torch.equal(written[0], torch.stack(came).sum(dim=0) / P)
+        assert reports[0].union == n
+        assert not any(kept.any() for kept in residuals)
+    assert steps[2][1][0].union == 6
+
+
+def test_published_thresholds_are_exact_when_evaluated_and_kept_between() -> None:
+    """k selected and k surviving at steps 0 and tau'; the same thresholds in the steps between."""
+    n, P, k = 1000, 4, 50
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(9)]
+    schemes = [OkTopk.published(k / n, threshold_steps=4) for _ in range(P)]
+    thresholds = []
+    for t, grad in enumerate(grads):
+        _, reports, _ = run(schemes, [grad], t)[0]
+        thresholds.append(schemes[0].state_dict()["control"]["w"]["global_threshold"])
+        if t % 4 == 0:
+            assert [report.details["local_count"] for report in reports] == [k] * P
+            assert reports[0].details["global_count"] == k
+    assert thresholds[0] == thresholds[3] != thresholds[4] == thresholds[7]
+
+
+def test_ours_sends_less_than_the_published_one_and_keeps_back_less() -> None:
+    """Equal counts (the published one with thresholds of every step), heavy tails, error feedback."""
+    n, P, steps = 2000, 4, 20
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
+    ours = run([OkTopk(0.05) for _ in range(P)], grads)
+    published = run([OkTopk.published(0.05, threshold_steps=1) for _ in range(P)], grads)
+
+    def words(run_: list[Step]) -> float:
+        return sum(max(report.cost.nbytes for report in reports) for _, reports, _ in run_) / 4 / steps
+
+    def kept(run_: list[Step]) -> float:
+        return float(torch.stack(run_[-1][2]).mean(dim=0).norm())
+
+    assert words(ours) < 0.6 * words(published)
+    assert kept(ours) < kept(published)
+
+
+def test_the_published_counts_drift_and_ours_do_not() -> None:
+    n, P, k, steps = 2000, 3, 40, 30
+    grads = [[heavy(n, r, t) for r in range(P)] for t in range(steps)]
+    published = [reports[0].union for _, reports, _ in run([OkTopk.published(k / n) for _ in range(P)], grads)]
+    ours = [reports[0].union for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], grads)]
+    assert set(ours) == {k}
+    assert max(published) > 1.5 * k
+
+
+def test_traffic_does_not_grow_with_the_number_of_ranks() -> None:
+    """Bytes over (P-1)/P, the share of the ranks that are others, at equal k: 32 ranks within a tenth of 4, where TopK's grow eightfold."""
+    n, k = 8000, 1600
+
+    def nbytes(P: int) -> float:
+        grads = [[heavy(n, r, t) for r in range(P)] for t in range(2)]
+        return max(r.cost.nbytes for r in run([OkTopk(k / n) for _ in range(P)], grads)[-1][1]) * P / (P - 1)
+
+    assert nbytes(32) <= 1.1 * nbytes(4)
+
+
+def test_regions_follow_the_survivors() -> None:
+    """All large elements in one hundredth of the vector: the next regions share them out, and nothing is moved any more."""
+    n, P, k = 20_000, 4, 160
+    grads = [[one_region(n, r, t) for r in range(P)] for t in range(6)]
+    reports = [each[0].details for _, each, _ in run([OkTopk(k / n) for _ in range(P)], grads)]
+    assert reports[0]["imbalance"] == P
+    assert reports[0]["balanced"] is True
+    assert float(reports[1]["imbalance"]) < 1.5 >= float(reports[5]["imbalance"])
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=9),
+    st.integers(1, 40),
+)
+def test_shares_are_k_together_and_no_more_than_there_are(sums: list[list[int]], k: int) -> None:
+    P = len(sums)
+    tops = [torch.tensor(sorted(each, reverse=True)[:k], dtype=torch.float32) for each in sums]
+    held = regions.shares(torch.stack([regions.ladder(top, k, P) for top in tops]), k)
+    assert sum(held) == min(k, sum(top.numel() for top in tops))
+    assert all(0 <= share <= top.numel() for share, top in zip(held, tops, strict=True))
+
+
+def test_shares_find_nearly_the_k_largest() -> None:
+    """Against exact counts, on eight regions of one distribution: the survivors carry 99 % of the best magnitude."""
+    P, k = 8, 400
+    sums = [heavy(2000, r, 0).abs().sort(descending=True).values[:k] for r in range(P)]
+    held = regions.shares(torch.stack([regions.ladder(each, k, P) for each in sums]), k)
+    best = torch.cat(sums).topk(k).values.sum()
+    assert sum(float(each[:share].sum()) for each, share in zip(sums, held, strict=True)) >= 0.99 * best
+
+
+def test_equal_sums_are_shared_in_proportion() -> None:
+    P, k = 4, 40
+    held = regions.shares(torch.stack([regions.ladder(torch.ones(k), k, P) for _ in range(P)]), k)
+    assert held == [10, 10, 10, 10]
+
+
+def test_split_cuts_at_regions_and_counts_from_their_start() -> None:
+    part = Sparse(torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0, 4.0]), 10)
+    pieces = sparse_reference.split(part, [Span(0, 4), Span(4, 4), Span(4, 10)])
+    assert [piece.index.tolist() for piece in pieces] == [[0, 3], [], [0, 5]]
+    assert [piece.value.tolist() for piece in pieces] == [[1.0, 2.0], [], [3.0, 4.0]]
+
+
+def test_among_finds_common_positions_also_in_nothing() -> None:
+    a = torch.tensor([1, 4, 7], dtype=torch.int32)
+    assert sparse_reference.among(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
+    assert sparse_reference.among(a, a[:0]).tolist() == [False, False, False]
+    assert sparse_reference.among(a[:0], a).tolist() == []
+
+
+def test_at_least_selects_what_is_level_but_never_zeros() -> None:
+    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
+    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
+
+
+def test_each_exchange_costs_what_it_says() -> None:
+    held, P = [7, 0, 3, 2], 4
+
+    def body(comm: MeteredComm) -> bool:
+        count = held[comm.rank]
+        mine = Sparse(torch.arange(count, dtype=torch.int32) + 10 * comm.rank, torch.ones(count), 40)
+        cut = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)]
+        region = torch.zeros(10)
+        outgoing, _ = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
+        assert comm.take()[0] == sparse_allreduce.split_and_reduce_cost(outgoing, torch.float32, comm.rank, raw)
+        assert region.sum() == count
+        wanted = sparse_allreduce.equal_holdings(held)
+        moved = sparse_allreduce.balance(mine, held, wanted, comm, raw)
+        assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, torch.float32, comm.rank, raw)
+        assert moved.index.numel() == 3
+        everything = sparse_allreduce.gather(moved, wanted, comm, raw)
+        assert comm.take()[0] == sparse_allreduce.gather_cost(wanted, torch.float32, comm.rank, raw)
+        return everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
+
+    assert LocalWorld(P).run(lambda comm: body(MeteredComm(comm))) == [True] * P
+
+
+def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
+    grad = heavy(200, 0, 0)
+    written, reports, _ = run([OkTopk(0.1)], [[grad]])[0]
+    top = grad.abs().topk(20).indices
+    assert torch.equal(written[0][top], grad[top])
+    assert reports[0].union == reports[0].selected == 20
+    assert reports[0].cost == Cost()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"density": 0.0}, "density must be in"),
+        ({"rule": "best"}, "rule must be one of exact, paper, code"),
+        ({"imbalance": 0.5}, "imbalance must be at least 1"),
+        ({"dense_steps": -1}, "dense_steps must be at least 0"),
+        ({"threshold_steps": 0}, "threshold_steps must be at least 1"),
+        ({"region_steps": 0}, "region_steps must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(config: dict[str, float | int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OkTopk(**config)  # pyright: ignore[reportArgumentType]  # some are of the wrong type on purpose
+
+
+def test_a_rank_sends_at_most_its_part_of_k() -> None:
+    for P in (2, 3, 8, 64):
+        for k in range(1, 3000, 37):
+            assert 1 <= most_sent(k, 10_000, P) <= max(1, k - k // P)
+        assert most_sent(100_000, 1_000_000, P) >= 0.999 * 100_000 * (P - 1) / P

@@ -1,0 +1,356 @@
+"""Laws of the report: the same numbers in table, page and pictures, every warning in all of them, nothing loaded from outside."""
+
+import base64
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
+from sparsync.lab.report import render, report
+from sparsync.lab.results import FILE_NAME, Run, read
+from sparsync.lab.summary import Summary, summarise
+from sparsync.lab.tables import as_text
+from sparsync.lab.wording import (
+    banner,
+    bytes_text,
+    headline,
+    paragraph,
+    rate_text,
+    ratio_text,
+    seconds_text,
+    significant,
+)
+
+PICTURES = ["quality_over_time.png", "quality_over_bytes.png", "step_breakdown.png"]
+LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK"
+ALARM = (0xB0, 0x00, 0x20)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the pictures empty, where a test asks about the rest: they take most of the time."""
+    monkeypatch.setattr("sparsync.lab.plots.pictures", lambda _: dict.fromkeys(PICTURES, b""))
+
+
+def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
+    results = read(write(folder, *made, run=run))
+    return summarise(results.runs[-1], results.notes)
+
+
+def page(found: Summary) -> str:
+    """The page with stand-ins for the pictures, which take a second to draw."""
+    return render(found, dict.fromkeys(PICTURES, b""), {scheme.label: "#000000" for scheme in found.schemes})
+
+
+def printed(folder: Path, run: str | None = None) -> str:
+    """Makes the whole report; what it prints for a file or a pipe."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        report(folder, run)
+    return output.getvalue()
+
+
+def columns(text: str, scheme: str) -> list[list[str]]:
+    """The rows of a scheme, a list for each table."""
+    return [line.split()[1:] for line in text.splitlines() if line.startswith(f" {scheme} ")]
+
+
+def alarm_pixels(picture: Path) -> int:
+    pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(int)
+    return int((pixels == np.array(ALARM)).all(axis=2).sum())
+
+
+def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
+    text = as_text(summary(tmp_path, DENSE, BF16, SPARSE))
+    # at the end | seconds to the target | over dense | over bf16 | kB to the target | steps; payload in MB | interface | ratio ...
+    assert columns(text, "dense") == [
+        ["90.00", "10.0", "1.0x", "0.50x", "3.12", "4"],
+        ["3.00", "0.00125", "0.000417x", "6.00", "0.500"],
+        ["4000", "250", "500", "3000", "250", "3000", "16x"],
+    ]
+    assert columns(text, "topk") == [
+        ["90.00", "2.50", "4.0x", "2.0x", "3.12", "4"],
+        ["0.00100", "0.00125", "1.25x", "6.00", "0.500"],
+        ["1000", "250", "125", "500", "125", "1.00", "4.0x"],
+    ]
+    assert "No dense float32 all-reduce can take less than 3.00 s a step" in text
+
+
+def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
+    late = (400.0, 300.0)
+    text = as_text(summary(tmp_path, replace(DENSE, values=late), SPARSE, replace(BF16, values=late)))
+    assert columns(text, "dense")[0] == ["300.0", "not", "reached", "-", "-", "not", "reached", "2"]
+    assert columns(text, "topk")[0] == ["90.00", "2.50", ">", "3.2x", ">", "1.6x", "3.12", "4"]
+    assert "dense did not reach it in 2 steps, ending at 300.0." in " ".join(text.split())
+
+
+def test_several_seeds_show_their_range(tmp_path: Path) -> None:
+    made = [replace(each, seed=seed, step_s=each.step_s * (seed + 1)) for each in (DENSE, SPARSE) for seed in (0, 1, 2)]
+    late = replace(SPARSE, scheme="late", seed=0), replace(SPARSE, scheme="late", seed=1, values=(400.0,))
+    found = summary(tmp_path, *made, *late)
+    text = as_text(found)
+    assert columns(text, "topk")[0] == ["90.00", "5.00", "4.0x", "-", "3.12", "4"]
+    assert "2.50..7.50" in text
+    assert "1 of 2 seeds" in text
+    assert "Over several seeds: the median, and under it the lowest and the highest." in text
+    assert '<td>5.00<span class="range">2.50..7.50</span></td>' in page(found)
+
+
+@pytest.mark.parametrize("label", ["topk", "skip_reduce:skip=2:form=direct:feedback=true:protect=*.bias+norm.*"])
+def test_plain_text_fits_120_columns_and_has_no_colours(tmp_path: Path, label: str) -> None:
+    made = [replace(each, seed=seed) for each in (DENSE, BF16, replace(SPARSE, scheme=label)) for seed in (0, 1)]
+    text = as_text(summary(tmp_path, *made))
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_colours_and_no_line_longer_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    found = summary(tmp_path, DENSE, SPARSE, run=UNLIMITED)
+    text = as_text(found, width=80, colour=True)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert plain != text
+    assert max(map(len, plain.splitlines())) <= 80
+    assert columns(plain, "dense") == columns(as_text(found), "dense")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_ascii_is_enough_where_nothing_else_can_be_written(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, SPARSE, run=UNLIMITED)
+    assert as_text(found, ascii_only=True).isascii()
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as output, redirect_stdout(output):
+        report(tmp_path)
+        output.flush()
+        assert LOUD.encode() in output.buffer.getvalue()
+
+
+def test_links_without_limit_are_told_loudly_in_every_output(tmp_path: Path) -> None:
+    text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
+    assert text.count(LOUD) == 2
+    assert LOUD in (tmp_path / "report.html").read_text()
+    assert headline(summarise(read(tmp_path).runs[0])) is None
+    # A strip across the picture, not a stray pixel.
+    assert all(alarm_pixels(tmp_path / name) > 20_000 for name in PICTURES)
+
+
+def test_limited_links_raise_no_alarm(tmp_path: Path) -> None:
+    text = printed(write(tmp_path, DENSE, SPARSE))
+    assert "NO LIMIT" not in text
+    assert "NO LIMIT" not in (tmp_path / "report.html").read_text()
+    assert [alarm_pixels(tmp_path / name) for name in PICTURES] == [0, 0, 0]
+
+
+def test_a_limit_that_was_asked_for_and_not_had_is_told(tmp_path: Path) -> None:
+    assert banner(RUN) is None
+    assert banner(UNLIMITED) == LOUD
+    asked = banner(replace(RUN, limited=False))
+    assert asked is not None
+    assert "(8mbit was asked for)" in asked
+
+
+class Loaded(HTMLParser):
+    """Everything in a page that a browser would fetch, run or resolve."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.images: list[bytes] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "iframe", "object", "embed", "base", "form", "a"):
+            self.found.append(tag)
+        for name, value in attrs:
+            if name == "src" and value and value.startswith("data:image/png;base64,"):
+                self.images.append(base64.b64decode(value.partition(",")[2]))
+            elif name in ("src", "href", "srcset", "action", "background", "poster", "data") or name.startswith("on"):
+                self.found.append(f"{tag} {name}")
+
+
+def test_the_page_loads_nothing_and_holds_the_pictures(tmp_path: Path) -> None:
+    printed(write(tmp_path, DENSE, BF16, SPARSE))
+    html = (tmp_path / "report.html").read_text()
+    loaded = Loaded(html)
+    assert loaded.found == []
+    assert loaded.images == [(tmp_path / name).read_bytes() for name in PICTURES]
+    without_images = re.sub(r"base64,[^\"]*", "", html)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", without_images)
+
+
+def test_the_page_tells_all_that_is_needed_to_make_it_again(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, SPARSE)
+    html = page(found)
+    for part in (
+        "<pre>sparsync compare --target 150 --out &#39;my results&#39;</pre>",
+        "<dt>link</dt><dd>8mbit</dd>",
+        "<dt>data.words</dt><dd>3</dd>",
+        "<dt>torch</dt><dd>2.13.0</dd>",
+        "<dt>commit</dt><dd>null</dd>",
+        "<dt>cpu</dt><dd>a processor</dd>",
+        "<dt>topk</dt><dd>name = topk</dd>",
+        "2024-02-29T12:00:00+00:00",
+    ):
+        assert part in html
+    assert paragraph(found) in html
+
+
+def test_what_a_record_says_never_becomes_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    made = replace(SPARSE, scheme=evil, status=f"failed: {evil}")
+    changed = run(machine={evil: evil}, command=(evil,), workload={**RUN.workload, "metric": evil})
+    html = page(summary(tmp_path, made, run=changed))
+    assert Loaded(html).found == []
+    assert html.count("&lt;script&gt;") > 5
+
+
+def test_the_same_records_make_the_same_files(tmp_path: Path) -> None:
+    write(tmp_path, DENSE, BF16, SPARSE)
+    printed(tmp_path)
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    printed(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
+    assert sorted(first) == sorted([*PICTURES, "report.html", FILE_NAME])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_line_that_breaks_off_is_noted_in_table_and_page(tmp_path: Path) -> None:
+    path = write(tmp_path, DENSE, SPARSE) / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-20])
+    text = printed(tmp_path)
+    for output in (" ".join(text.split()), (tmp_path / "report.html").read_text()):
+        assert "Line 21 of results.jsonl breaks off: the run was interrupted" in output
+        assert "topk (seed 0) has no end record: it was interrupted after 4 steps." in output
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_newest_run_that_trained_is_told_and_the_others_are_named(tmp_path: Path) -> None:
+    write(tmp_path, replace(SPARSE, scheme="older"), run=run(run="first"))
+    write(tmp_path, replace(SPARSE, scheme="newer"), run=run(run="second"))
+    text = printed(tmp_path)
+    assert columns(text, "newer") and not columns(text, "older")
+    assert "<dt>first</dt>" in (tmp_path / "report.html").read_text()
+    write(tmp_path, run=run(run="third"))
+    text = printed(tmp_path)
+    assert columns(text, "newer")
+    assert "The newest run, third, recorded no training; this is the one before it that did." in text
+    assert columns(printed(tmp_path, "first"), "older")
+    with pytest.raises(ValueError, match="has no run 'fourth'; it has first, second, third"):
+        report(tmp_path, "fourth")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        (),
+        (replace(SPARSE, values=()),),
+        (replace(SPARSE, values=(float("nan"), float("inf"))),),
+        (replace(SPARSE, values=(150.0,)),),
+        (replace(SPARSE, values=(100.0, 100.0)), DENSE),
+        (replace(SPARSE, compute_s=0.0, sent_bytes=0.0, interface_bytes=0.0, wait_s=0.0, reduce_s=0.0),),
+        (replace(SPARSE, interface_bytes=None), DENSE),
+        (replace(DENSE, status=None, values=(400.0,)),),
+        tuple(replace(SPARSE, scheme=f"scheme_{number}", step_s=2.0**number) for number in range(9)),
+    ],
+)
+def test_every_run_can_be_told(tmp_path: Path, made: tuple[Made, ...]) -> None:
+    text = printed(write(tmp_path, *made))
+    assert all(len(columns(text, each.scheme)) == 3 for each in made)
+
+
+def test_a_run_without_target_can_be_told(tmp_path: Path) -> None:
+    text = printed(write(tmp_path, DENSE, SPARSE, run=run(target=None)))
+    assert columns(text, "topk")[0] == ["90.00", "-", "-", "-", "-", "4"]
+
+
+def test_higher_is_better_where_the_workload_says_so(tmp_path: Path) -> None:
+    workload = {**RUN.workload, "metric": "accuracy", "better": "higher", "unit": "test accuracy in percent"}
+    found = summary(
+        tmp_path,
+        replace(DENSE, values=(50.0, 70.0, 90.0)),
+        replace(SPARSE, values=(50.0, 70.0, 90.0)),
+        run=run(target=80.0, workload=workload),
+    )
+    assert headline(found) == "accuracy 80%: topk in 2.50 s, dense in 10.0 s (4.0x)"
+    assert columns(as_text(found), "topk")[0][:3] == ["90.00%", "2.50", "4.0x"]
+
+
+def test_the_paragraph_is_made_from_the_numbers(tmp_path: Path) -> None:
+    setting = "On shakespeare (4 ranks, 8 Mbit/s links), "
+    assert paragraph(summary(tmp_path / "a", DENSE, BF16, SPARSE)) == (
+        f"{setting}topk reached perplexity 150 after 2.50 s of training: 4.0 times as fast as dense and 2.0 times as fast "
+        "as bf16. A step of it sends 1.00 kB per rank, one of dense 3.00 MB, 3000 times as much."
+    )
+    late = replace(SPARSE, values=(400.0, 300.0))
+    assert paragraph(summary(tmp_path / "b", DENSE, late)) == (
+        f"{setting}only dense reached perplexity 150, after 10.0 s of training. "
+        "topk did not reach it in 2 steps, ending at 300.0."
+    )
+    assert paragraph(summary(tmp_path / "c", late)) == (
+        f"{setting}no scheme reached perplexity 150. At the end the perplexity was 300.0 with topk."
+    )
+    assert paragraph(summary(tmp_path / "d", late, run=run(target=None))) == (
+        "The run (shakespeare, 4 ranks, 8 Mbit/s links) had no target. At the end the perplexity was 300.0 with topk."
+    )
+    assert headline(summary(tmp_path / "e", replace(DENSE, values=(400.0, 300.0)), SPARSE)) == (
+        "perplexity 150: topk in 2.50 s, dense not in 8.00 s (> 3.2x)"
+    )
+
+
+def test_numbers_are_worded_without_powers_of_ten() -> None:
+    assert [significant(value) for value in (0.0, 0.012345, 0.9999, 9.996, 35.14, 999.6, 123456.0, -0.125)] == [
+        *("0", "0.0123", "1.00", "10.0", "35.1", "1000", "123456", "-0.125")
+    ]
+    assert [significant(value) for value in (float("nan"), float("inf"))] == ["nan", "inf"]
+    assert [seconds_text(value) for value in (0.043, 3.3, 1012.0, 19080.0)] == ["43.0 ms", "3.30 s", "1012 s", "5.30 h"]
+    assert [bytes_text(value) for value in (12.0, 679_200.0, 3.4e7, 8.88e9)] == [
+        "12.0 B",
+        "679 kB",
+        "34.0 MB",
+        "8.88 GB",
+    ]
+    assert [rate_text(value) for value in (1e8, 2.5e9, 500.0)] == ["100 Mbit/s", "2.5 Gbit/s", "500 bit/s"]
+    assert [ratio_text(0.956), ratio_text(7.44, "<"), ratio_text(16.44, ">")] == ["0.96x", "< 7.4x", "> 16.4x"]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", [*PICTURES, "report.html"])
+def test_a_file_that_cannot_be_written_is_an_error_with_the_cure(tmp_path: Path, name: str) -> None:
+    write(tmp_path, DENSE, SPARSE)
+    (tmp_path / name).mkdir()
+    with pytest.raises(RuntimeError, match=f"cannot write .*{name}: .*; make the folder writable"):
+        report(tmp_path)
+
+
+@pytest.mark.parametrize(("package", "make"), [("rich", as_text), ("jinja2", page), ("matplotlib", None)])
+def test_a_missing_package_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, make: Callable[[Summary], str] | None
+) -> None:
+    found = summary(tmp_path, DENSE, SPARSE)
+    gone = [name for name in sys.modules if name.split(".")[0] == package]
+    for name in [*gone, "sparsync.lab.plots", "sparsync.lab.curves"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RuntimeError, match=rf'cannot import {package}.*pip install "sparsync\[lab\]"'):
+        make(found) if make else report(tmp_path)
+
+
+def test_importing_the_report_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, sparsync.lab.report; "
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'rich', 'jinja2'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

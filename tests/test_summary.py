@@ -1,0 +1,208 @@
+"""Laws of the derived numbers: every figure of a report from records whose numbers are exact, so that == decides."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
+from sparsync.lab.results import Quality, Run, Trace, read
+from sparsync.lab.summary import Ratio, SchemeFigures, Spread, Summary, reaching, spread, summarise
+
+
+def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
+    return summarise(read(write(folder, *made, run=run)).runs[-1])
+
+
+def scheme(folder: Path, *made: Made, run: Run = RUN) -> SchemeFigures:
+    """The figures of the first scheme made."""
+    found = summary(folder, *made, run=run).scheme(made[0].scheme)
+    assert found is not None
+    return found
+
+
+def evaluations(*values: float) -> list[Quality]:
+    """At 10, 20, ... seconds, with 100 bytes sent in each second."""
+    return [
+        Quality("one", "topk", 0, step=place, seconds=10.0 * place, bytes=1000.0 * place, value=value)
+        for place, value in enumerate(values, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "lower_is_better", "expected"),
+    [
+        ((400, 200, 100), 150, True, (25.0, 2500.0)),
+        ((400, 200, 100), 200, True, (20.0, 2000.0)),
+        ((400, 200, 100), 400, True, (10.0, 1000.0)),
+        ((400, 200, 100), 500, True, (10.0, 1000.0)),
+        ((400, 200, 100), 99, True, None),
+        ((400, 100, 300, 50), 200, True, (50 / 3, 5000 / 3)),
+        ((400, 200, 200, 100), 200, True, (20.0, 2000.0)),
+        ((10, 50, 90), 60, False, (22.5, 2250.0)),
+        ((10, 50, 90), 91, False, None),
+        ((math.inf, 100), 150, True, (20.0, 2000.0)),
+        ((math.nan, 100), 150, True, (20.0, 2000.0)),
+        ((math.nan, math.inf), 150, True, None),
+        ((), 150, True, None),
+        ((400, 200, 100), None, True, None),
+    ],
+)
+def test_a_target_is_reached_on_the_straight_line_between_two_evaluations(
+    values: Sequence[float], target: float | None, lower_is_better: bool, expected: tuple[float, float] | None
+) -> None:
+    goal = None if target is None else float(target)
+    found = reaching(evaluations(*map(float, values)), goal, lower_is_better)
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-15))
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(-10, 1010), st.integers(0, 100), st.booleans()
+)
+def test_a_harder_target_is_never_reached_sooner(values: list[int], target: int, harder: int, lower: bool) -> None:
+    series = evaluations(*map(float, values))
+    first = reaching(series, float(target), lower)
+    second = reaching(series, float(target - harder if lower else target + harder), lower)
+    assert second is None or (first is not None and first[0] <= second[0])
+
+
+def test_speed_up_is_the_ratio_of_the_times_to_the_target(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, BF16, SPARSE)
+    assert [figures.target_s for figures in found.schemes] == [Spread(x, x, x) for x in (10.0, 5.0, 2.5)]
+    assert [figures.speedup["dense"] for figures in found.schemes] == [Ratio(Spread(x, x, x)) for x in (1.0, 2.0, 4.0)]
+    assert [figures.speedup["bf16"] for figures in found.schemes] == [Ratio(Spread(x, x, x)) for x in (0.5, 1.0, 2.0)]
+    assert [figures.over_seeds("quality") for figures in found.schemes] == [Spread(90.0, 90.0, 90.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("sparse", "dense", "expected"),
+    [
+        ({}, {"values": (400.0, 300.0)}, Ratio(Spread(3.2, 3.2, 3.2), ">")),
+        ({"values": (400.0, 300.0)}, {}, Ratio(Spread(5.0, 5.0, 5.0), "<")),
+        ({"values": (400.0, 300.0)}, {"values": (400.0, 300.0)}, None),
+        ({}, {"values": (400.0, 300.0), "status": "failed: rank 1 went away"}, None),
+        ({}, {"values": (400.0, 300.0), "status": None}, None),
+        ({"values": (400.0, 300.0), "status": "failed: rank 1 went away"}, {}, None),
+        ({"values": ()}, {}, None),
+        ({}, {"values": ()}, None),
+        ({}, {"scheme": "other"}, None),
+        ({}, {"seed": 1}, None),
+    ],
+)
+def test_a_target_that_one_side_missed_bounds_the_speed_up(
+    tmp_path: Path, sparse: dict[str, object], dense: dict[str, object], expected: Ratio | None
+) -> None:
+    found = scheme(tmp_path, replace(SPARSE, **sparse), replace(DENSE, **dense))
+    assert found.speedup["dense"] == expected
+
+
+def test_several_seeds_give_the_median_and_the_range_of_pairs_with_the_same_seed(tmp_path: Path) -> None:
+    dense = [replace(DENSE, seed=seed, step_s=step_s) for seed, step_s in enumerate((4.0, 2.0, 8.0))]
+    sparse = [replace(SPARSE, seed=seed, step_s=step_s) for seed, step_s in ((2, 1.0), (0, 2.0), (1, 0.5))]
+    found = scheme(tmp_path, *sparse, *dense)
+    assert found.target_s == Spread(2.5, 1.25, 5.0)
+    assert found.speedup["dense"] == Ratio(Spread(4.0, 2.0, 8.0))
+    assert found.over_seeds("step_s") == Spread(1.0, 0.5, 2.0)
+    assert (found.reached, len(found.seeds)) == (3, 3)
+
+
+def test_seeds_that_miss_the_target_count_as_infinitely_late(tmp_path: Path) -> None:
+    late = (400.0, 300.0)
+    made = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, step_s=2.0), replace(SPARSE, seed=2, values=late)]
+    dense = [replace(DENSE, seed=seed) for seed in range(3)]
+    found = scheme(tmp_path, *made, *dense)
+    assert found.target_s == Spread(5.0, 2.5, math.inf)
+    assert found.reached == 2
+    assert found.speedup["dense"] == Ratio(Spread(4.0, 2.0, 5.0), "<")
+    most_missed = [replace(each, values=late) for each in made[1:]]
+    assert scheme(tmp_path / "most", made[0], *most_missed, *dense).target_s is None
+
+
+def test_seeds_that_bound_a_speed_up_from_both_sides_tell_nothing(tmp_path: Path) -> None:
+    late = (400.0, 300.0)
+    sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
+    dense = [replace(DENSE, seed=0, values=late), replace(DENSE, seed=1)]
+    assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
+
+
+def test_the_parts_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: Path) -> None:
+    records = read(write(tmp_path, DENSE)).runs[0]
+    trace = records.traces["dense", 0]
+    slow = replace(trace.steps[0], step_s=100.0, wait_s=64.0, reduce_s=80.0, sent_bytes=1.0e6, interface_bytes=0.0)
+    changed = Trace(trace.start, [slow, *trace.steps[1:]], trace.quality, trace.end)
+    (found,) = summarise(replace(records, traces={("dense", 0): changed})).schemes
+    (seed,) = found.seeds
+    assert (seed.step_s, seed.compute_s, seed.scheme_s, seed.wait_s, seed.rest_s) == (4.0, 0.25, 0.5, 3.0, 0.25)
+    assert (seed.sent_bytes, seed.interface_bytes, seed.messages) == (2.5e6, 937.5, 6.0)
+    assert found.step_over_compute == Spread(16.0, 16.0, 16.0)
+    assert found.interface_ratio == Spread(0.000375, 0.000375, 0.000375)
+    assert seed.union_density == 0.5
+
+
+def test_a_reduction_beside_the_computation_leaves_less_than_nothing_of_a_step(tmp_path: Path) -> None:
+    (seed,) = scheme(tmp_path, replace(SPARSE, step_s=0.75)).seeds
+    assert seed.rest_s == -0.125
+
+
+def test_the_link_needs_its_bytes_over_its_rate(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, SPARSE)
+    assert found.dense_link_s == 3.0  # 2 * 3/4 * 4 bytes * 500,000 parameters * 8 bits / 8 Mbit/s
+    assert [figures.link_s for figures in found.schemes] == [3.0, 0.001]
+
+
+def test_links_without_limit_need_no_least_time(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, run=UNLIMITED)
+    assert found.dense_link_s is None
+    assert found.schemes[0].link_s is None
+
+
+def test_without_an_interface_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
+    found = summary(tmp_path, replace(SPARSE, interface_bytes=None))
+    assert not found.interface_counted
+    assert [point.bytes for point in found.schemes[0].curve[0]] == [1000.0, 2000.0, 3000.0, 4000.0]
+    assert found.schemes[0].target_bytes == Spread(2500.0, 2500.0, 2500.0)
+    assert found.schemes[0].interface_ratio is None
+    counted = summary(tmp_path / "counted", SPARSE)
+    assert counted.interface_counted
+    assert counted.schemes[0].target_bytes == Spread(3125.0, 3125.0, 3125.0)
+
+
+def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
+    found = scheme(tmp_path, SPARSE, DENSE, run=run(target=None))
+    assert (found.target_s, found.target_bytes, found.speedup["dense"]) == (None, None, None)
+
+
+def test_what_did_not_end_well_is_noted(tmp_path: Path) -> None:
+    made = (
+        replace(SPARSE, status=None),
+        replace(SPARSE, seed=1, status="failed: rank 2 went away"),
+        replace(SPARSE, seed=2, replicas_identical=False),
+        DENSE,
+    )
+    assert summary(tmp_path, *made).notes == (
+        "topk (seed 0) has no end record: it was interrupted after 4 steps.",
+        "topk (seed 1) failed after 4 steps: rank 2 went away",
+        "topk (seed 2): the replicas were not identical at the end. Do not trust its quality.",
+    )
+    assert summary(tmp_path / "alone", SPARSE).notes == ("This run has no dense scheme to compare with.",)
+    assert summary(tmp_path / "nothing").notes == (
+        "This run has no scheme records: it was interrupted before any training.",
+    )
+
+
+def test_a_machine_that_was_busy_with_other_things_is_noted(tmp_path: Path) -> None:
+    quiet = summary(tmp_path / "quiet", DENSE, replace(SPARSE, compute_s=0.3125))
+    assert quiet.notes == ()
+    (note,) = summary(tmp_path / "busy", DENSE, replace(SPARSE, compute_s=0.375)).notes
+    assert note.startswith("A step that only computes took between 250 and 375 ms, though all schemes compute the same")
+
+
+def test_a_spread_is_the_median_and_the_range() -> None:
+    assert spread([]) is None
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert spread([4.0, 1.0]) == Spread(2.5, 1.0, 4.0)
+    assert repr(spread([1.0, math.nan])) == repr(Spread(math.nan, math.nan, math.nan))

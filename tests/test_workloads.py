@@ -1,0 +1,381 @@
+"""The lab's training jobs: what they promise the training loop, on real data where it is there."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import idx_files
+from idx_files import TRAINING_IMAGES
+from sparsync.lab import workloads
+from sparsync.lab.workloads import fashion_images
+from sparsync.lab.workloads.base import Batch, Workload, chunks, exactly_addable
+from sparsync.lab.workloads.fashion import Fashion
+from sparsync.lab.workloads.networks import population_statistics
+from sparsync.lab.workloads.shakespeare import Shakespeare
+
+RANKS = (1, 2, 4, 8, 16)
+needs_fashion_mnist = pytest.mark.skipif(
+    not fashion_images.DEBIAN_FOLDER.is_dir(), reason="Fashion-MNIST is absent: apt-get install dataset-fashion-mnist"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return idx_files.write(tmp_path_factory.mktemp("idx"), idx_files.files())
+
+
+@pytest.fixture(params=["shakespeare", "resnet", "mlp"])
+def workload(request: pytest.FixtureRequest, folder: Path) -> Workload:
+    if request.param == "shakespeare":
+        # 45 windows: the last chunk is a part of one.
+        made: Workload = Shakespeare(vocabulary=500, width=16, batch_size=16, length=7, windows=45)
+    else:
+        made = Fashion(network=request.param, batch_size=16, data=str(folder))
+    made.prepare()
+    return made
+
+
+def global_batch(workload: Workload, seed: int, step: int, ranks: int) -> Batch:
+    shares = [workload.batch(seed, step, rank, ranks) for rank in range(ranks)]
+    return Batch(torch.cat([own.input for own in shares]), torch.cat([own.target for own in shares]))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# The registry
+
+
+def test_listing_the_workloads_does_not_load_torch() -> None:
+    program = (
+        "import sys; from sparsync.lab import workloads; print(*workloads.names()); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == list(workloads.names())
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_every_name_gives_a_workload_with_the_options_asked_for(name: str) -> None:
+    made = workloads.get(name, batch_size=8)
+    assert isinstance(made, Workload)
+    assert vars(made)["batch_size"] == 8
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="'shakespear', did you mean 'shakespeare'"):
+        workloads.get("shakespear")
+
+
+def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="no option 'batchsize', did you mean 'batch_size'"):
+        workloads.get("fashion", batchsize=3)
+
+
+def test_options_given_as_text_take_the_type_of_their_default() -> None:
+    made = workloads.get("shakespeare", width="32", momentum="0", data="somewhere")
+    assert made == Shakespeare(width=32, momentum=0.0, data="somewhere")
+
+
+@pytest.mark.parametrize(("option", "value"), [("width", "wide"), ("width", 1.5), ("momentum", "much"), ("data", 3)])
+def test_an_option_of_the_wrong_type_is_refused(option: str, value: int | float | str) -> None:
+    with pytest.raises(ValueError, match=f"option {option} takes"):
+        workloads.get("shakespeare", **{option: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"vocabulary": 1}, {"width": 0}, {"batch_size": -1}, {"momentum": 1.0}, {"clip_norm": math.nan}, {"warmup": -1}],
+)
+def test_impossible_options_are_refused(options: dict[str, int | float | str]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be"):
+        workloads.get("shakespeare", **options)
+
+
+def test_an_unknown_network_is_refused() -> None:
+    with pytest.raises(ValueError, match="network must be resnet or mlp, got 'vgg'"):
+        workloads.get("fashion", network="vgg")
+
+
+# What the training loop relies on
+
+
+def test_the_ranks_shares_are_the_same_global_batch_for_any_number_of_ranks(workload: Workload) -> None:
+    whole = workload.batch(3, 5, 0, 1)
+    for ranks in RANKS:
+        joined = global_batch(workload, 3, 5, ranks)
+        assert torch.equal(joined.input, whole.input)
+        assert torch.equal(joined.target, whole.target)
+
+
+def test_another_step_or_seed_gives_another_batch(workload: Workload) -> None:
+    batches = [workload.batch(seed, step, 0, 1).input for seed, step in ((3, 5), (3, 6), (4, 5))]
+    assert not any(torch.equal(batches[a], batches[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_unequal_shares_are_refused(workload: Workload) -> None:
+    with pytest.raises(ValueError, match="a global batch of 16 samples cannot be split evenly over 3 ranks"):
+        workload.batch(0, 0, 0, 3)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_group_is_refused(workload: Workload, rank: int) -> None:
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, 2\) for 2 ranks, got {rank}"):
+        workload.batch(0, 0, rank, 2)
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(workload: Workload) -> None:
+    torch.manual_seed(1)
+    first = weights(workload.model(7))
+    torch.rand(13)
+    assert torch.equal(weights(workload.model(7)), first)
+    assert not torch.equal(weights(workload.model(8)), first)
+
+
+def test_torchs_generator_is_left_alone(workload: Workload) -> None:
+    before = torch.get_rng_state()
+    model = workload.model(0)
+    optimizer, schedule = workload.optimizer(model, 10)
+    workload.loss(model, workload.batch(0, 0, 0, 1)).backward()
+    workload.clip(model)
+    optimizer.step()
+    schedule.step()
+    workload.evaluate(model, 0, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_is_its_parameters(workload: Workload) -> None:
+    model = workload.model(0)
+    workload.loss(model, workload.batch(0, 0, 0, 1))
+    workload.evaluate(model, 0, 1)
+    assert not list(model.buffers())
+    assert len(model.state_dict()) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("workload", ["shakespeare", "mlp"], indirect=True)
+def test_the_mean_of_the_ranks_gradients_is_the_gradient_of_the_global_batch(workload: Workload) -> None:
+    def gradient(rank: int, ranks: int) -> torch.Tensor:
+        model = workload.model(0).double()
+        batch = workload.batch(0, 0, rank, ranks)
+        given = batch.input.double() if batch.input.is_floating_point() else batch.input
+        workload.loss(model, Batch(given, batch.target)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    mean = torch.stack([gradient(rank, 4) for rank in range(4)]).mean(0)
+    whole = gradient(0, 1)
+    # float64 rounds at 1e-16 of the largest element; the sums have some thousand terms.
+    assert (mean - whole).abs().max() < 1e-12 * whole.abs().max()
+
+
+def test_any_number_of_ranks_finds_the_same_total(workload: Workload) -> None:
+    model = workload.model(0)
+    total, count = workload.evaluate(model, 0, 1)
+    for ranks in (2, 3, 5, 8):
+        parts = [workload.evaluate(model, rank, ranks) for rank in range(ranks)]
+        assert sum(part[0] for part in parts) == total
+        assert sum(part[1] for part in reversed(parts)) == count
+
+
+def test_an_evaluation_leaves_the_model_as_it_was(workload: Workload) -> None:
+    model = workload.model(0)
+    workload.loss(model, workload.batch(0, 0, 0, 1)).backward()
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    workload.evaluate(model, 0, 1)
+    assert all(layer.training for layer in model.modules())
+    for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_an_evaluation_goes_past_distributed_data_parallel(workload: Workload, tmp_path: Path) -> None:
+    model = workload.model(0)
+    alone = workload.evaluate(model, 0, 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_forward_pre_hook(lambda *_: pytest.fail("the forward pass of the wrapper may communicate"))
+        assert workload.evaluate(wrapped, 0, 1) == alone
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_few_steps_learn(workload: Workload) -> None:
+    model = workload.model(0)
+    optimizer, schedule = workload.optimizer(model, 20)
+    batch = workload.batch(0, 0, 0, 1)
+    before = workload.loss(model, batch).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        workload.loss(model, batch).backward()
+        workload.clip(model)
+        optimizer.step()
+        schedule.step()
+    assert workload.loss(model, batch).item() < 0.9 * before
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 300])
+def test_the_learning_rate_ends_low_and_never_passes_its_peak(workload: Workload, steps: int) -> None:
+    optimizer, schedule = workload.optimizer(workload.model(0), steps)
+    peak = getattr(workload, "learning_rate")  # noqa: B009  # an option of both jobs, not of the protocol
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert 0 < max(rates) <= peak
+    if steps == 300:
+        assert max(rates) > 0.9 * peak
+        assert rates[0] < 0.1 * peak
+        assert rates[-1] < 0.01 * peak
+
+
+def test_the_language_model_clips_the_norm_of_its_gradient() -> None:
+    workload = Shakespeare(vocabulary=50, width=8, clip_norm=0.5)
+    model = workload.model(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    workload.clip(model)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_description_is_json_and_counts_the_parameters(workload: Workload) -> None:
+    description = workload.describe()
+    assert json.loads(json.dumps(description)) == description
+    assert description["parameters"] == weights(workload.model(0)).numel()
+
+
+def test_chunks_of_all_ranks_cover_everything_once() -> None:
+    for count in (0, 1, 97, 1000):
+        for ranks in (1, 2, 3, 5, 8, 13, 16):
+            spans = sorted(
+                (span for rank in range(ranks) for span in chunks(count, 10, rank, ranks)), key=lambda span: span.start
+            )
+            assert [n for span in spans for n in range(span.start, span.stop)] == list(range(count))
+
+
+def test_exactly_addable_sums_add_in_any_order() -> None:
+    # From 1e-12 to 100: float64 cannot hold the plain sums of such numbers.
+    x = 10 ** (torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 14 - 12)
+    plain = [part.double().sum().item() for part in x.split(7)]
+    assert sum(plain) != sum(reversed(plain))
+    parts = [exactly_addable(part) for part in x.split(7)]
+    assert sum(parts) == sum(reversed(parts)) == sum(sorted(parts))
+    assert sum(parts) == pytest.approx(x.double().sum().item(), abs=len(parts) * 2**-21)
+    assert math.isnan(exactly_addable(torch.tensor([1.0, math.nan])))
+
+
+# Shakespeare
+
+
+def test_a_model_that_knows_nothing_is_as_perplexed_as_there_are_words() -> None:
+    workload = Shakespeare(vocabulary=500, width=16, windows=20)
+    model = workload.model(0)
+    nn.init.zeros_(model.output.weight)
+    nn.init.zeros_(model.output.bias)
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == pytest.approx(500, rel=1e-5)
+
+
+def test_a_model_that_has_diverged_is_infinitely_perplexed() -> None:
+    workload = Shakespeare(vocabulary=500, width=16, windows=20)
+    model = workload.model(0)
+    nn.init.constant_(model.output.bias, math.nan)
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == math.inf
+    assert workload.quality(1e6, 1) == math.inf
+
+
+def test_the_default_language_model_has_its_parameters() -> None:
+    vocabulary, width = 10_000, 256
+    lstm = 4 * width * (2 * width + 2)
+    assert weights(Shakespeare().model(0)).numel() == 2 * vocabulary * width + vocabulary + lstm
+
+
+def test_a_target_is_the_input_a_word_later() -> None:
+    batch = Shakespeare(vocabulary=500, width=16).batch(0, 0, 0, 1)
+    assert batch.input.shape == batch.target.shape == (16, 35)
+    assert torch.equal(batch.input[:, 1:], batch.target[:, :-1])
+
+
+# Fashion-MNIST
+
+
+@needs_fashion_mnist
+@pytest.mark.parametrize("network", ["resnet", "mlp"])
+def test_a_model_that_always_says_the_same_class_is_right_once_in_ten(network: str) -> None:
+    workload = Fashion(network=network)
+    model = workload.model(0)
+    *_, last = model.children()
+    assert isinstance(last, nn.Linear)
+    nn.init.zeros_(last.weight)
+    total, count = workload.evaluate(model, 0, 1)
+    assert (total, count) == (1000, 10_000)
+    assert workload.quality(total, count) == 10.0
+
+
+@needs_fashion_mnist
+def test_the_perceptron_learns_fashion_mnist() -> None:
+    workload = Fashion(network="mlp")
+    model = workload.model(0)
+    optimizer, schedule = workload.optimizer(model, 100)
+    for step in range(100):
+        optimizer.zero_grad()
+        workload.loss(model, workload.batch(0, step, 0, 1)).backward()
+        optimizer.step()
+        schedule.step()
+    # A classifier by nearest class mean is right in about two of three.
+    assert workload.quality(*workload.evaluate(model, 0, 1)) > 70
+
+
+def test_an_epoch_shows_every_image_at_most_once_and_the_next_in_another_order(folder: Path) -> None:
+    workload = Fashion(network="mlp", batch_size=64, data=str(folder))
+    steps = TRAINING_IMAGES // 64
+    epochs = [torch.cat([workload.batch(0, e * steps + s, 0, 1).input for s in range(steps)]) for e in range(2)]
+    for epoch in epochs:
+        assert len(torch.unique(epoch.flatten(1), dim=0)) == steps * 64
+    assert not torch.equal(*epochs)
+
+
+def test_images_stay_with_their_classes(folder: Path) -> None:
+    data = fashion_images.images(str(folder))
+    batch = Fashion(batch_size=32, data=str(folder)).batch(0, 0, 0, 1)
+    pixels = (batch.input.squeeze(1) * 0.3530 + 0.2860) * 255
+    for image, label in zip(pixels.round().to(torch.uint8), batch.target, strict=True):
+        (number,) = (data.training.images == image).flatten(1).all(1).nonzero().flatten().tolist()
+        assert data.training.classes[number] == label
+
+
+def test_a_prediction_does_not_depend_on_the_other_images_of_its_chunk(folder: Path) -> None:
+    model = Fashion(data=str(folder)).model(0)
+    images = torch.randn(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    with population_statistics(model, images), torch.no_grad():
+        model.eval()
+        together, alone = model(images), torch.cat([model(image[None]) for image in images])
+    # Measured: 4e-7 apart where the scores are around 1.
+    assert torch.allclose(together, alone, atol=1e-5)
+    with torch.no_grad():
+        assert not torch.allclose(model(images[:2]), alone[:2], atol=1e-2)
+
+
+def test_the_statistics_of_an_evaluation_are_those_of_the_population(folder: Path) -> None:
+    model = Fashion(data=str(folder)).model(0)
+    images = torch.randn(256, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        normalised_by_themselves = model(images)
+        with population_statistics(model, images):
+            by_the_population = model.eval()(images)
+    # Apart only by the correction of the variance, n / (n - 1) with n >= 1024 values a channel, in each of the layers.
+    assert torch.allclose(by_the_population, normalised_by_themselves, rtol=0, atol=0.01)
+
+
+def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"there are {TRAINING_IMAGES}"):
+        Fashion(batch_size=TRAINING_IMAGES + 1, data=str(folder)).prepare()
