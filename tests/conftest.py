@@ -3,10 +3,11 @@
 import sys
 from typing import runtime_checkable
 
-import annotations
 import hypothesis
 import jaxtyping
 import torch
+
+import annotations
 
 assert "sparsync" not in sys.modules, "sparsync was imported before its annotations could be made to check"
 jaxtyping.jaxtyped = annotations.executed

@@ -99,16 +99,15 @@ def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type
 
 
 def _await(ranks: list[_Rank], doomed: set[int], within_s: float) -> None:
-    """Returns when all ranks have ended, shortly after the first that failed, or after `within_s`."""
+    """Returns when all ranks that matter have ended, shortly after the first that failed, or after `within_s`."""
     deadline = time.monotonic() + within_s
-    while waiting := {rank.connection: rank for rank in ranks if not rank.ended}:
+    while any(not rank.ended and rank.number not in doomed for rank in ranks) and time.monotonic() < deadline:
+        waiting = {rank.connection: rank for rank in ranks if not rank.ended}
         for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
             rank = waiting[connection]  # pyright: ignore[reportArgumentType]  # wait returns what it was given
             _hear(rank)
             if rank.trouble and rank.number not in doomed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        if time.monotonic() >= deadline:
-            return
 
 
 def _hear(rank: _Rank) -> None:
