@@ -129,6 +129,13 @@ def test_seeds_that_bound_a_speed_up_from_both_sides_tell_nothing(tmp_path: Path
     assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
 
 
+def test_one_seed_that_tells_nothing_leaves_the_speed_up_of_all_unknown(tmp_path: Path) -> None:
+    late = (400.0, 300.0)
+    sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
+    dense = [replace(DENSE, seed=0), replace(DENSE, seed=1, values=late)]
+    assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
+
+
 def test_the_parts_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: Path) -> None:
     records = read(write(tmp_path, DENSE)).runs[0]
     trace = records.traces["dense", 0]

@@ -9,6 +9,9 @@ import pytest
 
 from sparsync import Dense, RandomPruning, SkipReduce, TopK
 from sparsync.protocols import Scheme
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import OkTopk
 
 WORLDS = (1, 2, 3, 4, 5, 8, 13, 16)
 
@@ -19,7 +22,9 @@ class Row:
 
     id: str
     make: Callable[[], Scheme]
-    complete: Callable[[], Scheme]  # the same with nothing left out: it must be the dense mean
+    complete: (
+        Callable[[], Scheme] | None
+    )  # the same with nothing left out: it must be the dense mean. None: there is no such setting
     keeps: bool = False  # what is not sent stays in a residual
     node_size: int = 1  # worlds must be a multiple of it
     by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
@@ -36,8 +41,9 @@ def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
     return Row(id, make, make, wire_bits=wire_bits)
 
 
-def _topk(density: float) -> Row:
-    return Row(f"topk-{density}", lambda: TopK(density), lambda: TopK(density=1.0), keeps=True)
+def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True) -> Row:
+    """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
+    return Row(id, lambda: make(density=density), (lambda: make(density=1.0)) if exact else None, keeps=True)
 
 
 def _skip(  # Any: the fields of SkipReduce
@@ -108,11 +114,13 @@ ROWS = [
     _dense("bf16-ring", lambda: Dense.bf16(form="ring"), wire_bits=8),
     _dense("float16", lambda: Dense(wire="float16"), wire_bits=11),
     _dense("float32", lambda: Dense(wire="float32")),
-    _topk(0.001),
-    _topk(0.01),
-    _topk(0.1),
-    _topk(0.5),
-    _topk(1.0),
+    *[_sparse(f"topk-{density}", TopK, density) for density in (0.001, 0.01, 0.1, 0.5, 1.0)],
+    *[_sparse(f"micro-{density}", MiCRO, density) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"exdyna-{density}", ExDyna, density) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"oktopk-{density}", OkTopk, density) for density in (0.001, 0.1, 0.5)],
+    _sparse("micro-published", MiCRO.published, 0.1, exact=False),
+    _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
+    _sparse("oktopk-published", OkTopk.published, 0.1),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
     _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),

@@ -57,8 +57,9 @@ def test_zeros_equal_values_and_ties_are_reduced(row: Row) -> None:
 def test_gradients_of_every_floating_type_are_reduced(row: Row, dtype: torch.dtype) -> None:
     P = row.world(2)
     assert_laws(row, run([row.make() for _ in range(P)], integers(P, COUNT, row.observes + 2, dtype=dtype)))
-    for step in run([row.complete() for _ in range(P)], integers(P, COUNT, 1, dtype=dtype)):
-        assert torch.equal(step.written[0].double(), integer_sum(step.grads) / P)
+    if row.complete is not None:
+        for step in run([row.complete() for _ in range(P)], integers(P, COUNT, 1, dtype=dtype)):
+            assert torch.equal(step.written[0].double(), integer_sum(step.grads) / P)
 
 
 POISONS = {

@@ -68,6 +68,16 @@ def run(
     return steps
 
 
+def silence(schemes: Sequence[Scheme], n: int, first_step: int, at_most: int) -> list[Step]:
+    """Steps of zero gradients until nothing is kept back any more; fails after `at_most`."""
+    steps: list[Step] = []
+    while not steps or any(residual.any() for residual in steps[-1].residuals):
+        assert len(steps) < at_most, f"after {at_most} steps without gradient something is still kept back"
+        zeros = [torch.zeros(n) for _ in schemes]
+        steps += run(schemes, [zeros] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
+    return steps
+
+
 def integers(
     P: int, n: int, steps: int, unit: int | None = None, dtype: torch.dtype = torch.float32
 ) -> list[list[Tensor]]:
