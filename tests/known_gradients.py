@@ -19,7 +19,7 @@ from sparsync.protocols import Comm, Scheme
 # The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
 # and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
-ALIKE = frozenset({"topk-0.001", "topk-0.01", "topk-0.5", "float16", "float32", "skip-quarter"})
+OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published")
 CHOSEN = (
     "skip-random-ring-contributors-flat-auto",
     "skip-random-direct-ranks-flat-patterns",
@@ -38,8 +38,8 @@ Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> 
 
 def schemes(P: int) -> list[str]:
     """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them."""
-    chosen = [row(id) for id in CHOSEN] + [each for each in ROWS if not each.id.startswith(COMBINATIONS)]
-    return [each.id for each in chosen if P % each.node_size == 0 and each.id not in ALIKE]
+    others = [each for each in ROWS if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS)]
+    return [each.id for each in [*map(row, CHOSEN), *others] if P % each.node_size == 0]
 
 
 def row(id: str) -> Row:

@@ -167,6 +167,29 @@ def test_ranks_that_come_apart_are_told_so_and_never_mix_their_steps() -> None:
     assert ahead.right == [True, True, True, False, False, False]
 
 
+class NoBucket:
+    """What DDP never hands over: the first bucket of a step, without a gradient."""
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        raise ValueError("there is no gradient")
+
+
+def hand_over_nothing() -> None:
+    training = Training("dense")
+    promised = training.handle.submit(NoBucket())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError, match="ValueError: there is no gradient"):
+        promised.wait()
+    training.step()
+    assert torch.equal(training.model.gradients(), mean(0, 2))
+
+
+def test_the_hook_itself_never_raises_but_the_future_it_returns_does() -> None:
+    run(hand_over_nothing, 2)
+
+
 class Rescaled(TopK):
     """Cannot follow a learning rate."""
 

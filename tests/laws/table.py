@@ -26,6 +26,7 @@ class Row:
         Callable[[], Scheme] | None
     )  # the same with nothing left out: it must be the dense mean. None: there is no such setting
     keeps: bool = False  # what is not sent stays in a residual
+    delivers: bool = False  # and is sent sooner or later, some at every step
     node_size: int = 1  # worlds must be a multiple of it
     by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
     wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
@@ -41,9 +42,10 @@ def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
     return Row(id, make, make, wire_bits=wire_bits)
 
 
-def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True) -> Row:
+def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, delivers: bool = True) -> Row:
     """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
-    return Row(id, lambda: make(density=density), (lambda: make(density=1.0)) if exact else None, keeps=True)
+    complete = (lambda: make(density=1.0)) if exact else None
+    return Row(id, lambda: make(density=density), complete, keeps=True, delivers=delivers)
 
 
 def _skip(  # Any: the fields of SkipReduce
@@ -59,6 +61,7 @@ def _skip(  # Any: the fields of SkipReduce
         lambda: make(**config),
         lambda: replace(make(**config), skip=0),
         keeps=scheme.feedback,
+        delivers=scheme.feedback and scheme.mode == "random",  # "naive" leaves out the same for ever
         node_size=scheme.node_size,
         by_ranks=by_ranks,
         observes=scheme.observe_steps if scheme.protect == "auto" else 0,
@@ -120,7 +123,7 @@ ROWS = [
     *[_sparse(f"oktopk-{density}", OkTopk, density) for density in (0.001, 0.1, 0.5)],
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
-    _sparse("oktopk-published", OkTopk.published, 0.1),
+    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # it keeps a threshold for 32 steps
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
     _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),

@@ -80,7 +80,7 @@ def test_another_world_size_loses_no_mass(row: Row) -> None:
         assert_replicas(steps)
 
 
-@rows(lambda row: row.keeps)
+@rows(lambda row: row.delivers)
 def test_what_another_world_kept_back_arrives_in_a_world_of_one(row: Row) -> None:
     n = 8
     schemes = [row.make() for _ in range(4)]

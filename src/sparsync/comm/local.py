@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -95,7 +95,7 @@ class LocalComm:
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         gathered = self._meet("all_gather", x.clone())
-        _check_counts(self.rank, "all_gather", [part.numel() for part in gathered], counts)
+        _check_arrived(self.rank, "all_gather", gathered, counts)
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
@@ -103,14 +103,12 @@ class LocalComm:
             raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
         table = self._meet("all_to_all", [part.clone() for part in parts])
         received = [row[self.rank] for row in table]
-        _check_counts(self.rank, "all_to_all", [part.numel() for part in received], counts)
+        _check_arrived(self.rank, "all_to_all", received, counts)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
         gathered = self._meet("all_reduce", x.clone())
-        lengths = {part.numel() for part in gathered}
-        if len(lengths) > 1:
-            raise RuntimeError(f"all_reduce needs one length on all ranks, got {[part.numel() for part in gathered]}")
+        _check_arrived(self.rank, "all_reduce", gathered, [x.numel()] * self.size)
         total = gathered[0].clone()
         for part in gathered[1:]:  # in rank order, so that every rank gets the same bits
             total += part
@@ -166,7 +164,9 @@ class _Board:
         self._waiting[rank] = _Waiting(ready, name, on)
         following = self._next(rank)
         if following is None:
-            self._deadlock()
+            told = self._who_waits()
+            del self._waiting[rank]  # it goes on, with the error
+            raise DeadlockError(told)
         if following != rank:
             self._turn[following].release()
             self._turn[rank].acquire()
@@ -227,9 +227,6 @@ class _Board:
     def _absent(self, meeting: _Meeting) -> list[int]:
         return [rank for rank in range(self.size) if rank not in meeting.deposits]
 
-    def _deadlock(self) -> NoReturn:
-        raise DeadlockError(self._who_waits())
-
     def _who_waits(self) -> str:
         lines = [
             f"rank {rank} in {waiting.name} waits for rank{'s' if len(waiting.on()) > 1 else ''} "
@@ -246,6 +243,14 @@ def _check_peer(rank: int, size: int) -> None:
         raise ValueError(f"a rank must be in [0, {size - 1}], got {rank}")
 
 
-def _check_counts(rank: int, name: str, found: list[int], counts: Sequence[int] | None) -> None:
-    if counts is not None and list(counts) != found:
-        raise RuntimeError(f"rank {rank} was told that {name} brings {list(counts)} elements, it brought {found}")
+def _check_arrived(rank: int, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> None:
+    """Raises RuntimeError where a part has not the length this rank was told, or not the type of its own part."""
+    if counts is not None and len(counts) != len(parts):
+        raise ValueError(f"counts of {name} must have one length for each of {len(parts)} ranks, got {list(counts)}")
+    for source, part in enumerate(parts):
+        expected = counts[source] if counts is not None else part.numel()
+        if part.numel() != expected or part.dtype != parts[rank].dtype:
+            raise RuntimeError(
+                f"{name}: rank {rank} expected {expected} x {parts[rank].dtype} from rank {source}, which brought "
+                f"{part.numel()} x {part.dtype}"
+            )

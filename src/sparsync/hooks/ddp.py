@@ -126,7 +126,8 @@ def attach(
     Collective over the ranks of the model's process group: call it on all of them, each with a scheme of its own, set alike. Buckets are
     reduced in order by one thread on a private process group while the backward pass goes on. With `optimizer`, residuals follow its
     learning rate: what was learnt at one rate is applied at that rate. After `timeout_s` seconds without an answer a rank gives up.
-    When a step fails, on whatever rank, its backward pass raises on all ranks; the next one is a fresh start.
+    When a step fails, on whatever rank, its backward pass raises on all ranks; the next one is a fresh start. A parameter that no rank
+    used in a step (find_unused_parameters=True) keeps its gradient as it was: what the scheme sent for it from its residual is lost.
     Raises TypeError for anything but a DistributedDataParallel model and a scheme, ValueError for a model with sparse gradients, and
     RuntimeError when the model has a hook already, or when the ranks come with different schemes.
     """

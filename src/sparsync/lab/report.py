@@ -59,6 +59,7 @@ def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
     page = render(summary, images, hues(summary), _others(results, summary))
     written = _write(Path(folder), {**images, PAGE: page.encode()})
     print(f"Written to {folder}: {', '.join(path.name for path in written)}")
+    print(f"Report: {Path(folder) / PAGE}")
     return written
 
 

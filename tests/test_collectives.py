@@ -1,0 +1,191 @@
+"""The collectives by themselves: halves, edges and closed forms. Who is in which sum is a law, tests/laws/test_contributors.py."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import LocalWorld, MeteredComm
+from sparsync.collectives import direct, hierarchical, ring
+from sparsync.collectives.skipping import Plan, first_offsets, skip_count
+from sparsync.core import Span, spans
+
+WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
+COUNTS = [0, 1, 4, 97]
+FLOAT_NBYTES = 4
+
+
+def ramp(rank: int, n: int) -> Tensor:
+    """Integers that differ between ranks and between positions."""
+    return torch.arange(n, dtype=torch.float32) * (rank + 1) + rank
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", WORLDS)
+def test_a_ring_reduce_scatter_leaves_each_rank_the_sum_of_its_slice(P: int, n: int) -> None:
+    total = torch.stack([ramp(rank, n) for rank in range(P)]).sum(dim=0)
+    for shift in {0, 1, P - 1}:
+
+        def body(comm: MeteredComm, shift: int = shift) -> tuple[Span, Tensor]:
+            x = ramp(comm.rank, n)
+            span = ring.ring_reduce_scatter_(x, comm, shift=shift)
+            return span, span.of(x)
+
+        for rank, (span, owned) in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
+            assert span == spans(n, P)[(rank + shift) % P]
+            assert torch.equal(owned, span.of(total))
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", WORLDS)
+def test_a_ring_all_gather_copies_each_owned_slice_everywhere(P: int, n: int) -> None:
+    for shift in {0, 1, P - 1}:
+
+        def body(comm: MeteredComm, shift: int = shift) -> Tensor:
+            x = torch.full((n,), -1.0)
+            spans(n, P)[(comm.rank + shift) % P].of(x).fill_(float(comm.rank))
+            ring.ring_all_gather_(x, comm, shift)
+            return x
+
+        expected = torch.empty(n)
+        for rank in range(P):
+            spans(n, P)[(rank + shift) % P].of(expected).fill_(float(rank))
+        assert all(torch.equal(x, expected) for x in LocalWorld(P).run(lambda comm: body(MeteredComm(comm))))
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", WORLDS)
+def test_a_direct_reduce_scatter_touches_its_own_slice_only(P: int, n: int) -> None:
+    total = torch.stack([ramp(rank, n) for rank in range(P)]).sum(dim=0)
+
+    def body(comm: MeteredComm) -> tuple[Span, Tensor]:
+        x = ramp(comm.rank, n)
+        return direct.direct_reduce_scatter_(x, comm, Plan(shift=1 % P)), x
+
+    for rank, (span, x) in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
+        assert span == spans(n, P)[(rank + 1) % P]
+        expected = ramp(rank, n)
+        span.of(expected).copy_(span.of(total))
+        assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_sums_stay_in_the_type_of_the_vector(dtype: torch.dtype) -> None:
+    P, n = 3, 7
+    for all_reduce_ in (ring.ring_all_reduce_, direct.direct_all_reduce_):
+
+        def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
+            x = ramp(comm.rank, n).to(dtype)
+            all_reduce_(x, comm, Plan(), None)
+            return x
+
+        for x in LocalWorld(P).run(lambda comm: body(MeteredComm(comm))):
+            assert x.dtype == dtype
+            assert torch.equal(x.float(), torch.stack([ramp(rank, n) for rank in range(P)]).sum(dim=0))
+
+
+def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contributor_on() -> None:
+    """Both orders are fixed, so replicas and runs agree; they differ from each other where additions round."""
+    P, n = 4, 4
+    parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
+
+    def reduced(all_reduce_: hierarchical.AllReduce) -> Tensor:
+        def body(comm: MeteredComm) -> Tensor:
+            x = parts[comm.rank].clone()
+            all_reduce_(x, comm, Plan(), None)
+            return x
+
+        return LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))[0]
+
+    def added(order: list[int]) -> Tensor:
+        total = parts[order[0]].clone()
+        for rank in order[1:]:
+            total += parts[rank]
+        return total
+
+    assert torch.equal(reduced(direct.direct_all_reduce_), added([0, 1, 2, 3]))
+    by_slice = torch.stack([added([(c + i) % P for i in range(1, P + 1)])[c] for c in range(P)])
+    assert torch.equal(reduced(ring.ring_all_reduce_), by_slice)
+
+
+def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
+    """What a narrow wire type rounded away is in `kept` already, and must survive."""
+    P, n = 3, 6
+    plan = Plan(first_offsets(2), 1)
+    for all_reduce_ in (ring.ring_all_reduce_, direct.direct_all_reduce_):
+
+        def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
+            kept = torch.full((n,), 0.5)
+            all_reduce_(ramp(comm.rank, n), comm, plan, kept)
+            return kept
+
+        for rank, kept in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
+            expected = torch.full((n,), 0.5)
+            for span in plan.skipped(rank, n, P):
+                span.of(expected).add_(span.of(ramp(rank, n)))
+            assert torch.equal(kept, expected)
+
+
+@given(count=st.integers(0, 300), P=st.integers(1, 40), element=st.sampled_from([2, 4, 8]), data=st.data())
+def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
+    count: int, P: int, element: int, data: st.DataObject
+) -> None:
+    """Every step of a ring moves the vector once, cut into P slices; the direct form moves P-1-s slices to owners, P-1 to all."""
+    skip, shift = data.draw(st.integers(0, P - 1)), data.draw(st.integers(0, P - 1))
+    plan = Plan(first_offsets(skip), shift)
+    for cost in (ring.cost, direct.cost, direct.cost_in_messages):
+        costs = [cost(count, element, P, rank, plan) for rank in range(P)]
+        assert sum(each.nbytes for each in costs) == (2 * (P - 1) - skip) * count * element
+        assert sum(each.messages for each in costs) == (2 * (P - 1) - skip) * min(count, P)
+
+
+@given(P=st.integers(1, 40), shift=st.integers(0, 39), count=st.integers(0, 100), data=st.data())
+def test_what_each_position_loses_is_what_the_contributor_sets_lack(
+    P: int, shift: int, count: int, data: st.DataObject
+) -> None:
+    offsets = data.draw(st.sets(st.integers(1, max(1, P - 1)))) if P > 1 else set()
+    plan = Plan(tuple(sorted(offsets)), shift % P)
+    slices = spans(count, P)
+    for position in range(P):
+        lacking = [slices[c] for c in range(P) if position not in plan.contributors(c, P)]
+        key = lambda span: (span.start, span.stop)  # noqa: E731
+        assert sorted(plan.skipped(position, count, P), key=key) == sorted(lacking, key=key)
+
+
+@pytest.mark.parametrize("P", WORLDS)
+def test_a_count_of_ranks_is_taken_as_it_is(P: int) -> None:
+    if P > 1:
+        assert [skip_count(skip, P) for skip in range(P)] == list(range(P))
+
+
+@pytest.mark.parametrize(
+    ("share", "P", "skip"),
+    [
+        (0.0, 8, 0),
+        (0.5, 8, 4),
+        (0.5, 5, 2),
+        (0.5, 3, 1),
+        (0.5, 2, 1),
+        (0.25, 3, 0),
+        (0.1, 10, 1),  # 0.1 * 10 is 1.0, though 0.1 is not a tenth
+        (0.7, 10, 7),  # 0.7 * 10 is 7.000000000000001
+        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
+        (0.999999, 4, 3),
+        (0.9999999999, 4, 3),  # never all of them
+    ],
+)
+def test_a_share_of_ranks_is_rounded_down(share: float, P: int, skip: int) -> None:
+    assert skip_count(share, P) == skip
+
+
+def test_one_rank_skips_nothing_whatever_is_asked() -> None:
+    assert [skip_count(skip, 1) for skip in (0, 1, 7, 0.5)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("skip", "P"), [(4, 4), (5, 4), (-1, 4), (2, 2)])
+def test_a_count_outside_the_world_names_what_is_allowed(skip: int, P: int) -> None:
+    with pytest.raises(ValueError, match=rf"skip must be in \[0, {P - 1}\] for {P} ranks, got {skip}"):
+        skip_count(skip, P)
+    with pytest.raises(ValueError, match=rf"skip must be in \[0, {P - 1}\] for {P} nodes, got {skip}"):
+        skip_count(skip, P, "nodes")

@@ -1,0 +1,155 @@
+"""MeteredComm: the closed forms are what the messages of an algorithm that is really run add up to."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsync import Cost, LocalWorld, MeteredComm
+from sparsync.comm.local import LocalComm
+from sparsync.comm.metered import all_gather_cost, all_reduce_cost, all_to_all_cost, send_cost
+from sparsync.comm.subset import SubsetComm
+from sparsync.core import spans
+
+WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
+COUNTS = [0, 1, 4, 7, 97]
+FLOAT_NBYTES = 4
+
+
+def pass_round(comm: MeteredComm, parts: list[Tensor], first: int, steps: int) -> None:
+    """Each rank sends part first, first - 1, ... to its right neighbour and gets what its left neighbour sends."""
+    P = comm.size
+    for step in range(steps):
+        into = torch.empty_like(parts[(first - step - 1) % P])
+        comm.send_recv(parts[(first - step) % P], (comm.rank + 1) % P, into, (comm.rank - 1) % P)
+
+
+def measured(P: int, body: Callable[[MeteredComm], object]) -> list[Cost]:
+    """What `body(comm)` sent from each rank."""
+
+    def run(comm: LocalComm) -> Cost:
+        meter = MeteredComm(comm)
+        body(meter)
+        return meter.take()[0]
+
+    return LocalWorld(P).run(run)
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", WORLDS)
+def test_all_reduce_costs_what_a_ring_reduce_scatter_and_all_gather_send(P: int, n: int) -> None:
+    def by_messages(comm: MeteredComm) -> None:
+        parts = [span.of(torch.zeros(n)) for span in spans(n, P)]
+        pass_round(comm, parts, comm.rank - 1, P - 1)
+        pass_round(comm, parts, comm.rank, P - 1)
+
+    counted = measured(P, lambda comm: comm.all_reduce(torch.zeros(n)))
+    assert counted == measured(P, by_messages)
+    assert counted == [all_reduce_cost(n, FLOAT_NBYTES, P, rank) for rank in range(P)]
+    assert sum(cost.nbytes for cost in counted) == 2 * (P - 1) * n * FLOAT_NBYTES
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", WORLDS)
+def test_all_gather_costs_what_a_ring_that_forwards_sends(P: int, n: int) -> None:
+    def by_messages(comm: MeteredComm) -> None:
+        pass_round(comm, [torch.zeros(n)] * P, comm.rank, P - 1)
+
+    counted = measured(P, lambda comm: comm.all_gather(torch.zeros(n), [n] * P))
+    assert counted == measured(P, by_messages)
+    assert counted == [all_gather_cost(n * FLOAT_NBYTES, P)] * P
+
+
+@pytest.mark.parametrize("P", WORLDS)
+def test_all_to_all_costs_one_message_to_each_other_rank_that_gets_anything(P: int) -> None:
+    def lengths(rank: int) -> list[int]:
+        return [(rank + to) % 3 for to in range(P)]
+
+    def body(comm: MeteredComm) -> None:
+        counts = [(source + comm.rank) % 3 for source in range(P)]
+        comm.all_to_all([torch.zeros(length) for length in lengths(comm.rank)], counts)
+
+    for rank, cost in enumerate(measured(P, body)):
+        sent = [length for to, length in enumerate(lengths(rank)) if to != rank and length]
+        assert (cost.messages, cost.nbytes) == (len(sent), FLOAT_NBYTES * sum(sent))
+        assert cost == all_to_all_cost([FLOAT_NBYTES * length for length in lengths(rank)], rank)
+
+
+@pytest.mark.parametrize("P", WORLDS)
+def test_lengths_that_are_not_known_cost_8_bytes_a_rank_pair(P: int) -> None:
+    x = torch.zeros(3)
+    unknown = measured(P, lambda comm: comm.all_gather(x))
+    known = measured(P, lambda comm: comm.all_gather(x, [3] * P))
+    exchanged = Cost(1, P - 1, 8 * (P - 1)) if P > 1 else Cost()
+    assert unknown == [cost + exchanged for cost in known]
+    unknown = measured(P, lambda comm: comm.all_to_all([x] * P))
+    known = measured(P, lambda comm: comm.all_to_all([x] * P, [3] * P))
+    assert unknown == [cost + exchanged for cost in known]
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+def test_a_subset_counts_its_messages_one_by_one(P: int) -> None:
+    """Its all-gather and all-to-all are messages in turn, and lengths that are not known travel the same way."""
+    x = torch.zeros(3)
+    members = list(range(P))
+    known = measured(P, lambda comm: SubsetComm(comm, members).all_gather(x, [3] * P))
+    assert known == [Cost(P - 1, P - 1, (P - 1) * x.nbytes)] * P
+    unknown = measured(P, lambda comm: SubsetComm(comm, members).all_gather(x))
+    assert unknown == [Cost(2 * (P - 1), 2 * (P - 1), (P - 1) * (x.nbytes + 8))] * P
+    reduced = measured(P, lambda comm: SubsetComm(comm, members).all_reduce(x))
+    assert reduced == [Cost(P - 1, P - 1, (P - 1) * x.nbytes)] * P
+
+
+def test_a_message_without_payload_is_not_counted() -> None:
+    assert send_cost(0) == Cost(1, 0, 0)
+    assert all_gather_cost(0, 4) == Cost(3, 0, 0)
+    assert all_to_all_cost([0, 0, 0], 1) == Cost(1, 0, 0)
+    assert all_reduce_cost(0, 4, 3, 0) == Cost(4, 0, 0)
+    assert all_reduce_cost(2, 4, 3, 0).messages < all_reduce_cost(3, 4, 3, 0).messages
+    assert measured(2, lambda comm: comm.send_recv(torch.empty(0), 0, torch.empty(0), 0)) == [Cost(1, 0, 0)] * 2
+
+
+def test_one_rank_sends_nothing() -> None:
+    x = torch.zeros(5)
+    assert measured(1, lambda comm: (comm.all_gather(x), comm.all_to_all([x]), comm.all_reduce(x))) == [Cost()]
+
+
+def test_take_returns_what_was_counted_and_starts_again() -> None:
+    def body(comm: LocalComm) -> list[tuple[Cost, float]]:
+        meter = MeteredComm(comm)
+        meter.all_reduce(torch.zeros(4))
+        first = meter.take()
+        second = meter.take()
+        meter.all_gather(torch.zeros(4), [4, 4])
+        return [first, second, meter.take()]
+
+    for first, second, third in LocalWorld(2).run(body):
+        assert first[0] == all_reduce_cost(4, FLOAT_NBYTES, 2, 0)
+        assert first[1] > 0.0
+        assert second == (Cost(), 0.0)
+        assert third[0] == all_gather_cost(16, 2)
+
+
+def test_every_call_is_passed_on_with_its_result() -> None:
+    def body(comm: LocalComm) -> tuple[int, int, list[float]]:
+        meter, into = MeteredComm(comm), torch.empty(1)
+        mine = torch.tensor([float(comm.rank)])
+        meter.send_recv(mine, 1 - comm.rank, into, 1 - comm.rank)
+        total = meter.all_reduce(mine)
+        gathered, exchanged = meter.all_gather(mine), meter.all_to_all([mine, mine + 10])
+        return meter.rank, meter.size, torch.cat([into, total, *gathered, *exchanged]).tolist()
+
+    assert LocalWorld(2).run(body) == [(0, 2, [1, 1, 0, 1, 0, 1]), (1, 2, [0, 1, 0, 1, 10, 11])]
+
+
+def test_a_call_that_fails_is_not_counted() -> None:
+    meters: list[MeteredComm] = []
+
+    def body(comm: LocalComm) -> None:
+        meters.append(MeteredComm(comm))
+        meters[-1].all_gather(torch.zeros(2), [2, 3])
+
+    with pytest.raises(RuntimeError, match="expected 3"):
+        LocalWorld(2).run(body)
+    assert [meter.sent for meter in meters] == [Cost(), Cost()]

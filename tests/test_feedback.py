@@ -1,0 +1,182 @@
+"""Error feedback: the residual by parameter, across layouts, ranks, files and worlds. Its balance is a law, tests/laws."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import Bucket, SkipReduce, Slot, Span, TopK
+from sparsync.feedback import ErrorFeedback, redistributed, state_from
+
+SIZES = {"a": 3, "b": 0, "c": 1, "d": 5}
+
+
+def bucket(*names: str, key: str = "bucket0", dtype: torch.dtype = torch.float32) -> Bucket:
+    stops = [sum(SIZES[name] for name in names[: i + 1]) for i in range(len(names))]
+    layout = tuple(Slot(name, Span(stop - SIZES[name], stop)) for name, stop in zip(names, stops, strict=True))
+    return Bucket(key, torch.zeros(stops[-1] if stops else 0, dtype=dtype), 0, layout)
+
+
+def values(feedback: ErrorFeedback) -> dict[str, list[float]]:
+    return {name: part.tolist() for name, part in feedback.state_dict().items()}
+
+
+def test_an_unseen_parameter_starts_with_nothing_kept() -> None:
+    residual = ErrorFeedback().residual(bucket("a", "c"), 0)
+    assert residual.tolist() == [0.0] * 4
+
+
+def test_what_is_written_to_the_residual_is_there_the_next_time() -> None:
+    feedback = ErrorFeedback()
+    feedback.residual(bucket("a", "c"), 0).copy_(torch.arange(4.0))
+    assert feedback.residual(bucket("a", "c"), 0).tolist() == [0, 1, 2, 3]
+    assert values(feedback) == {"a": [0, 1, 2], "c": [3]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_the_residual_is_at_least_single_precision(dtype: torch.dtype, kept: torch.dtype) -> None:
+    assert ErrorFeedback().residual(bucket("a", dtype=dtype), 0).dtype == kept
+
+
+orders = st.permutations(list(SIZES)).flatmap(
+    lambda names: st.integers(0, len(names)).map(lambda cut: [part for part in (names[:cut], names[cut:]) if part])
+)
+
+
+@given(st.lists(orders, min_size=1, max_size=8))
+def test_any_sequence_of_layouts_keeps_every_parameters_residual(plan: list[list[list[str]]]) -> None:
+    """Each visit adds one to a parameter; whatever the layouts in between, it finds what it left."""
+    feedback, expected = ErrorFeedback(), dict.fromkeys(SIZES, 0.0)
+    for buckets in plan:
+        for names in buckets:
+            found = bucket(*names)
+            residual = feedback.residual(found, 0)
+            for slot in found.layout:
+                assert slot.span.of(residual).tolist() == [expected[slot.name]] * len(slot.span)
+                expected[slot.name] += 1.0
+            residual += 1.0
+        assert values(feedback) == {name: [expected[name]] * size for name, size in SIZES.items()}
+
+
+def test_a_layout_that_comes_back_does_not_bring_back_its_old_residual() -> None:
+    feedback = ErrorFeedback()
+    feedback.residual(bucket("a", "c"), 0).fill_(1.0)
+    feedback.residual(bucket("c", "d"), 0).fill_(2.0)
+    assert feedback.residual(bucket("a", "c"), 0).tolist() == [1, 1, 1, 2]
+    assert feedback.residual(bucket("d"), 0).tolist() == [2] * 5
+
+
+def test_a_parameter_that_changed_its_size_is_refused() -> None:
+    feedback = ErrorFeedback()
+    feedback.residual(bucket("a"), 0)
+    changed = Bucket("bucket0", torch.zeros(4), 0, (Slot("a", Span(0, 4)),))
+    with pytest.raises(
+        ValueError, match="the residual of 'a' has 3 elements, its gradient 4; load the state of the same model"
+    ):
+        feedback.residual(changed, 0)
+
+
+def test_one_feedback_serves_one_rank() -> None:
+    feedback = ErrorFeedback()
+    feedback.residual(bucket("a"), 2)
+    with pytest.raises(
+        RuntimeError, match="keeps the state of rank 2 and was called by rank 0; make one scheme per rank"
+    ):
+        feedback.residual(bucket("a"), 0)
+    feedback.load_state_dict(feedback.state_dict())
+    feedback.residual(bucket("a"), 0)
+
+
+def test_rescaling_reaches_the_named_parameters_in_the_residual_of_their_bucket() -> None:
+    feedback = ErrorFeedback()
+    residual = feedback.residual(bucket("a", "c", "d"), 0)
+    residual.fill_(8.0)
+    feedback.rescale({"a": 0.5, "c": 1.0, "unknown": 3.0})
+    assert residual.tolist() == [4, 4, 4, 8, 8, 8, 8, 8, 8]
+    assert values(feedback) == {"a": [4, 4, 4], "c": [8], "d": [8] * 5}
+
+
+def test_rescaling_reaches_what_was_loaded_and_not_laid_out_yet() -> None:
+    feedback = ErrorFeedback()
+    feedback.load_state_dict({"a": torch.full((3,), 8.0)})
+    feedback.rescale({"a": 0.25})
+    assert feedback.residual(bucket("c", "a"), 0).tolist() == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.5), lambda: SkipReduce(feedback=True)], ids=["topk", "skip_reduce"])
+def test_a_scheme_rescales_what_it_keeps(make: type) -> None:
+    scheme = make()
+    state = scheme.state_dict() | {"residual": {"a": torch.full((3,), 8.0)}}
+    scheme.load_state_dict(state)
+    scheme.rescale_residual({"a": 0.5})
+    assert scheme.state_dict()["residual"]["a"].tolist() == [4, 4, 4]
+
+
+def test_a_saved_state_is_a_copy_and_so_is_a_loaded_one() -> None:
+    feedback = ErrorFeedback()
+    residual = feedback.residual(bucket("a"), 0)
+    saved = feedback.state_dict()
+    residual.fill_(1.0)
+    assert saved["a"].tolist() == [0, 0, 0]
+    other = ErrorFeedback()
+    other.load_state_dict(saved)
+    saved["a"].fill_(5.0)
+    other.residual(bucket("a"), 0).add_(2.0)
+    assert values(other) == {"a": [2, 2, 2]}
+    assert saved["a"].tolist() == [5, 5, 5]
+
+
+def test_loading_replaces_what_was_kept() -> None:
+    feedback = ErrorFeedback()
+    feedback.residual(bucket("a", "c"), 0).fill_(9.0)
+    feedback.load_state_dict({"a": torch.ones(3)})
+    assert feedback.residual(bucket("a", "c"), 0).tolist() == [1, 1, 1, 0]
+
+
+def total(states: list[dict[str, Tensor]], name: str) -> Tensor:
+    there = [state[name] for state in states if name in state]
+    return torch.stack(there).sum(dim=0)
+
+
+@given(old=st.integers(1, 9), new=st.integers(1, 9))
+def test_redistribution_keeps_every_parameters_sum(old: int, new: int) -> None:
+    states = [{"a": torch.arange(3.0) + 10 * rank, "c": torch.full((1,), float(2**rank))} for rank in range(old)]
+    before = [{name: part.clone() for name, part in state.items()} for state in states]
+    dealt = redistributed(states, new)
+    assert len(dealt) == new
+    for name in ("a", "c"):
+        assert torch.equal(total(dealt, name), total(states, name))
+    for rank, state in enumerate(dealt):
+        assert list(state) == (["a", "c"] if rank < old else [])
+        for part in state.values():
+            part.fill_(-1.0)
+    assert all(torch.equal(a["a"], b["a"]) and torch.equal(a["c"], b["c"]) for a, b in zip(states, before, strict=True))
+
+
+def test_redistribution_joins_parameters_that_not_every_rank_has() -> None:
+    states = [{"a": torch.ones(2)}, {"b": torch.ones(1)}, {"a": torch.ones(2), "b": torch.ones(1)}]
+    assert {name: part.tolist() for name, part in redistributed(states, 1)[0].items()} == {"a": [2, 2], "b": [2]}
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_world_without_ranks_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"a world has at least 1 rank, got {size}"):
+        redistributed([{}], size)
+
+
+def test_a_state_that_lacks_something_says_what() -> None:
+    assert state_from({"residual": 1, "more": 2}, "residual", "TopK") == 1
+    with pytest.raises(
+        ValueError, match=r"the state of TopK needs 'residual', this one has \['protected', 'shift'\]; load what"
+    ):
+        state_from({"shift": 1, "protected": 2}, "residual", "TopK")

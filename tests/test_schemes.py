@@ -1,0 +1,381 @@
+"""Schemes one by one: their settings, what they refuse and how they say it, and what only they do. Laws are in tests/laws."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from laws.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
+from sparsync import Bucket, Dense, LocalWorld, RandomPruning, SkipReduce, TopK, schemes
+from sparsync.protocols import Scheme
+from sparsync.schemes.base import Stateless
+from sparsync.selection.parameters import matches
+
+# ---- the registry
+
+
+def test_every_name_makes_a_scheme_that_reduces() -> None:
+    assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning", "random_pruning"} <= set(schemes.names())
+    for name in schemes.names():
+        for variant in (name, f"{name}.published"):
+            step = run([schemes.get(variant) for _ in range(2)], reals(2, COUNT, 1))[0]
+            assert same_bits(step.written[0], step.written[1])
+
+
+def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
+    for name in schemes.names():
+        assert schemes.describe(name)
+        assert "\n" not in schemes.describe(name)
+    assert schemes.settings("topk") == {"density": 0.01}
+    assert "mode" in schemes.settings("skip_reduce")
+    assert "mode" not in schemes.settings("skip_reduce.published")
+
+
+def test_settings_reach_the_scheme() -> None:
+    assert schemes.get("topk", density=0.25) == TopK(0.25)
+    assert schemes.get("skip_reduce", skip=3, form="direct") == SkipReduce(skip=3, form="direct")
+    assert schemes.get("skip_reduce.published", skip=0.25) == SkipReduce.published(skip=0.25)
+    assert schemes.get("ring_pruning", skip=1) == SkipReduce.ring_pruning(1)
+    assert schemes.get("bf16", form="ring") == Dense.bf16("ring")
+
+
+@pytest.mark.parametrize("name", ["topkk", "top_k", "Topk"])
+def test_an_unknown_scheme_is_told_its_nearest_name(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"unknown scheme '{name}'; there are dense, bf16, topk, .*; did you mean 'topk'\?"
+    ):
+        schemes.get(name)
+    with pytest.raises(ValueError, match="unknown scheme"):
+        schemes.describe(name)
+
+
+def test_a_name_like_no_other_is_told_what_there_is() -> None:
+    with pytest.raises(ValueError, match="unknown scheme 'zzz'; there are dense, ") as caught:
+        schemes.get("zzz")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "told"),
+    [
+        ("topk", {"densty": 0.1}, r"scheme 'topk' has no setting 'densty'; it has density; did you mean 'density'\?"),
+        ("skip_reduce", {"skips": 1}, r"scheme 'skip_reduce' has no setting 'skips'; .*; did you mean 'skip'\?"),
+        (
+            "skip_reduce.published",
+            {"mode": "naive"},
+            r"scheme 'skip_reduce.published' has no setting 'mode'; it has skip, ",
+        ),
+        ("ring_pruning", {"seed": 1}, r"scheme 'ring_pruning' has no setting 'seed'; it has skip"),
+        ("bf16", {"wire": "float16"}, r"scheme 'bf16' has no setting 'wire'; it has form"),
+        ("topk", {"_feedback": None}, r"scheme 'topk' has no setting '_feedback'; it has density"),
+    ],
+)
+def test_an_unknown_setting_is_told_the_nearest_one(name: str, setting: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        schemes.get(name, **setting)
+
+
+def test_an_unknown_variant_is_told_the_known_one() -> None:
+    with pytest.raises(ValueError, match=r"settings 'topk' and 'topk.published', got 'topk.publish'"):
+        schemes.get("topk.publish")
+
+
+# ---- what a constructor refuses
+
+
+REFUSED: list[tuple[type, dict[str, Any], str]] = [
+    (TopK, {"density": 0.0}, r"density must be in \(0, 1\], the share of elements to send, got 0.0"),
+    (TopK, {"density": 1.5}, r"density must be in \(0, 1\], the share of elements to send, got 1.5"),
+    (Dense, {"wire": "float8"}, "wire must be one of gradient, float32, bfloat16, float16, got 'float8'"),
+    (Dense, {"form": "tree"}, "form must be one of native, ring, got 'tree'"),
+    (SkipReduce, {"skip": -1}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got -1"),
+    (SkipReduce, {"skip": 1.0}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got 1.0"),
+    (SkipReduce, {"skip": -0.1}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got -0.1"),
+    (SkipReduce, {"skip": math.nan}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got nan"),
+    (SkipReduce, {"skip": True}, r"skip must be a count in \[0, P-1\] or a share in \[0, 1\), got True"),
+    (SkipReduce, {"mode": "rand"}, "mode must be one of random, naive, got 'rand'"),
+    (SkipReduce, {"form": "tree"}, "form must be one of ring, direct, got 'tree'"),
+    (SkipReduce, {"divide_by": "P"}, "divide_by must be one of contributors, ranks, got 'P'"),
+    (
+        SkipReduce,
+        {"protect": "*.bias"},
+        r"protect takes a list of parameter names or patterns, or \"auto\", got '\*.bias'",
+    ),
+    (SkipReduce, {"node_size": 0}, "node_size must be at least 1 rank, got 0"),
+    (SkipReduce, {"protect_share": 1.1}, r"protect_share must be in \[0, 1\], got 1.1"),
+    (SkipReduce, {"observe_steps": 0}, "observe_steps must be at least 1, got 0"),
+    (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
+    (RandomPruning, {"drop": 1.0}, r"drop must be in \[0, 1\), the share of ranks each element loses, got 1.0"),
+    (RandomPruning, {"mode": "both"}, "mode must be one of complementary, independent, got 'both'"),
+    (RandomPruning, {"divide_by": "P"}, "divide_by must be one of contributors, ranks, got 'P'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "told"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in REFUSED]
+)
+def test_a_bad_setting_names_the_value_and_what_is_allowed(make: type, config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make(**config)
+
+
+# ---- what a world refuses
+
+
+@pytest.mark.parametrize(("skip", "P"), [(4, 4), (7, 4), (2, 2)])
+def test_more_skips_than_the_world_allows_are_refused_when_it_is_known(skip: int, P: int) -> None:
+    with pytest.raises(ValueError, match=rf"skip must be in \[0, {P - 1}\] for {P} ranks, got {skip}"):
+        run([SkipReduce(skip)] * P, reals(P, COUNT, 1))
+
+
+def test_more_skips_than_nodes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"skip must be in \[0, 1\] for 2 nodes, got 2"):
+        run([SkipReduce(2, node_size=2)] * 4, reals(4, COUNT, 1))
+
+
+def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
+    with pytest.raises(ValueError, match="node_size must divide the 4 ranks, got 3"):
+        run([SkipReduce(1, node_size=3)] * 4, reals(4, COUNT, 1))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [TopK(0.1), SkipReduce(feedback=True), SkipReduce(protect="auto"), SkipReduce(feedback=True, protect="auto")],
+    ids=["topk", "feedback", "auto", "feedback-auto"],
+)
+def test_one_stateful_scheme_cannot_serve_two_ranks(scheme: Scheme) -> None:
+    with pytest.raises(
+        RuntimeError, match="keeps the state of rank 0 and was called by rank 1; make one scheme per rank"
+    ):
+        run([scheme] * 2, reals(2, COUNT, 1))
+
+
+@pytest.mark.parametrize(
+    "scheme", [TopK(0.1), SkipReduce(), SkipReduce(feedback=True)], ids=["topk", "skip", "feedback"]
+)
+def test_a_state_of_something_else_is_refused(scheme: Scheme) -> None:
+    with pytest.raises(
+        ValueError, match=r"the state of \w+ needs '\w+', this one has \['steps'\]; load what its state_dict"
+    ):
+        scheme.load_state_dict({"steps": 1})
+
+
+@pytest.mark.parametrize("scheme", [Dense(), RandomPruning()], ids=["dense", "random_pruning"])
+def test_a_scheme_without_state_refuses_one(scheme: Stateless) -> None:
+    scheme.load_state_dict({})
+    with pytest.raises(
+        ValueError, match=r"\w+ keeps no state, this one has \['residual'\]; load it into the scheme it is of"
+    ):
+        scheme.load_state_dict({"residual": {}})
+
+
+# ---- SkipReduce
+
+
+def test_published_settings_are_the_authors() -> None:
+    assert SkipReduce.published() == SkipReduce(skip=0.5, mode="random", divide_by="ranks", form="ring")
+    assert SkipReduce.ring_pruning(3) == SkipReduce(skip=3, mode="naive", divide_by="ranks", form="ring")
+    assert TopK.published(0.1) == TopK(0.1)
+    assert Dense.published() == Dense()
+    assert RandomPruning.published(0.25) == RandomPruning(0.25, "complementary", "ranks")
+
+
+@pytest.mark.parametrize(("share", "P", "skip"), [(0.5, 2, 1), (0.5, 5, 2), (0.25, 8, 2), (0.25, 3, 0), (0.99, 4, 3)])
+def test_a_share_of_ranks_is_the_count_it_rounds_down_to(share: float, P: int, skip: int) -> None:
+    by_share = run([SkipReduce(share)] * P, reals(P, COUNT, 2))
+    by_count = run([SkipReduce(skip)] * P, reals(P, COUNT, 2))
+    for a, b in zip(by_share, by_count, strict=True):
+        assert same_bits(a.written[0], b.written[0])
+        assert a.reports == b.reports
+        assert a.reports[0].details["skip"] == skip
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_divisor_is_the_contributors_unless_what_was_left_out_still_comes(feedback: bool) -> None:
+    P, grads = 4, marks(4, COUNT, 2, 24)
+    plain = run([SkipReduce(feedback=feedback) for _ in range(P)], grads)
+    named = [SkipReduce(feedback=feedback, divide_by="ranks" if feedback else "contributors") for _ in range(P)]
+    for a, b in zip(plain, run(named, grads), strict=True):
+        assert same_bits(a.written[0], b.written[0])
+
+
+def test_the_naive_mode_leaves_out_the_same_every_time_and_the_random_one_does_not() -> None:
+    P, steps = 4, marks(4, COUNT, 4, 24)
+    naive = [step.written[0].tolist() for step in run([SkipReduce(2, "naive")] * P, steps)]
+    assert naive[0] == naive[1] == naive[2] == naive[3]
+    random = [step.written[0].tolist() for step in run([SkipReduce(2)] * P, steps)]
+    assert all(random[i] != random[j] for i in range(4) for j in range(i))
+
+
+def test_the_report_tells_skip_and_shift() -> None:
+    P = 5
+    steps = run([SkipReduce(2)] * P, reals(P, COUNT, P))
+    assert all(report.details["skip"] == 2 for step in steps for report in step.reports)
+    assert sorted(step.reports[0].details["shift"] for step in steps) == list(range(P))
+    assert all(len({report.details["shift"] for report in step.reports}) == 1 for step in steps)
+
+
+def test_poison_of_a_contribution_that_is_left_out_does_not_show() -> None:
+    """With P - 1 ranks left out, a slice is one rank's; NaN of rank 0 shows there only."""
+    P, n = 4, 8
+    grads = [[torch.full((n,), math.nan if rank == 0 else 1.0) for rank in range(P)]]
+    step = run([SkipReduce(P - 1, "naive")] * P, grads)[0]
+    assert int(step.written[0].isnan().sum()) == n // P
+    assert int((step.written[0] == 1.0).sum()) == n - n // P
+
+
+@pytest.mark.parametrize("form", ["ring", "direct"])
+@pytest.mark.parametrize("protect", [(), ("*.bias",)], ids=["all", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_a_narrow_type_rounds_away_stays_in_the_residual(
+    form: Any, protect: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """Residuals are multiples of 2^-10, more bits than the type has; each sum is of one rank, or of one and zero, so no sum rounds."""
+    P = 2
+    schemes = [SkipReduce(1, form=form, feedback=True, protect=protect) for _ in range(P)]
+    source = torch.Generator().manual_seed(0)
+    for scheme in schemes:
+        fine = {
+            slot.name: torch.randint(-5000, 5000, (len(slot.span),), generator=source) / 1024 for slot in layout(COUNT)
+        }
+        if scheme is schemes[1]:
+            fine |= {name: torch.zeros_like(part) for name, part in fine.items() if matches(name, protect)}
+        scheme.load_state_dict(scheme.state_dict() | {"residual": fine})
+    for number in range(4):
+        before = sum_of_residuals(schemes)
+        grads = [torch.randint(-128, 128, (COUNT,), generator=source).to(dtype) for _ in range(P)]
+        for slot in layout(COUNT):
+            if matches(slot.name, protect):
+                slot.span.of(grads[1]).zero_()
+        step = run(schemes, [grads], first_step=number)[0]
+        assert_mass([step], before)
+        assert any((residual * 1024 % 1024).any() for residual in step.residuals)
+
+
+def sum_of_residuals(schemes: list[SkipReduce]) -> torch.Tensor:
+    kept = [scheme.state_dict()["residual"] for scheme in schemes]
+    return torch.stack([torch.cat([one[slot.name] for slot in layout(COUNT)]).double() for one in kept]).sum(dim=0)
+
+
+def test_one_rank_delivers_what_a_larger_world_kept_back() -> None:
+    scheme = SkipReduce(feedback=True)
+    scheme.load_state_dict(
+        scheme.state_dict() | {"residual": {slot.name: torch.full((len(slot.span),), 2.0) for slot in layout(COUNT)}}
+    )
+    step = run([scheme], [[torch.ones(COUNT)]])[0]
+    assert torch.equal(step.written[0], torch.full((COUNT,), 3.0))
+    assert not step.residuals[0].any()
+
+
+# ---- TopK
+
+
+def test_ties_at_the_threshold_are_sent_in_order_of_position() -> None:
+    n = 10
+    grad = torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0, 0.0, -1.0, 1.0, -2.0, 1.0])
+    step = run([TopK(0.5)], [[grad]])[0]
+    assert step.written[0].nonzero().view(-1).tolist() == [0, 1, 2, 3, 8]
+    assert torch.equal(step.written[0] + step.residuals[0], grad)
+    assert step.reports[0].selected == step.reports[0].union == n // 2
+
+
+def test_what_was_kept_back_counts_in_the_next_selection() -> None:
+    """Element 1 is small each time, but comes once what it kept exceeds the others."""
+    grads = [[torch.tensor([3.0, 2.0, 0.0])]] * 3
+    written = [step.written[0].tolist() for step in run([TopK(0.34)], grads)]
+    assert written == [[3.0, 0.0, 0.0], [0.0, 4.0, 0.0], [6.0, 0.0, 0.0]]
+
+
+def test_the_union_counts_each_position_once() -> None:
+    grads = [[torch.tensor([9.0, 8.0, 0.0, 0.0]), torch.tensor([9.0, 0.0, 0.0, 8.0])]]
+    step = run([TopK(0.5) for _ in range(2)], grads)[0]
+    assert step.written[0].tolist() == [9.0, 4.0, 0.0, 4.0]
+    assert {(report.selected, report.union) for report in step.reports} == {(2, 3)}
+    assert step.reports[0].density == 0.75
+
+
+def test_a_mean_that_overflows_the_gradients_type_leaves_the_residual_as_it_was() -> None:
+    """Two finite float16 gradients with a residual each: the step is one a loss scaler skips, so nothing may be spent."""
+    big = torch.full((COUNT,), 60000.0, dtype=torch.float16)
+    schemes = [TopK(0.5) for _ in range(2)]
+    first, second = run(schemes, [[big, big], [big, big]])
+    assert first.written[0].isfinite().all()
+    assert not second.written[0].isfinite().all()
+    for before, after in zip(first.residuals, second.residuals, strict=True):
+        assert torch.equal(before, after)
+
+
+# ---- Dense
+
+
+@pytest.mark.parametrize("wire", ["gradient", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["native", "ring"])
+def test_dense_writes_the_mean_in_the_gradients_type(wire: Any, form: Any) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        step = run([Dense(wire, form)] * 4, integers(4, COUNT, 1, dtype=dtype))[0]
+        assert step.written[0].dtype == dtype
+        assert torch.equal(step.written[0].double(), torch.stack(step.grads).double().mean(dim=0))
+
+
+def test_a_wider_wire_saves_a_narrow_gradient_from_overflow() -> None:
+    """Three times 40000 is more than float16 holds, their mean is not."""
+    grads = [[torch.full((COUNT,), 40000.0, dtype=torch.float16)] * 3]
+    assert not run([Dense()] * 3, grads)[0].written[0].isfinite().any()
+    assert torch.equal(run([Dense("float32")] * 3, grads)[0].written[0], grads[0][0])
+
+
+def test_names_tell_the_wire_type() -> None:
+    assert [Dense(wire).name for wire in ("gradient", "float32", "bfloat16", "float16")] == [
+        "dense",
+        "dense_float32",
+        "bf16",
+        "dense_float16",
+    ]
+
+
+# ---- RandomPruning
+
+
+@pytest.mark.parametrize(("drop", "P", "lost"), [(0.5, 4, 2), (0.25, 8, 2), (0.375, 8, 3), (0.75, 4, 3), (0.0, 5, 0)])
+def test_complementary_masks_drop_exactly_their_share_of_ranks(drop: float, P: int, lost: int) -> None:
+    for step in run([RandomPruning(drop, divide_by="ranks")] * P, marks(P, COUNT, 3, 24)):
+        total = (step.written[0] * P).long()
+        there = torch.stack([(total & 2**rank) > 0 for rank in range(P)])
+        assert set(there.sum(dim=0).tolist()) == {P - lost}
+        assert lost == 0 or len({tuple(column) for column in there.T.tolist()}) > 1
+
+
+def test_an_element_that_lost_all_ranks_is_zero() -> None:
+    step = run([RandomPruning(0.9, "independent")] * 2, [[torch.ones(1000)] * 2])[0]
+    assert set(step.written[0].tolist()) == {0.0, 1.0}
+    assert step.reports[0].union == int(step.written[0].sum())
+
+
+def test_independent_masks_drop_their_share_on_average() -> None:
+    """Of 40 000 draws at one half, 4 standard deviations are 400."""
+    P, n = 4, 10_000
+    step = run([RandomPruning(0.5, "independent")] * P, [[torch.ones(n)] * P])[0]
+    assert abs(sum(report.selected for report in step.reports) - P * n / 2) < 400
+
+
+def test_pruning_saves_no_traffic() -> None:
+    P = 4
+    pruned, dense = (run([scheme] * P, reals(P, COUNT, 1))[0].counted for scheme in (RandomPruning(0.75), Dense()))
+    assert pruned == dense
+
+
+def test_a_scheme_reduces_the_tensor_it_was_given() -> None:
+    """In place: DistributedDataParallel reads its own buffer."""
+
+    def body(comm: Any) -> list[bool]:  # Any: a LocalComm
+        unchanged = []
+        for name in schemes.names():
+            grad = torch.randn(COUNT, generator=torch.Generator().manual_seed(comm.rank))
+            bucket = Bucket("b", grad, 0)
+            before = grad.data_ptr()
+            schemes.get(name).reduce(bucket, comm)
+            unchanged.append(bucket.grad is grad and grad.data_ptr() == before)
+        return unchanged
+
+    assert all(all(one) for one in LocalWorld(2).run(body))

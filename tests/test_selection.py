@@ -1,0 +1,242 @@
+"""Selection: exact top-k against a plain sorted definition, shares of elements, name patterns, and parts of a vector."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import Slot, Span
+from sparsync.kernels import reference
+from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
+from sparsync.selection.topk import SAMPLE, check_density, count_for, select_top
+
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
+# Few different values, so that ties are everywhere, among them the ones that compare strangely; or any at all.
+values = st.lists(st.sampled_from(SPECIAL), max_size=24) | st.lists(st.floats(width=32), max_size=24)
+
+
+def sorted_top(x: Tensor, k: int) -> list[int]:
+    """The definition: by falling magnitude, NaN as the largest, equals by position; the first k, in order of position."""
+
+    def magnitude(position: int) -> float:
+        value = abs(float(x[position]))
+        return math.inf if math.isnan(value) else value
+
+    return sorted(sorted(range(x.numel()), key=lambda position: (-magnitude(position), position))[:k])
+
+
+def bits(x: Tensor) -> list[int]:
+    return x.contiguous().view(torch.uint8).tolist()
+
+
+@given(values=values, data=st.data(), dtype=st.sampled_from(TYPES))
+def test_top_k_is_the_sorted_definition(values: list[float], data: st.DataObject, dtype: torch.dtype) -> None:
+    x = torch.tensor(values, dtype=torch.float64).to(dtype)
+    before, k = bits(x), data.draw(st.integers(0, x.numel()))
+    top = reference.top_k(x, k)
+    assert top.index.tolist() == sorted_top(x, k)
+    assert top.index.dtype == torch.int32
+    assert bits(top.value) == bits(x[top.index.long()])
+    assert top.length == x.numel()
+    assert bits(x) == before
+
+
+@given(values=st.lists(st.sampled_from([abs(v) for v in SPECIAL if not math.isnan(v)]), max_size=24), data=st.data())
+def test_largest_is_top_k_of_magnitudes(values: list[float], data: st.DataObject) -> None:
+    magnitude = torch.tensor(values, dtype=torch.float32)
+    k = data.draw(st.integers(0, magnitude.numel()))
+    assert reference.largest(magnitude, k).tolist() == sorted_top(magnitude, k)
+
+
+@pytest.mark.parametrize("select", [reference.top_k, reference.largest])
+@pytest.mark.parametrize("k", [-1, 4])
+def test_top_k_refuses_more_than_there_are(select: Callable[[Tensor, int], object], k: int) -> None:
+    with pytest.raises(ValueError, match=rf"k must be in \[0, 3\] for 3 elements, got {k}"):
+        select(torch.zeros(3), k)
+
+
+def test_among_equals_the_first_are_taken() -> None:
+    x = torch.tensor([1.0, -2.0, 2.0, 2.0, -2.0, 3.0])
+    assert reference.top_k(x, 3).index.tolist() == [1, 2, 5]
+    assert reference.top_k(torch.zeros(5), 2).index.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_element_is_always_selected(poison: float) -> None:
+    x = torch.arange(10.0)
+    x[2] = poison
+    assert reference.top_k(x, 1).index.tolist() == [2]
+
+
+LONG = 4 * SAMPLE + 1001  # long enough for the search among candidates
+
+
+def long_vectors() -> dict[str, Tensor]:
+    """Vectors on which a sample tells much, little, or something wrong."""
+    source = torch.Generator().manual_seed(0)
+    normal = torch.randn(LONG, generator=source)
+    stride = LONG // SAMPLE | 1
+    on_sample, off_sample = torch.full((LONG,), 0.5), torch.full((LONG,), 0.5)
+    on_sample[::stride] = 2.0 + torch.rand(len(on_sample[::stride]), generator=source)
+    off_sample[1::stride] = 2.0 + torch.rand(len(off_sample[1::stride]), generator=source)
+    poisoned = normal.clone()
+    poisoned[torch.tensor([5, 600, 70_000 % LONG])] = torch.tensor([math.nan, math.inf, -math.inf])
+    sparse = torch.zeros(LONG)
+    sparse[torch.randperm(LONG, generator=source)[:50]] = torch.randn(50, generator=source)
+    return {
+        "normal": normal,
+        "heavy-tailed": normal**9,
+        "few-values": (3 * normal).round(),
+        "zeros": torch.zeros(LONG),
+        "nearly-all-zeros": sparse,
+        "largest-on-the-sample": on_sample,
+        "largest-off-the-sample": off_sample,
+        "ramp": torch.arange(LONG, dtype=torch.float32),
+        "poisoned": poisoned,
+        "nan": torch.full((LONG,), math.nan),
+    }
+
+
+@pytest.mark.parametrize("kind", long_vectors())
+def test_select_top_of_a_long_vector_is_top_k(kind: str) -> None:
+    x = long_vectors()[kind]
+    for density in (1e-5, 0.001, 0.01, 0.3, 1.0):
+        chosen, expected = select_top(x, density), reference.top_k(x, count_for(density, LONG))
+        assert torch.equal(chosen.index, expected.index)
+        assert bits(chosen.value) == bits(expected.value)
+        assert chosen.length == LONG
+
+
+@pytest.mark.parametrize(
+    ("density", "n", "k"),
+    [
+        (0.01, 0, 0),
+        (0.01, 1, 1),
+        (0.01, 99, 1),
+        (0.01, 100, 1),
+        (0.01, 250, 2),
+        (0.1, 10, 1),
+        (0.29, 100, 29),
+        (1.0, 7, 7),
+    ],
+)
+def test_a_share_of_elements_is_rounded_down_but_at_least_one(density: float, n: int, k: int) -> None:
+    assert count_for(density, n) == k
+    assert select_top(torch.ones(n), density).index.tolist() == list(range(k))
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.0001, math.nan, math.inf])
+def test_a_density_outside_0_to_1_is_refused(density: float) -> None:
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\], the share of elements to send, got"):
+        check_density(density)
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "matched"),
+    [
+        ("layer.bias", ("layer.bias",), True),
+        ("layer.bias", ("*.bias",), True),
+        ("layer.bias", ("layer.*",), True),
+        ("layer.bias", ("other", "*.bias"), True),
+        ("layer.bias", ("bias",), False),
+        ("layer.bias", ("Layer.bias",), False),
+        ("layer.bias", (), False),
+        ("blocks[0].weight", ("blocks[0].weight",), True),
+        ("blocks0.weight", ("blocks[0].weight",), True),
+        ("blocks[0].weight", ("blocks[[]0].*",), True),
+    ],
+)
+def test_a_name_matches_itself_and_shell_patterns(name: str, patterns: tuple[str, ...], matched: bool) -> None:
+    assert matches(name, patterns) is matched
+
+
+def slots(*lengths: int) -> tuple[Slot, ...]:
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return tuple(
+        Slot(f"p{i}", Span(stop - length, stop)) for i, (stop, length) in enumerate(zip(stops, lengths, strict=True))
+    )
+
+
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=8), data=st.data())
+def test_a_part_is_taken_and_put_back_without_touching_the_rest(lengths: list[int], data: st.DataObject) -> None:
+    chosen = [slot for slot in slots(*lengths) if data.draw(st.booleans())]
+    part = Part.of_slots(chosen)
+    x = torch.arange(float(sum(lengths)))
+    positions = [position for slot in chosen for position in range(slot.span.start, slot.span.stop)]
+    assert len(part) == len(positions)
+    assert part.take(x).tolist() == positions
+    part.put_(x, part.take(x) + 1000)
+    assert x.tolist() == [i + 1000 if i in positions else i for i in range(len(x))]
+    changed = part.take(x)
+    changed -= 1000
+    part.put_(x, changed)
+    assert x.tolist() == list(range(len(x)))
+
+
+def test_neighbouring_slots_are_one_span_and_a_view() -> None:
+    first, second, third = slots(2, 3, 1)
+    part = Part.of_slots([first, second])
+    x = torch.zeros(6)
+    part.take(x).fill_(1.0)
+    assert part.spans == (Span(0, 5),)
+    assert x.tolist() == [1, 1, 1, 1, 1, 0]
+    assert Part.of_slots([first, third]).spans == (first.span, third.span)
+
+
+def test_square_norms_are_exact_in_double_precision() -> None:
+    grad = torch.tensor([3.0, 4.0, 2.0**70, 2.0**-70])
+    norms = square_norms(slots(2, 0, 1, 1), grad)
+    assert norms.dtype == torch.float64
+    assert norms.tolist() == [25.0, 0.0, 2.0**140, 2.0**-140]
+
+
+def observed(*grads_of_ranks: list[Tensor], lengths: tuple[int, ...]) -> Disagreement:
+    """What was seen after some steps, each the gradients of all ranks."""
+    found, layout = Disagreement(), slots(*lengths)
+    for grads in grads_of_ranks:
+        squares = torch.stack([square_norms(layout, grad) for grad in grads]).mean(dim=0)
+        found.observe(layout, squares, torch.stack(grads).mean(dim=0))
+    return found
+
+
+def test_disagreement_is_the_variance_over_ranks_per_element() -> None:
+    """Two ranks with 0 and 2: variance 1 in each element, whatever they agree on; 0 and 4: variance 4."""
+    grads = [torch.tensor([5.0, 5.0, 0.0, 0.0, 0.0]), torch.tensor([5.0, 5.0, 2.0, 2.0, 4.0])]
+    assert observed(grads, lengths=(2, 2, 1)).variance == {"p0": 0.0, "p1": 1.0, "p2": 4.0}
+    assert observed(grads, grads, lengths=(2, 2, 1)).variance == {"p0": 0.0, "p1": 2.0, "p2": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("share", "chosen"),
+    [(0.0, ()), (0.19, ()), (0.25, ("p2",)), (0.6, ("p1", "p2")), (1.0, ("p0", "p1", "p2"))],
+)
+def test_most_takes_the_largest_variances_that_fit_the_share(share: float, chosen: tuple[str, ...]) -> None:
+    grads = [torch.tensor([5.0, 5.0, 0.0, 0.0, 0.0]), torch.tensor([5.0, 5.0, 2.0, 2.0, 4.0])]
+    assert observed(grads, lengths=(2, 2, 1)).most(share) == chosen
+
+
+def test_what_was_observed_less_often_is_compared_per_step() -> None:
+    found = observed([torch.zeros(2), torch.tensor([2.0, 0.0])], lengths=(1, 1))
+    found.observe(slots(1), torch.tensor([0.0], dtype=torch.float64), torch.zeros(1))
+    found.observe((Slot("q", Span(0, 1)),), torch.tensor([0.75], dtype=torch.float64), torch.zeros(1))
+    assert found.steps == {"p0": 2, "p1": 1, "q": 1}
+    assert found.most(0.34) == ("q",)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_poisoned_observation_does_not_decide(poison: float) -> None:
+    found = observed([torch.tensor([poison, 0.0]), torch.tensor([0.0, 2.0])], lengths=(1, 1))
+    assert all(math.isfinite(value) for value in found.variance.values())
+    assert found.most(0.5) == ("p1",)
+
+
+def test_observations_survive_saving() -> None:
+    found = observed([torch.zeros(3), torch.ones(3)], lengths=(1, 2))
+    again = Disagreement()
+    again.load_state_dict(found.state_dict())
+    assert again == found
