@@ -8,7 +8,8 @@ READY  := $(VENV)/.ready
 
 setup: $(READY)
 
-# torch comes first and pinned: a bare "torch" may bring another version and gigabytes of CUDA packages.
+# torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
+# and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"

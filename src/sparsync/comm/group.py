@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,9 +205,7 @@ class GroupComm:
             raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use renewed()")
         return self.group
 
-    def _failure(
-        self, name: str, doing: str, error: Any
-    ) -> RuntimeError:  # Any: gloo and NCCL raise their own subclasses
+    def _failure(self, name: str, doing: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}")
 
 

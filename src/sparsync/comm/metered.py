@@ -1,7 +1,7 @@
 """Counting as a wrapper: what each operation of a communicator puts on the wire, in closed form and as counted.
 
-The four closed forms are exact for LocalWorld and for gloo (whose all_reduce and all_gather are rings). NCCL may choose other
-algorithms of the same volume per rank but other message counts.
+Messages are counted as they pass. The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
+algorithm, of the same volume per rank but other message counts. What really left a machine is what its network interface counts.
 """
 
 import time
@@ -22,7 +22,7 @@ def send_cost(nbytes: int) -> Cost:
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """A ring that forwards: `nbytes` of every rank pass every rank but one."""
+    """One message of `nbytes` to each other rank."""
     if P == 1:
         return Cost()
     gathered = Cost(P - 1, P - 1 if nbytes else 0, (P - 1) * nbytes)

@@ -32,6 +32,7 @@ class Handle:
         self.scheme = scheme
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._rates = _Rates(optimizer, self._names) if optimizer is not None else None
+        self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._dispatcher = Dispatcher(scheme, comm, self._reports.append)
@@ -49,10 +50,20 @@ class Handle:
         """This rank's state; call it between steps."""
         self._dispatcher.flush()
         rates = dict(self._rates.applied) if self._rates else {}
-        return {"step": self._step, "rates": rates, "scheme": self.scheme.state_dict()}
+        return {**self._place, "step": self._step, "rates": rates, "scheme": self.scheme.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on this rank."""
+        """Continues from what `state_dict` returned on this rank; call it on all ranks, with states of the same step.
+
+        Raises ValueError for another rank's state, whose residual would count twice, or for that of a world of another size.
+        """
+        place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
+        if place != self._place:
+            raise ValueError(
+                f"this is the state of rank {place['rank']} of {place['ranks']}, and this is rank {self._place['rank']} of "
+                f"{self._place['ranks']}; load each rank's own. For another number of ranks, deal the residuals of all old ranks out "
+                "with sparsync.feedback.redistributed"
+            )
         step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
         self._dispatcher.flush()
         self.scheme.load_state_dict(scheme)
@@ -126,7 +137,9 @@ def attach(
     Collective over the ranks of the model's process group: call it on all of them, each with a scheme of its own, set alike. Buckets are
     reduced in order by one thread on a private process group while the backward pass goes on. With `optimizer`, residuals follow its
     learning rate: what was learnt at one rate is applied at that rate. After `timeout_s` seconds without an answer a rank gives up.
-    When a step fails, on whatever rank, its backward pass raises on all ranks; the next one is a fresh start. A parameter that no rank
+    When a step fails, on whatever rank, its backward pass raises on all ranks; where all fail in the same
+    step the next one starts afresh, without what the failed step had taken from residuals. Under `join()` a rank that has run out of data
+    still sends its residual, and the mean still divides by all ranks. Loss scalers: see docs/schemes.md. A parameter that no rank
     used in a step (find_unused_parameters=True) keeps its gradient as it was: what the scheme sent for it from its residual is lost.
     Raises TypeError for anything but a DistributedDataParallel model and a scheme, ValueError for a model with sparse gradients, and
     RuntimeError when the model has a hook already, or when the ranks come with different schemes.

@@ -52,9 +52,8 @@ class Dispatcher:
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._failure: tuple[int, str] | None = (
-            None  # step and cause. No exception: its traceback would keep the connections open
-        )
+        # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
+        self._failure: tuple[int, str] | None = None
 
     def submit(self, bucket: Bucket, prepare: Callable[[], None] | None = None) -> Future:
         """A future that becomes `bucket.grad` once it is reduced, after `prepare` has run on the dispatcher's thread.
@@ -128,9 +127,7 @@ class Dispatcher:
             if self._failure is not None:
                 self._reconnect(bucket.step)
             self._on_report(self._reported(bucket))
-        except (
-            BaseException
-        ) as error:  # whatever is raised here becomes the error of this step, on the thread that waits for it
+        except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
             cause = f"{type(error).__name__}: {error}"
             job.error.append(f"{self._scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")
         if job.error:

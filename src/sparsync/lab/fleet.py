@@ -63,12 +63,15 @@ class Fleet:
         try:
             return self._inbox.get(timeout=self.silence_s)
         except queue.Empty:
-            raise RankFailedError(f"no rank has said anything for {self.silence_s:g} s; they hang") from None
+            raise RankFailedError(
+                f"no rank has said anything for {self.silence_s:g} s; they hang, or steps are longer: raise --timeout"
+            ) from None
 
     def _listen(self, worker: _Worker) -> None:
         assert worker.process.stdout is not None
         for line in worker.process.stdout:
-            self._inbox.put((worker, json.loads(line)))
+            if line.endswith("\n"):  # a rank that is killed may leave half a line
+                self._inbox.put((worker, json.loads(line)))
         self._inbox.put((worker, None))
 
     def _fail(self) -> None:

@@ -88,12 +88,16 @@ def _parse_scheme(text: str, density: float, skip: int | float | None) -> Scheme
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"a setting of a scheme is written key=value, got {setting!r} in {text!r}")
-        config[key] = _value(value)
+        parsed = _value(value)
+        config[key] = [parsed] if key == "protect" and isinstance(parsed, str) and parsed != "auto" else parsed
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in schemes.settings(name):
             config[key] = value
     choice = SchemeChoice(text, name, config)
-    choice.make()
+    try:
+        choice.make()
+    except TypeError as error:
+        raise ValueError(f"a setting in {text!r} is of the wrong type: {error}; see `sparsync schemes`") from error
     return choice
 
 

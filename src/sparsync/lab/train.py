@@ -57,7 +57,7 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     """
     model = workload.model(seed)
     about = {"scheme": choice.label, "seed": seed}
-    compute_s = _compute_s(workload, model, seed, settings.steps, place)
+    compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
     ddp = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_mb, init_sync=False)  # same weights by seed
     optimizer, schedule = workload.optimizer(ddp, settings.steps)
@@ -130,7 +130,7 @@ def _forward_backward(
     return loss.detach()
 
 
-def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place) -> float:
+def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit) -> float:
     """The median step, in seconds, of a copy that never communicates, while the other ranks do the same on theirs."""
     alone = copy.deepcopy(model)
     optimizer, schedule = workload.optimizer(alone, steps)
@@ -143,6 +143,7 @@ def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, plac
         optimizer.step()
         schedule.step()
         times.append(time.perf_counter() - began)
+        emit({"kind": "alive"})
     median = torch.tensor([statistics.median(times[COMPUTE_WARMUP:])], dtype=torch.float64)
     dist.all_reduce(median)
     return float(median) / place.ranks

@@ -134,7 +134,7 @@ class SkipReduce:
         cost = self._reduce_part(sent, kept, dense, comm, Plan(shift=plan.shift))
         cost += self._reduce_part(sent, kept, skipping, comm, plan)
         bucket.grad.copy_(sent)
-        if residual is not None and kept is not None:
+        if residual is not None and kept is not None and bool(bucket.grad.isfinite().all()):  # alike on all ranks
             residual.copy_(torch.where(kept.isfinite(), kept, residual))
         if squares is not None:
             total = comm.all_reduce(squares)
