@@ -253,8 +253,13 @@ def state_of_another_scheme() -> None:
     training = Training("topk-0.1")
     with pytest.raises(ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['scheme'\]"):
         training.handle.load_state_dict({"scheme": {}})
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    state = {"step": 3, "rates": {}, "scheme": {}, "rank": rank, "ranks": ranks}
     with pytest.raises(ValueError, match=r"the state of TopK needs 'residual', this one has \[\]"):
-        training.handle.load_state_dict({"step": 3, "rates": {}, "scheme": {}})
+        training.handle.load_state_dict(state)
+    for place in ({"rank": rank + 1}, {"ranks": ranks + 1}):  # a residual loaded twice would count twice
+        with pytest.raises(ValueError, match="load each rank's own"):
+            training.handle.load_state_dict({**training.handle.state_dict(), **place})
     training.step()
     assert training.handle.state_dict()["step"] == 0
 

@@ -57,6 +57,7 @@ class Handle:
 
         Raises ValueError for another rank's state, whose residual would count twice, or for that of a world of another size.
         """
+        step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
         place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
         if place != self._place:
             raise ValueError(
@@ -64,7 +65,6 @@ class Handle:
                 f"{self._place['ranks']}; load each rank's own. For another number of ranks, deal the residuals of all old ranks out "
                 "with sparsync.feedback.redistributed"
             )
-        step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
         self._dispatcher.flush()
         self.scheme.load_state_dict(scheme)
         self._step = step
