@@ -7,7 +7,20 @@ import pytest
 import torch
 
 from laws.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
-from sparsync import Bucket, Dense, LocalWorld, RandomPruning, SkipReduce, TopK, schemes
+from sparsync import (
+    Bucket,
+    Dense,
+    LocalWorld,
+    PerParameter,
+    RandomPruning,
+    Report,
+    SkipReduce,
+    Slot,
+    Span,
+    TopK,
+    schemes,
+)
+from sparsync.comm.local import LocalComm
 from sparsync.protocols import Scheme
 from sparsync.schemes.base import Stateless
 from sparsync.selection.parameters import matches
@@ -379,3 +392,29 @@ def test_a_scheme_reduces_the_tensor_it_was_given() -> None:
         return unchanged
 
     assert all(all(one) for one in LocalWorld(2).run(body))
+
+
+def test_each_parameter_goes_to_the_first_scheme_whose_pattern_it_matches() -> None:
+    slots = (
+        Slot("embedding.weight", Span(0, 100)),
+        Slot("norm.weight", Span(100, 110)),
+        Slot("head.bias", Span(110, 120)),
+    )
+
+    def step(comm: LocalComm) -> Report:
+        scheme = PerParameter(TopK(0.5), {"norm.*": Dense(), "*.weight": TopK(0.01)})
+        grad = torch.arange(1.0, 121.0) * (comm.rank + 1)
+        report = scheme.reduce(bucket := Bucket("bucket0", grad, 0, slots), comm)
+        assert bucket.grad[:100].count_nonzero() == 1  # one percent of the embedding
+        assert torch.equal(bucket.grad[100:110], torch.arange(101.0, 111.0) * 1.5)
+        assert bucket.grad[110:].count_nonzero() == 5  # half of the rest
+        return report
+
+    report = LocalWorld(2).run(step)[0]
+    assert report.details == {"norm.* density": 1.0, "*.weight density": 0.01, "default density": 0.5}
+    assert report.union == 16
+
+
+def test_a_scheme_may_not_stand_for_two_patterns() -> None:
+    with pytest.raises(ValueError, match="two places"):
+        PerParameter(scheme := TopK(0.5), {"*.bias": scheme})

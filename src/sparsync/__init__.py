@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparsync.schemes.exdyna import ExDyna as ExDyna
     from sparsync.schemes.micro import MiCRO as MiCRO
     from sparsync.schemes.oktopk import OkTopk as OkTopk
+    from sparsync.schemes.per_parameter import PerParameter as PerParameter
     from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
     from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
     from sparsync.schemes.topk_allgather import TopK as TopK
@@ -33,6 +34,7 @@ _HOME = {
     "MeteredComm": "sparsync.comm.metered",
     "MiCRO": "sparsync.schemes.micro",
     "OkTopk": "sparsync.schemes.oktopk",
+    "PerParameter": "sparsync.schemes.per_parameter",
     "RandomPruning": "sparsync.schemes.random_pruning",
     "Report": "sparsync.core",
     "SkipReduce": "sparsync.schemes.skip_reduce",
@@ -51,6 +53,7 @@ __all__ = [
     "MeteredComm",
     "MiCRO",
     "OkTopk",
+    "PerParameter",
     "RandomPruning",
     "Report",
     "SkipReduce",

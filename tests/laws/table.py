@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsync import Dense, RandomPruning, SkipReduce, TopK
+from sparsync import Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.protocols import Scheme
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -74,6 +74,11 @@ def _pruning(id: str, by_ranks: str | None = None, **config: Any) -> Row:  # Any
     return Row(id, lambda: RandomPruning(**config), lambda: replace(scheme, drop=0.0), by_ranks=by_ranks)
 
 
+def _mixed(density: float) -> PerParameter:
+    """Three schemes in one bucket; at full density each of them is dense."""
+    return PerParameter(TopK(density), {"*.bias": Dense(), "head.*": OkTopk(density)})
+
+
 PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "all": {},
     "names": {"protect": ("embed.weight", "head.bias")},
@@ -124,6 +129,7 @@ ROWS = [
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # it keeps a threshold for 32 steps
+    _sparse("per-parameter", _mixed, 0.1),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
     _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),

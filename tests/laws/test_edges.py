@@ -90,12 +90,14 @@ def test_poison_reaches_all_ranks_alike_and_is_gone_the_step_after(row: Row, poi
 @pytest.mark.parametrize("poison", POISONS)
 @rows(lambda row: not row.id.startswith(("skip", "ring", "random")))
 def test_a_scheme_that_leaves_no_rank_out_shows_the_poison(row: Row, poison: str) -> None:
-    """So that a loss scaler finds it; and such a step leaves the residual as it was."""
+    """So that a loss scaler finds it; and such a step leaves the residual as it was. Schemes in one bucket decide each for its part."""
     P = 4
     grads = integers(P, COUNT, 2)
     for rank, value in POISONS[poison].items():
         grads[1][rank][[3, 50, 96]] = value
     first, poisoned = run([row.make() for _ in range(P)], grads)
     assert not poisoned.written[0].isfinite().all()
+    if row.id == "per-parameter":
+        return
     for before, after in zip(first.residuals, poisoned.residuals, strict=True):
         assert torch.equal(before, after)

@@ -73,7 +73,9 @@ class ExDyna:
     sweep: float = (
         0.05  # share of the budget for a window that goes round: no element waits longer than 1/(sweep * density) steps
     )
-    dense: Sequence[str] = NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit half the budget
+    dense: Sequence[str] = (
+        NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit a tenth of the budget
+    )
     rule: Rule = "quotas"  # "quotas": equal ones, and free boundaries; "threshold": the paper's
     authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsync.core import Slot, Span
 from sparsync.selection.parameters import matches
 
+DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
 TAKEN = -1.0  # stands for the magnitude of an element that is sent anyway, so that nobody chooses it again
 
 
@@ -55,7 +56,7 @@ def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: 
     """What `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
 
     Over many steps exactly density * n a step are sent, also where that is not a whole number (but below 1).
-    Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most half of the budget.
+    Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most DENSE_SHARE of the budget.
     A window takes the share `sweep` of the budget and moves round the vector, so no element waits longer than 1/(sweep * density)
     steps, and one step more for rounding.
     """
@@ -63,7 +64,7 @@ def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: 
     start, stop = _portion(density, n, step)
     count = min(n, max(1, stop - start))
     exempt: list[Span] = []
-    left = int(density * n) // 2
+    left = int(DENSE_SHARE * density * n)
     patterns = tuple(dense)
     for slot in sorted((slot for slot in layout if matches(slot.name, patterns)), key=lambda slot: len(slot.span)):
         if len(slot.span) > left:
