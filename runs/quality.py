@@ -1,0 +1,152 @@
+"""Final quality by scheme, without processes or links: one model, the gradients of all ranks one after the other, a LocalWorld.
+
+Gives the figures of `sparsync compare` in less time, with one bucket. "oracle" is the limit of every selection: the largest elements of
+the mean of what all ranks accumulated, which no rank can know without sending everything.
+
+    python runs/quality.py --workload shakespeare-small --schemes dense,oracle,micro,oktopk --steps 300 --seeds 0,1,2
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsync import Bucket, LocalWorld, Report, Slot, Span
+from sparsync.core import Cost
+from sparsync.lab import workloads
+from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync.protocols import Comm, Scheme
+from sparsync.selection.topk import select_top
+
+
+@dataclass
+class Oracle:
+    """The largest elements of the mean accumulated gradient."""
+
+    density: float
+    residual: dict[str, Tensor] = field(default_factory=dict)
+    name: str = "oracle"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        mean = comm.all_reduce(bucket.grad.clone()) / comm.size
+        acc = self.residual.get(bucket.key, torch.zeros_like(mean)) + mean
+        part = select_top(acc, self.density)
+        bucket.grad.zero_().index_copy_(0, part.index.long(), part.value)
+        self.residual[bucket.key] = acc.index_fill_(0, part.index.long(), 0.0)
+        k = part.index.numel()
+        return Report(self.name, bucket.key, bucket.step, acc.numel(), k, k, Cost())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self.residual}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residual = dict(state["residual"])
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        for residual in self.residual.values():
+            residual.mul_(next(iter(factors.values())))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    workload: str
+    label: str
+    seed: int
+    steps: int
+    ranks: int
+    options: Mapping[str, str]
+    follow_rate: bool
+
+    def run(self, schemes: list[Scheme]) -> dict[str, Any]:
+        work = workloads.get(self.workload, **self.options)
+        work.prepare()
+        model = work.model(self.seed)
+        optimizer, schedule = work.optimizer(model, self.steps)
+        layout = _layout(model)
+        union, nbytes, rate = 0.0, 0.0, None
+        for step in range(self.steps):
+            grads = [self._gradient(work, model, step, rank) for rank in range(self.ranks)]
+            now = float(optimizer.param_groups[0]["lr"])
+            if self.follow_rate and rate not in (None, 0.0, now):
+                for scheme in schemes:
+                    scheme.rescale_residual({slot.name: rate / now for slot in layout})
+            rate = now
+            mean, report = self._reduced(schemes, grads, layout, step)
+            union += report.density / self.steps
+            nbytes += report.cost.nbytes / self.steps
+            for slot, parameter in zip(layout, model.parameters(), strict=True):
+                parameter.grad = slot.span.of(mean).view_as(parameter).clone()
+            work.clip(model)
+            optimizer.step()
+            schedule.step()
+        quality = work.quality(*work.evaluate(model, 0, 1))
+        return {
+            "workload": self.workload,
+            "steps": self.steps,
+            "ranks": self.ranks,
+            "scheme": self.label,
+            "seed": self.seed,
+        } | {
+            work.metric: round(quality, 3),
+            "union": round(union, 5),
+            "kilobytes": round(nbytes / 1000, 1),
+        }
+
+    def _gradient(self, work: workloads.Workload, model: nn.Module, step: int, rank: int) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        work.loss(model, work.batch(self.seed, step, rank, self.ranks)).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    def _reduced(
+        self, schemes: list[Scheme], grads: list[Tensor], layout: tuple[Slot, ...], step: int
+    ) -> tuple[Tensor, Report]:
+        def body(comm: Comm) -> tuple[Tensor, Report]:
+            bucket = Bucket("bucket0", grads[comm.rank], step, layout)
+            return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
+
+        return LocalWorld(self.ranks).run(body)[0]
+
+
+def _layout(model: nn.Module) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
+    position = 0
+    for name, parameter in model.named_parameters():
+        slots.append(Slot(name, Span(position, position + parameter.numel())))
+        position += parameter.numel()
+    return tuple(slots)
+
+
+def _schemes(text: str, density: float) -> dict[str, SchemeChoice | None]:
+    """The choices by label; None for the oracle."""
+    names = [name.strip() for name in text.split(",")]
+    return {name: None if name == "oracle" else parse_schemes(name, density)[0] for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workload", default="shakespeare-small")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--schemes", default="dense,oracle,micro,exdyna,oktopk")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--follow-rate", action="store_true", help="residuals follow the learning rate")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    options = dict(item.split("=", 1) for item in chosen.option)
+    for label, choice in _schemes(chosen.schemes, chosen.density).items():
+        for seed in map(int, chosen.seeds.split(",")):
+            made = [Oracle(chosen.density) if choice is None else choice.make() for _ in range(chosen.ranks)]
+            job = Job(chosen.workload, label, seed, chosen.steps, chosen.ranks, options, chosen.follow_rate)
+            print(json.dumps(job.run(made)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
