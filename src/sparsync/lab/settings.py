@@ -89,7 +89,9 @@ def _parse_scheme(text: str, density: float, skip: int | float | None) -> Scheme
         if not equals:
             raise ValueError(f"a setting of a scheme is written key=value, got {setting!r} in {text!r}")
         parsed = _value(value)
-        config[key] = [parsed] if key in ("protect", "dense") and isinstance(parsed, str) and parsed != "auto" else parsed
+        config[key] = (
+            [parsed] if key in ("protect", "dense") and isinstance(parsed, str) and parsed != "auto" else parsed
+        )
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in schemes.settings(name):
             config[key] = value
