@@ -30,7 +30,7 @@ def _accumulate_kernel(residual, grad, out, bad, n, BLOCK: tl.constexpr):
     tl.store(out + place, acc, mask=inside)
     # acc - acc is zero for finite numbers and NaN for all others
     poisoned = tl.max((acc - acc != 0.0).to(tl.int32))
-    if poisoned > 0:
+    if poisoned > 0:  # pyright: ignore[reportOperatorIssue]  # a tensor of Triton
         tl.atomic_max(bad, poisoned)
 
 
@@ -66,7 +66,7 @@ def _accumulate_select_kernel(
     taken = above.to(tl.int32)
     count = tl.sum(taken)
     poisoned = tl.max(bad.to(tl.int32))
-    if poisoned > 0:
+    if poisoned > 0:  # pyright: ignore[reportOperatorIssue]  # a tensor of Triton
         tl.atomic_max(state + 1, poisoned)
     start = tl.atomic_add(state, count)
     tl.store(counts + block, count)
