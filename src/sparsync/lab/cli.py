@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, help="the folder a comparison wrote")
     report.set_defaults(run=_report)
 
+    bench = commands.add_parser("bench", help="measure parts beside their alternatives and their physical limit")
+    bench.add_argument("part", choices=("collectives",), help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench PART --help`")
+    bench.set_defaults(run=_bench)
+
     schemes = commands.add_parser("schemes", help="list the schemes")
     schemes.set_defaults(run=_schemes)
 
@@ -100,6 +105,12 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.report import report
 
     report(options.folder)
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
+    from importlib import import_module
+
+    import_module(f"sparsync.lab.bench.{options.part}").main(options.arguments)
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""What our hook and our ring cost over rate-limited links, beside DDP's own all-reduce and the link's limit.
+"""What hook, rings and sparse collectives cost over rate-limited links, beside DDP's own all-reduce and the link's limit.
 
-    .venv/bin/python runs/link_overhead.py [--ranks 4 --link 100mbit --mbytes 10 --pairs 7] [--json -]
+    sparsync bench collectives [--ranks 4 --link 100mbit --mbytes 10 --pairs 7 --density 0.01] [--json -]
 
 Needs root or a user namespace, as `sparsync compare` does. One JSON line per case. The cases take turns, in changing order; `ratio` is
 the median over rounds of a case's seconds to those of `ratio_to` in the same round, and `bound` says where it must lie. `limit_s` is the
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync import Bucket, Dense, GroupComm, MeteredComm, SkipReduce, attach
+from sparsync import Bucket, Dense, ExDyna, GroupComm, MeteredComm, MiCRO, OkTopk, SkipReduce, TopK, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.lab.netlab import interface_counters, network, parse_rate, reexecution_prefix
 from sparsync.protocols import Scheme
@@ -60,13 +60,15 @@ class Turn:
     interface_bytes: int
 
 
-def main() -> None:
-    options = _options()
+def main(arguments: Sequence[str]) -> None:
+    """Measures, prints JSON lines and ends the process: 0, or 1 when a ratio is out of bounds."""
+    options = _options(arguments)
     if "RANK" in os.environ:
         _work(options)
         return
+    again = [sys.executable, "-m", "sparsync.lab.bench.collectives", *arguments]
     if prefix := reexecution_prefix():
-        os.execv(prefix[0], [*prefix, sys.executable, *sys.argv])
+        os.execv(prefix[0], [*prefix, *again])
     with tempfile.TemporaryDirectory() as folder, network(options.ranks, parse_rate(options.link)) as links:
         shared = {
             **os.environ,
@@ -74,7 +76,7 @@ def main() -> None:
             "GLOO_SOCKET_IFNAME": links.interface,
             "OMP_NUM_THREADS": "1",
         }
-        commands = [links.command(rank, [sys.executable, *sys.argv]) for rank in range(options.ranks)]
+        commands = [links.command(rank, again) for rank in range(options.ranks)]
         started = [
             subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank, command in enumerate(commands)
         ]
@@ -87,14 +89,17 @@ def main() -> None:
     raise SystemExit(max(map(abs, codes)))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "sparsync bench collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--link", default="100mbit", help="rate of each rank's link, both ways")
     parser.add_argument("--mbytes", type=float, default=10.0, help="size of the gradient, float32")
+    parser.add_argument("--density", type=float, default=0.01, help="of the sparse schemes")
     parser.add_argument("--pairs", type=int, default=7, help="rounds in which every case is measured once")
     parser.add_argument("--json", default="-", help="file for the JSON lines, - for standard output")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -176,6 +181,7 @@ def _reductions(options: argparse.Namespace) -> list[Case]:
         _reduction("native, bf16", Dense.bf16(), comm, options),
         _reduction("direct", SkipReduce(skip=0, form="direct"), comm, options),
         _reduction("direct, skip 1", SkipReduce(skip=1, form="direct"), comm, options),
+        *[_selection(kind(options.density), comm, options) for kind in (TopK, MiCRO, ExDyna, OkTopk)],
     ]
 
 
@@ -202,6 +208,34 @@ def _reduction(
         return comm.take()[0].nbytes
 
     return Case(name, prepare, run, finish, "ring", bound)
+
+
+def _selection(scheme: Scheme, comm: MeteredComm, options: argparse.Namespace) -> Case:
+    """The same on all ranks goes in, and what comes out is some of it."""
+    n = round(options.mbytes * 1e6 / 4)
+    whole = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    empty = scheme.state_dict()
+    bucket = Bucket(scheme.name, whole.clone(), step=0)
+
+    def prepare() -> None:
+        scheme.load_state_dict(empty)  # so that nothing has been kept back
+        bucket.grad.copy_(whole)
+        bucket.step += 1
+
+    def finish() -> int:
+        found = bucket.grad.nonzero().view(-1)
+        senders = bucket.grad[found] / whole[found] * options.ranks  # how many ranks are in each sum
+        torch.testing.assert_close(senders, senders.round().clamp(1, options.ranks))
+        assert found.numel() == int(options.density * n), f"{scheme.name} sent {found.numel()} elements"
+        return comm.take()[0].nbytes
+
+    return Case(
+        f"{scheme.name}, density {options.density}",
+        prepare,
+        lambda: _ignore(scheme.reduce(bucket, comm)),
+        finish,
+        "ring",
+    )
 
 
 def _measured(cases: list[Case], options: argparse.Namespace) -> list[dict[str, object]]:
@@ -247,7 +281,7 @@ def _row(case: Case, turns: Mapping[str, list[Turn]], options: argparse.Namespac
         "payload_bytes": payload,
         "interface_per_payload": statistics.median(turn.interface_bytes for turn in mine) / payload,
     }
-    about = {name: getattr(options, name) for name in ("ranks", "link", "mbytes", "pairs")}
+    about = {name: getattr(options, name) for name in ("ranks", "link", "mbytes", "pairs", "density")}
     return {**row, **about, "torch": torch.__version__}
 
 
@@ -255,5 +289,9 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(report: object) -> None:
+    pass
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
