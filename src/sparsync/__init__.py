@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparsync.core import Slot as Slot
     from sparsync.core import Span as Span
     from sparsync.hooks.ddp import attach as attach
+    from sparsync.hooks.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.dense import Dense as Dense
     from sparsync.schemes.exdyna import ExDyna as ExDyna
     from sparsync.schemes.micro import MiCRO as MiCRO
@@ -42,6 +43,7 @@ _HOME = {
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
     "attach": "sparsync.hooks.ddp",
+    "reduce_gradients": "sparsync.hooks.manual",
 }
 __all__ = [
     "Bucket",
@@ -61,6 +63,7 @@ __all__ = [
     "Span",
     "TopK",
     "attach",
+    "reduce_gradients",
     "schemes",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,92 @@
+"""One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sparsync
+from distributed import run
+from sparsync import Bucket, Dense, LocalWorld, MiCRO, TopK
+from sparsync.comm.local import LocalComm
+
+pytestmark = pytest.mark.distributed
+STEPS = 4
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(
+        nn.Linear(6, 8), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(8, 2).bfloat16()
+    )
+    made[0].bias.requires_grad_(False)
+    return made
+
+
+def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
+    """Small whole numbers, in the parameter's own memory format."""
+    generator = torch.Generator().manual_seed(100 * rank + step + parameter.numel())
+    drawn = torch.randint(-8, 9, parameter.shape, generator=generator).to(parameter.dtype)
+    return torch.empty_like(parameter).copy_(drawn).detach()
+
+
+def trained() -> list[dict[str, torch.Tensor]]:
+    made, scheme, found = model(), MiCRO(0.25, sweep=0.0, dense=()), []
+    for step in range(STEPS):
+        for name, parameter in made.named_parameters():
+            parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
+        reports = sparsync.reduce_gradients(made, scheme)
+        assert [report.sent == report.cost for report in reports] == [True, True]  # float32 and bfloat16
+        assert [report.step for report in reports] == [step, step]
+        assert made[0].bias.grad is None
+        found.append({name: each.grad.clone() for name, each in made.named_parameters() if each.grad is not None})
+    return found
+
+
+def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory_format() -> None:
+    ranks = run(trained, 2)
+    parameters = {name: each for name, each in model().named_parameters() if name != "0.bias"}
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
+
+        def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
+            scheme, written = MiCRO(0.25, sweep=0.0, dense=()), []
+            for step in range(STEPS):
+                flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
+                scheme.reduce(bucket := Bucket("any", flat, step), comm)
+                written.append(bucket.grad)
+            return written
+
+        for step, wanted in enumerate(LocalWorld(2).run(reduce)[0]):
+            for rank in ranks:
+                assert torch.equal(torch.cat([rank[step][name].flatten() for name in mine]), wanted)
+
+
+def in_part() -> None:
+    made, rank = nn.ModuleDict({"a": nn.Linear(3, 1, bias=False), "b": nn.Linear(3, 1, bias=False)}), dist.get_rank()
+    made["ab"[rank]].weight.grad = torch.full((1, 3), 4.0)  # each rank uses one of the two
+    sparsync.reduce_gradients(made, Dense())
+    for each in made.parameters():
+        assert each.grad is not None
+        assert torch.equal(each.grad, torch.full((1, 3), 2.0))
+
+
+def test_a_parameter_without_gradient_counts_as_zero_and_gets_the_mean() -> None:
+    run(in_part, 2)
+
+
+def refusals() -> None:
+    hooked = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    sparsync.attach(hooked, Dense())
+    with pytest.raises(TypeError, match="reduced by a hook already"):
+        sparsync.reduce_gradients(hooked, Dense())
+    words = nn.Embedding(4, 2, sparse=True)
+    words(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="that of 'weight' is sparse; make it with sparse=False"):
+        sparsync.reduce_gradients(words, Dense())
+    with pytest.raises(RuntimeError, match="density"):
+        sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
+
+
+def test_what_cannot_be_reduced_is_refused() -> None:
+    run(refusals, 2)
