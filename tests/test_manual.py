@@ -1,5 +1,7 @@
 """One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,13 +82,42 @@ def refusals() -> None:
     sparsync.attach(hooked, Dense())
     with pytest.raises(TypeError, match="reduced by a hook already"):
         sparsync.reduce_gradients(hooked, Dense())
-    words = nn.Embedding(4, 2, sparse=True)
-    words(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="that of 'weight' is sparse; make it with sparse=False"):
-        sparsync.reduce_gradients(words, Dense())
     with pytest.raises(RuntimeError, match="density"):
         sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:
     run(refusals, 2)
+
+
+def sparse_gradients() -> None:
+    rank = dist.get_rank()
+    by_hook = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    by_call = copy.deepcopy(by_hook)
+    hooked = nn.parallel.DistributedDataParallel(by_hook)
+    models: list[nn.Module] = [hooked, by_call]
+    handle, scheme = sparsync.attach(hooked, TopK(1.0)), TopK(1.0)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(torch.tensor([rank, step])).sum().backward()
+        sparsync.reduce_gradients(by_call, scheme)
+        for ours, theirs in zip(by_call.parameters(), by_hook.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert ours.grad.is_sparse == theirs.grad.is_sparse
+            assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())
+        wanted = torch.zeros(4)
+        for word in (0, 1, step, step):
+            wanted[word] += 0.5
+        assert theirs.grad is not None
+        words = by_hook[
+            0
+        ].weight.grad.to_dense()  # each word's row is its count times the column sums of the layer above
+        assert torch.allclose(words, wanted[:, None] * by_hook[1].weight.sum(0))
+    assert {report.scheme for report in handle.reports()} == {"dense", "topk"}
+
+
+@pytest.mark.filterwarnings("ignore:the embedding")
+def test_sparse_gradients_are_reduced_in_full_and_reported_so_through_either_door() -> None:
+    run(sparse_gradients, 2)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparsync.core import Slot as Slot
     from sparsync.core import Span as Span
     from sparsync.hooks.ddp import attach as attach
+    from sparsync.hooks.doctor import doctor as doctor
     from sparsync.hooks.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.dense import Dense as Dense
     from sparsync.schemes.exdyna import ExDyna as ExDyna
@@ -43,6 +44,7 @@ _HOME = {
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
     "attach": "sparsync.hooks.ddp",
+    "doctor": "sparsync.hooks.doctor",
     "reduce_gradients": "sparsync.hooks.manual",
 }
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "Span",
     "TopK",
     "attach",
+    "doctor",
     "reduce_gradients",
     "schemes",
 ]

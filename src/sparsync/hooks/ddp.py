@@ -1,5 +1,6 @@
 """The door for DistributedDataParallel: one hook, registered once."""
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,7 +18,9 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Report, Slot, Span
 from sparsync.feedback import state_from
 from sparsync.hooks.dispatcher import Dispatcher
+from sparsync.hooks.doctor import doctor
 from sparsync.protocols import Scheme
+from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
@@ -37,6 +40,11 @@ class Handle:
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._dispatcher = Dispatcher(scheme, comm, self._reports.append)
         weakref.finalize(self, self._dispatcher.stop)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many ranks there are."""
+        return self._place["rank"], self._place["ranks"]
 
     def reports(self) -> list[Report]:
         """One report for each bucket and step so far, oldest first; the newest 10 000 are kept."""
@@ -62,8 +70,8 @@ class Handle:
         if place != self._place:
             raise ValueError(
                 f"this is the state of rank {place['rank']} of {place['ranks']}, and this is rank {self._place['rank']} of "
-                f"{self._place['ranks']}; load each rank's own. For another number of ranks, deal the residuals of all old ranks out "
-                "with sparsync.feedback.redistributed"
+                f"{self._place['ranks']}; load each rank's own. sparsync.hooks.checkpoint.load finds it, and deals "
+                "residuals out to another number of ranks"
             )
         self._dispatcher.flush()
         self.scheme.load_state_dict(scheme)
@@ -77,14 +85,23 @@ class Handle:
             if bucket.index() == 0:  # buckets count up within a backward pass, so this one opens a step
                 self._step += 1
             rescale = self._follow_rates() if bucket.index() == 0 else None
+            if bucket.buffer().is_sparse:
+                return self._submit_sparse(bucket, rescale)
             return self._dispatcher.submit(self._bucket(bucket), rescale)
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
             return _failed(error)
 
+    def _submit_sparse(self, bucket: GradBucket, rescale: Callable[[], None] | None) -> torch.futures.Future[Tensor]:
+        """A sparse gradient, which DDP puts into a bucket of its own, is reduced in full."""
+        sparse = bucket.buffer()
+        (parameter,) = bucket.parameters()
+        slot = Slot(self._names[id(parameter)], Span(0, parameter.numel()))
+        whole = Bucket(f"bucket{bucket.index()}", sparse.to_dense().flatten(), self._step, (slot,))
+        reduced = self._dispatcher.submit(whole, rescale, scheme=Dense())
+        return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
+
     def _bucket(self, bucket: GradBucket) -> Bucket:
         grad = bucket.buffer()
-        if grad.is_sparse:
-            raise ValueError("sparsync reduces dense gradients only; make the embedding with sparse=False")
         slots: list[Slot] = []
         position = 0
         for parameter in bucket.parameters():
@@ -141,16 +158,18 @@ def attach(
     step the next one starts afresh, without what the failed step had taken from residuals. Under `join()` a rank that has run out of data
     still sends its residual, and the mean still divides by all ranks. Loss scalers: see docs/schemes.md. A parameter that no rank
     used in a step (find_unused_parameters=True) keeps its gradient as it was: what the scheme sent for it from its residual is lost.
-    Raises TypeError for anything but a DistributedDataParallel model and a scheme, ValueError for a model with sparse gradients, and
-    RuntimeError when the model has a hook already, or when the ranks come with different schemes.
+    A sparse gradient of an embedding is reduced in full: its report is one of "dense".
+    Warns of what `doctor` warns of. Raises what it would refuse, TypeError for anything but a DistributedDataParallel model and a
+    scheme, and RuntimeError when the ranks come with different schemes.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
     if not callable(getattr(scheme, "reduce", None)):
         raise TypeError(f"attach takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
-    if getattr(ddp_model, "_comm_hooks", None):
-        raise RuntimeError("this model has a communication hook already, and DDP takes one; wrap the module anew")
-    _check_dense(ddp_model)
+    for finding in doctor(ddp_model, scheme):
+        if finding.refused:
+            raise finding.refused(str(finding))
+        warnings.warn(str(finding), stacklevel=2)
     comm = GroupComm.private(ddp_model.process_group, timeout_s, alike=_settings(scheme))
     handle = Handle(ddp_model, scheme, comm, optimizer)
     ddp_model.register_comm_hook(handle, reduce_bucket)
@@ -160,14 +179,6 @@ def attach(
 def reduce_bucket(handle: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook; DDP calls it with each bucket that is complete, in order."""
     return handle.submit(bucket)
-
-
-def _check_dense(model: DistributedDataParallel) -> None:
-    for name, module in model.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"sparsync reduces dense gradients only, and the embedding {name!r} has sparse=True; make it with sparse=False"
-            )
 
 
 def _settings(scheme: Scheme) -> str:

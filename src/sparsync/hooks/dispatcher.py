@@ -30,6 +30,7 @@ ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited fo
 @dataclass
 class _Job:
     bucket: Bucket
+    scheme: Scheme
     prepare: Callable[[], None] | None
     done: Future
     ready: Any  # the CUDA event after which the gradient is there; None on CPU. torch's stubs know two unrelated Event classes
@@ -55,15 +56,16 @@ class Dispatcher:
         # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
         self._failure: tuple[int, str] | None = None
 
-    def submit(self, bucket: Bucket, prepare: Callable[[], None] | None = None) -> Future:
+    def submit(self, bucket: Bucket, prepare: Callable[[], None] | None = None, scheme: Scheme | None = None) -> Future:
         """A future that becomes `bucket.grad` once it is reduced, after `prepare` has run on the dispatcher's thread.
 
-        Returns at once; what goes wrong, in `prepare` too, is raised by the future.
+        `scheme` takes the place of the dispatcher's own for this bucket. Returns at once; what goes wrong, in `prepare` too, is raised
+        by the future.
         """
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        job = _Job(bucket, prepare, done, ready)
+        job = _Job(bucket, scheme or self._scheme, prepare, done, ready)
 
         # HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
         def result(finished: Future) -> Tensor:
@@ -126,19 +128,19 @@ class Dispatcher:
                 job.prepare()
             if self._failure is not None:
                 self._reconnect(bucket.step)
-            self._on_report(self._reported(bucket))
+            self._on_report(self._reported(job))
         except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
             cause = f"{type(error).__name__}: {error}"
-            job.error.append(f"{self._scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")
+            job.error.append(f"{job.scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")
         if job.error:
             self._failure = bucket.step, job.error[0]
             with suppress(Exception):  # the step has failed already; why is what its caller needs to hear
                 self._group.close()
 
-    def _reported(self, bucket: Bucket) -> Report:
+    def _reported(self, job: _Job) -> Report:
         began = time.perf_counter()
         with torch.no_grad():
-            report = self._scheme.reduce(bucket, self._comm)
+            report = job.scheme.reduce(job.bucket, self._comm)
         sent, wait_s = self._comm.take()
         return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s)
 

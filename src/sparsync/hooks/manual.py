@@ -13,8 +13,11 @@ from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, Slot, Span
 from sparsync.protocols import Scheme
+from sparsync.schemes.dense import Dense
 
 Group = dist.ProcessGroup
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_SPARSE = "sparse/"  # starts the key of a bucket that is one sparse gradient
 
 
 @dataclass
@@ -39,7 +42,7 @@ def reduce_gradients(
     gradients. A parameter without a gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares
     another's storage, is left alone. When gradients are accumulated, call it after the last backward pass only.
     Raises TypeError for a model that is hooked already (it would be reduced twice), RuntimeError when a rank is missing or comes with
-    another scheme, and ValueError for sparse gradients.
+    another scheme. Sparse gradients of embeddings are reduced in full, each in a bucket of its own.
     """
     if getattr(model, "_comm_hooks", None):
         raise TypeError(
@@ -62,15 +65,12 @@ def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s
 def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     """The trained parameters by bucket, each bucket of one type on one device, the same on every rank."""
     buckets: dict[str, dict[str, nn.Parameter]] = {}
+    sparse = {id(module.weight) for module in model.modules() if isinstance(module, _EMBEDDINGS) and module.sparse}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ValueError(
-                f"sparsync reduces dense gradients only, and that of {name!r} is sparse; make it with sparse=False"
-            )
-        dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
-        buckets.setdefault(f"{str(dtype).removeprefix('torch.')}/{parameter.device.type}", {})[name] = parameter
+        key = f"{str(parameter.dtype).removeprefix('torch.')}/{parameter.device.type}"
+        buckets.setdefault(f"{_SPARSE}{name}" if id(parameter) in sparse else key, {})[name] = parameter
     return buckets
 
 
@@ -79,13 +79,11 @@ def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connect
     slots = tuple(_slots(parameters))
     with torch.no_grad():
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
-        report = connection.scheme.reduce(bucket, connection.comm)
+        scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
+        report = scheme.reduce(bucket, connection.comm)
         for slot, parameter in zip(slots, parameters.values(), strict=True):
             mean = slot.span.of(bucket.grad).view(parameter.shape)
-            if parameter.grad is None:
-                parameter.grad = mean.clone()
-            else:
-                parameter.grad.copy_(mean)
+            _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
     sent, wait_s = connection.comm.take()
     return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s)
 
@@ -98,4 +96,11 @@ def _slots(parameters: dict[str, nn.Parameter]) -> Iterator[Slot]:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten()
+    return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.to_dense().flatten()
+
+
+def _write(parameter: nn.Parameter, mean: Tensor) -> None:
+    if parameter.grad is None or mean.is_sparse:
+        parameter.grad = mean.clone()
+    else:
+        parameter.grad.copy_(mean)

@@ -1,0 +1,104 @@
+"""Checkpoints of what schemes keep back: a file for each rank, or entries of a torch.distributed.checkpoint; any number of ranks may go on.
+
+State differs from rank to rank under the same names, and torch.distributed.checkpoint keeps one of several tensors of a name without a
+word: so here every rank's state has a name of its own.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as dcp_load
+
+from sparsync.feedback import redistributed
+from sparsync.hooks.ddp import Handle
+
+_NAME = "sparsync.rank{rank}of{ranks}"
+_PATTERN = re.compile(r"sparsync\.rank(\d+)of(\d+)")
+_SUFFIX = ".pt"
+
+
+def save(handle: Handle, folder: str | Path) -> Path:
+    """The file in `folder` that now holds this rank's state, written whole or not at all. Call it on every rank, between two steps."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = handle.state_dict()
+    file = folder / (_NAME.format(rank=state["rank"], ranks=state["ranks"]) + _SUFFIX)
+    partly = file.with_suffix(".partly")
+    torch.save(state, partly)
+    partly.replace(file)
+    return file
+
+
+def load(handle: Handle, folder: str | Path) -> None:
+    """Goes on from what `save` wrote, or from a torch.distributed.checkpoint with `entries`; call it on every rank, with the same folder.
+
+    With the number of ranks of then, every rank gets its own state. With another one, new rank r gets the sum of the residuals of old
+    ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; what cannot be carried over, such as
+    thresholds of partitions, starts anew.
+    Raises ValueError when the folder lacks the states of some rank, or holds those of several numbers of ranks.
+    """
+    folder = Path(folder)
+    files = {file.stem: file for file in folder.glob("*" + _SUFFIX) if _PATTERN.fullmatch(file.stem)}
+    if files:
+        _load(handle, list(files), lambda name: torch.load(files[name], weights_only=True, map_location="cpu"), folder)
+    else:
+        _load(handle, _entry_names(folder), lambda name: _read_entry(name, folder), folder)
+
+
+def entries(handle: Handle) -> dict[str, bytes]:
+    """What to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`."""
+    state = handle.state_dict()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return {_NAME.format(rank=state["rank"], ranks=state["ranks"]): buffer.getvalue()}
+
+
+def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as Handle.state_dict
+    """The state of rank `rank` of `ranks`, from those of all ranks of another world, in rank order; see `load`."""
+    state = {**states[0], "rank": rank, "ranks": ranks}
+    residuals = [each["scheme"].get("residual", {}) for each in states]
+    if any(residuals):
+        state["scheme"] = {**states[0]["scheme"], "residual": redistributed(residuals, ranks)[rank]}
+    return state
+
+
+def _load(handle: Handle, names: Sequence[str], read: Callable[[str], Mapping[str, Any]], folder: Path) -> None:
+    found = {(int(match[1]), int(match[2])) for match in map(_PATTERN.fullmatch, names) if match}
+    worlds = {then for _, then in found}
+    if len(worlds) != 1:
+        raise ValueError(
+            f"{folder} holds the states of worlds of {sorted(worlds)} ranks; leave one of them there"
+            if worlds
+            else f"{folder} holds no state of sparsync; save one there with sparsync.hooks.checkpoint.save on every rank"
+        )
+    (then,) = worlds
+    if missing := sorted(set(range(then)) - {rank for rank, _ in found}):
+        raise ValueError(f"{folder} lacks the states of ranks {missing} of {then}; save on every rank, into one folder")
+    rank, ranks = handle.place
+    if then == ranks:
+        handle.load_state_dict(read(_NAME.format(rank=rank, ranks=ranks)))
+        return
+    states = [read(_NAME.format(rank=old, ranks=then)) for old in range(then)]
+    steps = {state["step"] for state in states}
+    if len(steps) > 1:
+        raise ValueError(
+            f"the states in {folder} are of different steps, {sorted(steps)}; save on every rank between the same steps"
+        )
+    handle.load_state_dict(resized(states, rank, ranks))
+
+
+def _entry_names(folder: Path) -> list[str]:
+    if not (folder / ".metadata").exists():
+        return []
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _read_entry(name: str, folder: Path) -> Mapping[str, Any]:
+    entry: dict[str, Any] = {name: b""}
+    dcp_load(entry, storage_reader=FileSystemReader(folder), no_dist=True)
+    return torch.load(io.BytesIO(entry[name]), weights_only=True)

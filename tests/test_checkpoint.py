@@ -1,0 +1,106 @@
+"""What was kept back survives a checkpoint: on every rank its own, or dealt out to more or fewer ranks without losing mass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from ddp_training import Training
+from distributed import run
+from sparsync import ExDyna, MiCRO, OkTopk, SkipReduce, TopK
+from sparsync.hooks import checkpoint
+
+pytestmark = pytest.mark.distributed
+SCHEMES: dict[str, Any] = {  # Any: constructors of schemes
+    "topk": lambda: TopK(0.1),
+    "micro.published": lambda: MiCRO.published(0.1),
+    "exdyna": lambda: ExDyna(0.1),
+    "oktopk.published": lambda: OkTopk.published(0.1),
+    "skip": lambda: SkipReduce(feedback=True),
+}
+
+
+def residual(training: Training) -> dict[str, Tensor]:
+    return training.handle.state_dict()["scheme"]["residual"]
+
+
+def interrupted(folder: Path, way: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Six steps at once, and three, a checkpoint, and three by another object."""
+    found = {}
+    for id, make in SCHEMES.items():
+        whole, before, after = (
+            Training(make(), find_unused_parameters=True) for _ in range(3)
+        )  # buckets stay as they are
+        for step in range(6):
+            whole.step(whole.model.inputs(whole.rank, step))
+        for step in range(3):
+            before.step(before.model.inputs(before.rank, step))
+        if way == "files":
+            checkpoint.save(before.handle, folder / id)
+        else:
+            dcp.save({"step": 3, **checkpoint.entries(before.handle)}, checkpoint_id=folder / id)
+        dist.barrier()
+        checkpoint.load(after.handle, folder / id)
+        for step in range(3, 6):
+            after.step(after.model.inputs(after.rank, step))
+        found[id] = whole.done().grads[3:], after.done().grads
+    return found
+
+
+@pytest.mark.parametrize("way", ["files", "torch.distributed.checkpoint"])
+def test_training_goes_on_to_the_same_bits_after_a_checkpoint(way: str, tmp_path: Path) -> None:
+    for rank in run(interrupted, 2, folder=tmp_path, way=way):
+        for id, (whole, resumed) in rank.items():
+            assert torch.equal(whole, resumed), id
+
+
+def left(folder: Path) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for id, make in SCHEMES.items():
+        training = Training(make())
+        for _ in range(3):
+            training.step()
+        checkpoint.save(training.handle, folder / id)
+        found[id] = residual(training)
+    return found
+
+
+def taken_up(folder: Path) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for id, make in SCHEMES.items():
+        training = Training(make())
+        checkpoint.load(training.handle, folder / id)
+        found[id] = residual(training)
+        for _ in range(2):
+            training.step()
+    return found
+
+
+@pytest.mark.parametrize(("then", "now"), [(3, 2), (2, 3), (4, 1)])
+def test_another_number_of_ranks_takes_up_all_that_was_kept_back(then: int, now: int, tmp_path: Path) -> None:
+    before, after = run(left, then, folder=tmp_path), run(taken_up, now, folder=tmp_path)
+    for id in SCHEMES:
+        for name in before[0][id]:
+            held = sum(rank[id][name].double() for rank in before)
+            assert torch.equal(held, sum(rank[id].get(name, torch.zeros(1)).double() for rank in after) + 0 * held), id
+
+
+def refusals(folder: Path) -> None:
+    handle = Training(TopK(0.1)).handle
+    with pytest.raises(ValueError, match="holds no state of sparsync"):
+        checkpoint.load(handle, folder / "nowhere")
+    checkpoint.save(handle, folder / "one")
+    (folder / "one" / "sparsync.rank1of3.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"worlds of \[1, 3\] ranks"):
+        checkpoint.load(handle, folder / "one")
+    (folder / "one" / "sparsync.rank0of1.pt").unlink()
+    with pytest.raises(ValueError, match=r"lacks the states of ranks \[0, 2\] of 3"):
+        checkpoint.load(handle, folder / "one")
+
+
+def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
+    run(refusals, 1, folder=tmp_path)
