@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
 
 from ddp_training import Training
@@ -85,8 +85,9 @@ def test_another_number_of_ranks_takes_up_all_that_was_kept_back(then: int, now:
     before, after = run(left, then, folder=tmp_path), run(taken_up, now, folder=tmp_path)
     for id in SCHEMES:
         for name in before[0][id]:
-            held = sum(rank[id][name].double() for rank in before)
-            assert torch.equal(held, sum(rank[id].get(name, torch.zeros(1)).double() for rank in after) + 0 * held), id
+            held = torch.stack([rank[id][name] for rank in before]).sum(0, dtype=torch.float64)
+            kept = torch.stack([rank[id].get(name, torch.zeros_like(before[0][id][name])) for rank in after])
+            assert torch.equal(held, kept.sum(0, dtype=torch.float64)), id
 
 
 def refusals(folder: Path) -> None:
