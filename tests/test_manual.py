@@ -18,9 +18,9 @@ STEPS = 4
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(
-        nn.Linear(6, 8), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(8, 2).bfloat16()
-    )
+    convolution = nn.Conv2d(2, 3, 3)
+    convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
+    made = nn.Sequential(nn.Linear(6, 8), convolution, nn.Linear(8, 2).bfloat16())
     made[0].bias.requires_grad_(False)
     return made
 
