@@ -59,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench PART --help`")
     bench.set_defaults(run=_bench)
 
+    traffic = commands.add_parser(
+        "traffic", help="what schemes send, select and keep back, step by step, in this process"
+    )
+    _add_traffic_options(traffic)
+    traffic.set_defaults(run=_traffic)
+
+    gradients = commands.add_parser("gradients", help="record every rank's gradients of a training, for `traffic`")
+    _add_gradients_options(gradients)
+    gradients.set_defaults(run=_gradients)
+
     schemes = commands.add_parser("schemes", help="list the schemes")
     schemes.set_defaults(run=_schemes)
 
@@ -84,6 +94,41 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
     add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
+
+
+def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scheme", "--schemes", dest="schemes", default="micro,exdyna,oktopk,topk", metavar="A,B:KEY=VALUE")
+    add("--ranks", type=int, default=None, help="ranks, all in this process (default: 4, or as recorded)")
+    add("--elements", type=int, default=None, help="of the gradient (default: 100000, or as recorded)")
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--steps", type=int, default=None, help="steps (default: 300, or all that were recorded)")
+    add("--seed", type=int, default=0, help="of the drawn gradients (default: 0)")
+    add(
+        "--jump",
+        type=int,
+        default=None,
+        metavar="STEP",
+        help="from this step on, drawn gradients are 10 times as large",
+    )
+    add("--gradients", type=Path, default=None, metavar="FILE", help="take these of `sparsync gradients`, draw none")
+    add("--every", type=int, default=1, metavar="STEPS", help="write a line for every so many steps (default: 1)")
+    add("--json", default=None, metavar="FILE", help="write JSON lines there; -: on standard output, and nothing else")
+    add("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture")
+
+
+def _add_gradients_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workload", default="shakespeare-small", help="what to train (default: shakespeare-small)")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
+    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+    add("--ranks", type=int, default=4, help="equal shares of each batch (default: 4)")
+    add("--steps", type=int, default=50, help="training steps, with the dense mean (default: 50)")
+    add("--every", type=int, default=1, metavar="STEPS", help="keep one of so many steps (default: 1)")
+    add("--precision", default="bfloat16", help="of the file: bfloat16 or float32 (default: bfloat16)")
+    add("--seed", type=int, default=0, help="of the training (default: 0)")
+    add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -113,6 +158,38 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
     import_module(f"sparsync.lab.bench.{options.part}").main(options.arguments)
 
 
+def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
+    import torch
+
+    from sparsync.lab.settings import parse_schemes
+    from sparsync.lab.traffic.command import traffic
+    from sparsync.lab.traffic.study import recorded_study, synthetic_study
+
+    torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
+    schemes = parse_schemes(options.schemes, options.density, options.skip)
+    asked = {"ranks": options.ranks, "elements": options.elements, "steps": options.steps}
+    if options.gradients is None:
+        study = synthetic_study(schemes, **asked, seed=options.seed, jump=options.jump)
+    elif options.jump is not None:
+        raise ValueError("--jump goes with drawn gradients, not with --gradients; leave one of them out")
+    else:
+        study = recorded_study(schemes, options.gradients, **asked)
+    source = f"gradients of {options.gradients.name}" if options.gradients else f"drawn gradients, seed {options.seed}"
+    title = f"{study.stream.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}"
+    traffic(study, title, options.json, options.plot, options.every)
+
+
+def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab import workloads
+    from sparsync.lab.traffic.record import record, save
+
+    workload = workloads.get(options.workload, **_workload_options(options))
+    kept = record(workload, options.seed, options.ranks, options.steps, options.every, options.precision)
+    save(kept, options.out)
+    T, P, n = kept["gradients"].shape
+    print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")
+
+
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync import schemes
 
@@ -132,13 +209,10 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 def _settings(options: argparse.Namespace) -> "Settings":
     from sparsync.lab.settings import Settings, parse_schemes
 
-    chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)  # Any: the workload converts the text
-    if options.data is not None:
-        chosen["data"] = str(Path(options.data).resolve())
     return Settings(
         schemes=parse_schemes(options.schemes, options.density, options.skip),
         workload=options.workload,
-        options=chosen,
+        options=_workload_options(options),
         ranks=options.ranks,
         link=options.link,
         density=options.density,
@@ -149,6 +223,13 @@ def _settings(options: argparse.Namespace) -> "Settings":
         bucket_mb=options.bucket_mb,
         timeout_s=options.timeout,
     )
+
+
+def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: the workload converts the text
+    chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)
+    if options.data is not None:
+        chosen["data"] = str(Path(options.data).resolve())
+    return chosen
 
 
 def _become_root_if_needed(arguments: list[str]) -> None:

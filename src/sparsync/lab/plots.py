@@ -36,7 +36,7 @@ with lab_extra("matplotlib"):
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # what is compared with stands back
 _ALARM = "#b00020"
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
     "axes.spines.top": False,
@@ -79,7 +79,12 @@ def pictures(summary: Summary) -> dict[str, bytes]:
 
 def hues(summary: Summary) -> dict[str, str]:
     """A colour for each scheme, the same in every picture and table: grey for the baselines, then by order in the run."""
-    others = [scheme.label for scheme in summary.schemes if scheme.label not in _BASELINE_HUES]
+    return hues_of([scheme.label for scheme in summary.schemes])
+
+
+def hues_of(labels: Sequence[str]) -> dict[str, str]:
+    """A colour for each of these labels of schemes, and for the baselines."""
+    others = [label for label in labels if label not in _BASELINE_HUES]
     return _BASELINE_HUES | {label: _HUES[number % len(_HUES)] for number, label in enumerate(others)}
 
 
@@ -125,7 +130,7 @@ def step_breakdown(summary: Summary, figure: Figure) -> None:
 
 def _png(summary: Summary, draw: Callable[[Summary, Figure], None]) -> bytes:
     image = io.BytesIO()
-    with rc_context(_STYLE):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
+    with rc_context(STYLE):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
         figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor="white")
         FigureCanvasAgg(figure)  # makes itself the figure's canvas, on which texts can be measured
         draw(summary, figure)

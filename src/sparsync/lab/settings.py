@@ -1,5 +1,6 @@
 """What a comparison is asked to do: parsed, checked and tried out in this process before anything is started."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,14 +60,12 @@ class Settings:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if not self.schemes or not self.seeds:
             raise ValueError("a comparison needs at least one scheme and one seed")
-        labels = [choice.label for choice in self.schemes]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"--schemes names one twice: {', '.join(labels)}")
+        check_labels(self.schemes)
         if self.timeout_s <= 0 or self.bucket_mb <= 0:
             raise ValueError(f"--timeout and --bucket-mb must be above 0, got {self.timeout_s} and {self.bucket_mb}")
         assert self.rate_bits_per_s is None or self.rate_bits_per_s > 0
         for choice in self.schemes:
-            _try_out(choice, self.ranks)
+            try_out(choice, self.ranks)
         workload = workloads.get(self.workload, **self.options)
         share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
         workload.prepare()
@@ -79,6 +78,25 @@ def parse_schemes(text: str, density: float, skip: int | float | None = None) ->
     Lists are joined by "+": "protect=*.bias+norm.*". Raises ValueError for an unknown scheme or setting, suggesting the nearest.
     """
     return tuple(_parse_scheme(item.strip(), density, skip) for item in text.split(",") if item.strip())
+
+
+def check_labels(schemes: Sequence[SchemeChoice]) -> None:
+    """Raises ValueError where two schemes would be called the same in tables."""
+    labels = [choice.label for choice in schemes]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"--schemes names one twice: {', '.join(labels)}")
+
+
+def try_out(choice: SchemeChoice, ranks: int) -> None:
+    """Reduces one small bucket on as many ranks as will train, so that a setting that cannot work is found now."""
+
+    def reduce(comm: LocalComm) -> None:
+        choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
+
+    try:
+        LocalWorld(ranks).run(reduce)
+    except ValueError as error:
+        raise ValueError(f"scheme {choice.label!r} cannot run on {ranks} ranks: {error}") from error
 
 
 def _parse_scheme(text: str, density: float, skip: int | float | None) -> SchemeChoice:
@@ -114,15 +132,3 @@ def _value(text: str) -> Any:  # Any: whatever the text looks like
         except ValueError:
             continue
     return text
-
-
-def _try_out(choice: SchemeChoice, ranks: int) -> None:
-    """Reduces one small bucket on as many ranks as will train, so that a setting that cannot work is found now."""
-
-    def reduce(comm: LocalComm) -> None:
-        choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
-
-    try:
-        LocalWorld(ranks).run(reduce)
-    except ValueError as error:
-        raise ValueError(f"scheme {choice.label!r} cannot run on {ranks} ranks: {error}") from error

@@ -1,0 +1,150 @@
+"""One scheme on all ranks of a LocalWorld: what it sent, selected, wrote and left out at each step, seen from outside."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Cost, Report, Slot
+from sparsync.lab.settings import SchemeChoice
+from sparsync.protocols import Scheme
+from sparsync.selection.topk import count_for
+
+WORD_NBYTES = 4
+KEY = "traffic"  # of the one bucket
+
+Record = dict[str, Any]  # Any: what JSON takes
+
+
+@dataclass
+class _Kept:
+    """What all ranks together keep back after a step."""
+
+    total: Tensor  # [n], the sum over ranks, float64
+    age: Tensor  # [n], steps since an element was last written, or nothing of it was kept back; int32
+    square: float = 0.0  # the sum of squares over ranks and elements
+
+
+@dataclass
+class Observed:
+    """One scheme at work: a scheme object a rank, and what has been seen of them."""
+
+    choice: SchemeChoice
+    ranks: int
+    layout: tuple[Slot, ...]
+    _schemes: list[Scheme] = field(init=False, repr=False)
+    _kept: _Kept = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        n = self.layout[-1].span.stop
+        self._schemes = [self.choice.make() for _ in range(self.ranks)]
+        self._kept = _Kept(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int32))
+
+    @property
+    def asked(self) -> int:
+        """k, the elements that the scheme was asked for; all of them where it takes no density."""
+        n, density = self.layout[-1].span.stop, getattr(self._schemes[0], "density", None)
+        return n if density is None else count_for(density, n)
+
+    def reduce(self, step: int, gradients: Sequence[Tensor]) -> Record:
+        """The record of one step: every rank's gradient is reduced, and what came of it is measured. Gradients stay as they are."""
+
+        def body(comm: LocalComm) -> tuple[Report, Cost, Tensor]:
+            metered = MeteredComm(comm)
+            bucket = Bucket(KEY, gradients[comm.rank].clone(), step, self.layout)
+            report = self._schemes[comm.rank].reduce(bucket, metered)
+            return report, metered.take()[0], bucket.grad
+
+        seen = LocalWorld(self.ranks).run(body)
+        reports, sent, written = [report for report, _, _ in seen], [cost for _, cost, _ in seen], seen[0][2]
+        before = self._kept.total.clone()
+        for gradient in gradients:
+            before += gradient
+        self._keep(written)
+        counts = self._counts(step, reports) | _traffic(sent)
+        return counts | _quality(before.div_(self.ranks), written, reports[0].union) | self._waiting()
+
+    def _counts(self, step: int, reports: Sequence[Report]) -> Record:
+        first, local = reports[0], [report.selected for report in reports]
+        thresholds = [_detail(report, "threshold", "local_threshold") for report in reports]
+        even = max(local) * len(local) / sum(local) if sum(local) else 1.0
+        return {
+            "kind": "step",
+            "scheme": self.choice.label,
+            "step": step,
+            "elements": first.elements,
+            "asked": self.asked,
+            "union": first.union,
+            "density": first.density,
+            "global": first.union,
+            "local": local,
+            "threshold": None if None in thresholds else _number(math.fsum(map(float, thresholds)) / len(thresholds)),
+            "global_threshold": _number(_detail(first, "global_threshold")),
+            "padding": _number(_detail(first, "padding")),
+            "imbalance": _number(_detail(first, "imbalance", "padding") or even),
+        }
+
+    def _keep(self, written: Tensor) -> None:
+        """Looks at every rank's residual, and counts the steps elements have been waiting."""
+        kept, waiting = self._kept, torch.zeros_like(written, dtype=torch.bool)
+        kept.total.zero_()
+        kept.square = 0.0
+        for scheme in self._schemes:
+            residual = _residual(scheme, self.layout)
+            if residual is not None:
+                kept.total += residual
+                kept.square += float(torch.linalg.vector_norm(residual, dtype=torch.float64)) ** 2
+                waiting |= residual != 0
+        waiting &= written == 0
+        kept.age.add_(1).mul_(waiting)
+
+    def _waiting(self) -> Record:
+        kept = self._kept
+        return {
+            "residual_norm": _number(math.sqrt(kept.square)),
+            "staleness_max": int(kept.age.max()),
+            "staleness_mean": float(kept.age.double().mean()),
+        }
+
+
+def _traffic(sent: Sequence[Cost]) -> Record:
+    return {
+        "bytes": [cost.nbytes for cost in sent],
+        "words": [cost.nbytes / WORD_NBYTES for cost in sent],
+        "messages": [cost.messages for cost in sent],
+        "rounds": [cost.steps for cost in sent],
+    }
+
+
+def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
+    """How much of `mean` [n], the mean over ranks of gradient and residual, was written; None where there is nothing to write."""
+    energy = float(mean.square().sum())
+    if not energy or not math.isfinite(energy):
+        return {"error": None, "captured": None, "best": None}
+    left = float(torch.linalg.vector_norm(mean - written))
+    largest = mean.abs().topk(union, sorted=False).values if union < mean.numel() else mean
+    return {
+        "error": _number(left / math.sqrt(energy)),
+        "captured": _number(float(written.double().square().sum()) / energy),
+        "best": _number(float(largest.square().sum()) / energy),
+    }
+
+
+def _residual(scheme: Scheme, layout: Sequence[Slot]) -> Tensor | None:
+    """What this rank keeps back, [n]; None where it keeps nothing."""
+    kept = scheme.state_dict().get("residual")
+    return torch.cat([kept[slot.name] for slot in layout]) if kept else None
+
+
+def _detail(report: Report, *names: str) -> Any:  # Any: a detail of some scheme
+    return next((report.details[name] for name in names if name in report.details), None)
+
+
+def _number(value: float | None) -> float | None:
+    """The value, or None where JSON has no word for it."""
+    return value if value is not None and math.isfinite(value) else None

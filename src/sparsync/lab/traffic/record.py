@@ -1,0 +1,73 @@
+"""Every rank's gradient of a training, written to a file for later study; the ranks are shares of the batch on one model."""
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.core import Slot, Span
+from sparsync.lab.traffic.stream import FORMAT
+from sparsync.lab.workloads.base import Workload, share
+
+Precision = Literal["bfloat16", "float32"]
+
+
+def record(
+    workload: Workload, seed: int, ranks: int, steps: int, every: int = 1, precision: Precision = "bfloat16"
+) -> dict[str, Any]:  # Any: a tensor and what describes it, as torch.load(weights_only=True) accepts them
+    """The gradients [T, P, n] of every `every`-th of `steps` training steps, as the ranks have them before they are averaged.
+
+    The training is that of `ranks` ranks with the dense mean: each step computes every rank's share of the batch on the same weights.
+    """
+    for name, value in (("ranks", ranks), ("steps", steps), ("every", every)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if precision not in get_args(Precision):
+        raise ValueError(f"--precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+    share(getattr(workload, "batch_size", ranks), 0, ranks)
+    workload.prepare()
+    model = workload.model(seed)
+    optimizer, schedule = workload.optimizer(model, steps)
+    layout = _layout(model)
+    kept = torch.empty(-(-steps // every), ranks, layout[-1].span.stop, dtype=getattr(torch, precision))
+    for step in range(steps):
+        gradients = [_gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
+        if step % every == 0:
+            kept[step // every].copy_(torch.stack(gradients))
+        _write(model, torch.stack(gradients).mean(0))
+        workload.clip(model)
+        optimizer.step()
+        schedule.step()
+    spans = [(slot.name, slot.span.start, slot.span.stop) for slot in layout]
+    about = {"workload": workload.name, "seed": seed, "ranks": ranks, "steps": steps, "every": every}
+    return {"format": FORMAT, "gradients": kept, "layout": spans, "about": about}
+
+
+def save(recorded: dict[str, Any], path: Path) -> None:  # Any: as `record`
+    """Writes the file; RuntimeError where that cannot be done."""
+    try:
+        torch.save(recorded, path)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"cannot write {path}: {error}; choose a folder that exists and has room") from error
+
+
+def _layout(model: nn.Module) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
+    start = 0
+    for name, parameter in model.named_parameters():
+        slots.append(Slot(name, Span(start, start + parameter.numel())))
+        start += parameter.numel()
+    return tuple(slots)
+
+
+def _gradient(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    workload.loss(model, workload.batch(seed, step, rank, ranks)).backward()
+    zero = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
+    return torch.cat([each.flatten() for each in zero])
+
+
+def _write(model: nn.Module, mean: Tensor) -> None:
+    for slot, parameter in zip(_layout(model), model.parameters(), strict=True):
+        parameter.grad = slot.span.of(mean).view_as(parameter).clone()

@@ -1,0 +1,169 @@
+"""Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or recorded from a training."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsync.core import Slot, Span, generator
+
+JUMP = 10.0  # how many times as large gradients become at the jump
+FORMAT = "sparsync gradients 1"
+
+_LAYERS = 12  # at most; fewer where the smallest would have under _SMALLEST elements
+_SMALLEST = 16
+_GROWTH = 1.6  # from a layer to the next larger one
+_SIGNAL_STEPS = 20  # in which the signal changes into an independent one
+_SCALE_STEPS = 400  # the same for the drift of the scales
+_DRIFT = 0.5  # standard deviation of the drift of a scale's logarithm
+
+
+class Stream(Protocol):
+    """What comes in at every step: one gradient a rank, all of the same parameters."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def layout(self) -> tuple[Slot, ...]: ...
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """One float32 gradient [n] a rank, for reading only."""
+        ...
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Gradients of a made-up network: layers of very different size and scale, heavy tails, and ranks that agree in part.
+
+    One rank's gradient is scale * (sqrt(signal) * common + sqrt(1 - signal) * own), with common and own of unit variance and Student's t
+    with 4 degrees of freedom. The common part turns into another one within 20 steps. Every parameter has a scale of its own, e^N(0, 1),
+    which drifts by about a half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start
+    thresholds of MiCRO and ExDyna suppose. All of it is a function of (seed, rank, step): rank r's gradient is the same among any number.
+    """
+
+    ranks: int
+    elements: int
+    seed: int = 0
+    jump: int | None = None  # the step from which on everything is 10 times as large
+    signal: float = 0.2  # share of a rank's energy that all ranks have in common
+    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("ranks", self.ranks), ("elements", self.elements)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.jump is not None and self.jump < 1:
+            raise ValueError(f"--jump must be a step from 1 on, got {self.jump}")
+        if not 0 <= self.signal <= 1:
+            raise ValueError(f"signal must be in [0, 1], the share all ranks have in common, got {self.signal}")
+
+    @property
+    def layout(self) -> tuple[Slot, ...]:
+        return layers(self.elements, self.seed)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        common = self._common(step).mul(math.sqrt(self.signal))  # [n]
+        scale = self._scale(step)  # [n]
+        own = (heavy_tailed(self.elements, self.seed, f"noise{rank}", step) for rank in range(self.ranks))
+        return [each.mul_(math.sqrt(1 - self.signal)).add_(common).mul_(scale) for each in own]
+
+    def _common(self, step: int) -> Tensor:
+        def drawn(part: int) -> Tensor:
+            if part not in self._kept:
+                for old in [key for key in self._kept if key < part - 1]:
+                    del self._kept[old]
+                self._kept[part] = heavy_tailed(self.elements, self.seed, "signal", part)
+            return self._kept[part]
+
+        return _between(drawn, step, _SIGNAL_STEPS)
+
+    def _scale(self, step: int) -> Tensor:
+        lengths = torch.tensor([len(slot.span) for slot in self.layout])
+
+        def drift(part: int) -> Tensor:
+            return torch.randn(len(lengths), generator=generator(self.seed, "traffic/drift", part))
+
+        first = torch.randn(len(lengths), generator=generator(self.seed, "traffic/scale", 0))
+        start = (first + _DRIFT * drift(0)).exp()
+        now = (first + _DRIFT * _between(drift, step, _SCALE_STEPS)).exp()
+        now = now / (lengths * start.square()).sum().sqrt()
+        return (now * (JUMP if self.jump is not None and step >= self.jump else 1.0)).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Gradients of a training, as `record` wrote them."""
+
+    values: Float[Tensor, "T P n"]
+    layout: tuple[Slot, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def steps(self) -> int:
+        return self.values.shape[0]
+
+    def gradients(self, step: int) -> list[Tensor]:
+        return list(self.values[step].float())
+
+
+def recorded(path: Path) -> Recorded:
+    """The gradients in `path`, mapped into memory; raises ValueError where it is no file of ours."""
+    if not path.is_file():
+        raise ValueError(f"--gradients: there is no file {path}; `sparsync gradients --out {path}` makes one")
+    try:
+        found: Any = torch.load(path, weights_only=True, mmap=True)  # Any: whatever the file holds
+    except Exception as error:  # torch raises many kinds for a file that is none of its own
+        raise ValueError(f"--gradients: {path} cannot be read ({error}); make it by `sparsync gradients`") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"--gradients: {path} is not a file of `sparsync gradients`, which have the format {FORMAT!r}")
+    return Recorded(found["gradients"], tuple(Slot(name, Span(*span)) for name, *span in found["layout"]))
+
+
+def layers(n: int, seed: int) -> tuple[Slot, ...]:
+    """Parameters "layer0.weight", "layer0.bias", ... of `n` elements in all; sizes grow geometrically, their order is drawn.
+
+    A bias has as many elements as a square weight has rows.
+    """
+    count = _LAYERS
+    while count > 1 and n * (_GROWTH - 1) / (_GROWTH**count - 1) < _SMALLEST:
+        count -= 1
+    share = [_GROWTH**place for place in range(count)]
+    stops = [round(n * sum(share[: place + 1]) / sum(share)) for place in range(count)]
+    sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+    slots: list[Slot] = []
+    start = 0
+    for number, place in enumerate(torch.randperm(count, generator=generator(seed, "traffic/order", 0)).tolist()):
+        stop = start + sizes[place]
+        bias = stop - (math.isqrt(sizes[place]) if sizes[place] > 1 else 0)
+        slots += [Slot(f"layer{number}.weight", Span(start, bias)), Slot(f"layer{number}.bias", Span(bias, stop))]
+        start = stop
+    return tuple(slots)
+
+
+def heavy_tailed(n: int, seed: int, key: str, step: int) -> Tensor:
+    """`n` numbers, float32, of Student's t distribution with 4 degrees of freedom, scaled to unit variance.
+
+    Its quantile function is closed: t(u) = sign(u - 1/2) 2 sqrt(cos(arccos(sqrt a) / 3) / sqrt a - 1) with a = 4 u (1 - u).
+    """
+    u = torch.rand(n, generator=generator(seed, f"traffic/{key}", step)).clamp_(
+        min=2**-25
+    )  # never 0, which is infinite
+    root = (u * (1 - u)).mul_(4).sqrt_()
+    size = root.acos().div_(3).cos_().div_(root).sub_(1).clamp_(min=0).sqrt_()
+    return size.mul_(math.sqrt(2)).copysign_(u.sub_(0.5))
+
+
+def _between(draw: Callable[[int], Tensor], step: int, period: int) -> Tensor:
+    """A mixture of two neighbouring draws that turns from one into the other within `period` steps, at constant variance."""
+    part, rest = divmod(step, period)
+    angle = math.pi / 2 * rest / period
+    return draw(part).mul(math.cos(angle)).add_(draw(part + 1), alpha=math.sin(angle))
