@@ -175,6 +175,7 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
     else:
         study = recorded_study(schemes, options.gradients, **asked)
     source = f"gradients of {options.gradients.name}" if options.gradients else f"drawn gradients, seed {options.seed}"
+    source += "" if options.jump is None else f", 10 times as large from step {options.jump}"
     title = f"{study.stream.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}"
     traffic(study, title, options.json, options.plot, options.every)
 

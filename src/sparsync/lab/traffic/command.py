@@ -2,10 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
 
 from sparsync.lab.extra import lab_extra
 from sparsync.lab.traffic.observe import Record
@@ -22,14 +21,14 @@ def traffic(study: Study, title: str, out: str | None, plot: Path | None, every:
         raise ValueError(f"--plot takes the name of a .png file, got {plot}")
     records: list[Record] = []
     with ExitStack() as stack:
-        file = _opened(out, stack)
+        write = _writer(out, stack)
         for record in _watched(study):
             records.append(record)
-            if file is not None and record["step"] % every == 0:
-                file.write(json.dumps(record) + "\n")
+            if record["step"] % every == 0:
+                write(record)
         summaries = [study.summary(choice.label, records) for choice in study.schemes]
-        if file is not None:
-            file.writelines(json.dumps(summary) + "\n" for summary in summaries)
+        for summary in summaries:
+            write(summary)
     if plot is not None:
         from sparsync.lab.traffic.plot import picture
 
@@ -40,15 +39,17 @@ def traffic(study: Study, title: str, out: str | None, plot: Path | None, every:
         print(as_text(summaries, title, ascii_only="utf" not in (sys.stdout.encoding or "").lower()), end="")
 
 
-def _opened(out: str | None, stack: ExitStack) -> TextIO | None:
+def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
+    """What takes a record to where it is asked for."""
     if out is None:
-        return None
+        return lambda record: None
     if out == STANDARD_OUTPUT:
-        return sys.stdout
+        return lambda record: print(json.dumps(record))
     try:
-        return stack.enter_context(Path(out).open("w"))
+        file = stack.enter_context(Path(out).open("w"))  # noqa: SIM115  # the stack closes it
     except OSError as error:
-        raise ValueError(f"--json: cannot write {out}: {error}") from error
+        raise ValueError(f"--json: cannot write {out}: {error}; choose a folder that exists") from error
+    return lambda record: print(json.dumps(record), file=file)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -145,6 +145,6 @@ def _detail(report: Report, *names: str) -> Any:  # Any: a detail of some scheme
     return next((report.details[name] for name in names if name in report.details), None)
 
 
-def _number(value: float | None) -> float | None:
+def _number(value: int | float | None) -> int | float | None:
     """The value, or None where JSON has no word for it."""
     return value if value is not None and math.isfinite(value) else None

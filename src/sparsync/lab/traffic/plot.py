@@ -18,10 +18,10 @@ with lab_extra("matplotlib"):
     from PIL import Image
 
 _SIZE, _DPI = (11.0, 9.0), 100  # inches
-_COLOURS = 64  # of the palette; the picture has a few hues and their shades
+_COLOURS = 256  # of the palette; the picture has a few hues and their shades
 _LOG_FROM = 30.0  # a panel whose values span more than this factor has a logarithmic axis
 
-Value = Callable[[Record], float | None]
+Value = Callable[[Record], int | float | None]
 
 
 def picture(records: Sequence[Record], title: str, subtitle: str) -> bytes:
@@ -70,7 +70,7 @@ def _draw(figure: Figure, series: dict[str, list[Record]], hues: dict[str, str])
 
 def _line(axes: Axes, records: Sequence[Record], value: Value, hue: str, width: float) -> list[float]:
     """The values of a line that was drawn; none where the scheme has no such value."""
-    found = [(record["step"], y) for record in records if (y := value(record)) is not None]
+    found = [(record["step"], float(y)) for record in records if (y := value(record)) is not None]
     if found:
         axes.plot(*zip(*found, strict=True), color=hue, linewidth=width)
     return [y for _, y in found]
@@ -81,6 +81,8 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
     above = [value for value in values if value > 0]
     if above and len(above) == len(values) and max(above) > _LOG_FROM * min(above):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(lambda y, _: "")
     elif values:
         axes.set_ylim(0, 1.08 * max(*values, 1e-9))
 
@@ -93,5 +95,5 @@ def _asked(record: Record) -> float:
     return record["asked"] / record["elements"]
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[int | float]) -> float:
     return sum(values) / len(values)

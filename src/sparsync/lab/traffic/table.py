@@ -44,5 +44,5 @@ def as_text(summaries: Sequence[Record], title: str, width: int = WIDTH, ascii_o
     return lines.getvalue()
 
 
-def _cell(value: float | None, unit: float) -> str:
+def _cell(value: int | float | None, unit: float) -> str:
     return NOTHING if value is None else significant(value / unit)

@@ -1,0 +1,59 @@
+"""A table of what a rank sends with few ranks and with many, on the same drawn gradients, counted in this process.
+
+    .venv/bin/python runs/traffic_by_ranks.py [--ranks 8,256 --elements 100000 --density 0.01 --steps 4]
+
+Markdown on standard output: words of 4 bytes, means over ranks and steps without the first step, also as multiples of k, the elements
+asked for; most: of any rank at any step, the first too. The ranks take turns on one core: 256 of them need a minute a scheme.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync.lab.traffic.observe import Observed, Record
+from sparsync.lab.traffic.stream import Synthetic
+
+SCHEMES = "micro,exdyna,oktopk,micro.published,exdyna.published,oktopk.published,topk"
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    ranks = [int(part) for part in options.ranks.split(",")]
+    heads = [f"{what}, P = {P}" for P in ranks for what in ("union K", "words", "words / k", "most words / k")]
+    print(_row(["scheme", *heads]), _row(["---"] * (1 + len(heads))), sep="\n")
+    for choice in parse_schemes(options.schemes, options.density):
+        cells = [cell for P in ranks for cell in _cells(choice, P, options)]
+        print(_row([f"`{choice.label}`", *cells]), flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="8,256", help="numbers of ranks, by commas")
+    parser.add_argument("--schemes", default=SCHEMES)
+    parser.add_argument("--elements", type=int, default=100_000)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=4, help="at least 2; the first is not in the means")
+    return parser.parse_args()
+
+
+def _cells(choice: SchemeChoice, P: int, options: argparse.Namespace) -> list[str]:
+    stream = Synthetic(P, options.elements)
+    observed = Observed(choice, P, stream.layout)
+    records: list[Record] = [observed.reduce(step, stream.gradients(step)) for step in range(options.steps)]
+    k = observed.asked
+    union = statistics.fmean(record["union"] for record in records[1:])
+    words = statistics.fmean(each for record in records[1:] for each in record["words"])
+    most = max(each for record in records for each in record["words"])
+    return [f"{union:.0f}", f"{words:.0f}", f"{words / k:.2f}", f"{most / k:.2f}"]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

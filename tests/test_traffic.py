@@ -1,0 +1,248 @@
+"""`sparsync traffic` and `sparsync gradients`: lines that say what was counted, the same each time, and errors that name the cure."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsync import schemes
+from sparsync.core import Bucket
+from sparsync.lab import cli
+from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync.lab.traffic.observe import Observed
+from sparsync.lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
+from sparsync.lab.traffic.study import synthetic_study
+
+ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
+SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 200
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_are_put_back():
+    """The command line takes SIGTERM over; called inside this process it must not keep it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recorded gradients of four steps on two ranks."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "play.txt").write_text(TEXT)
+    small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4", "windows=4")]
+    place = ["--data", str(folder), "--out", str(folder / "g.pt")]
+    cli.main(["gradients", *small, *place, "--ranks", "2", "--steps", "4", "--precision", "float32"])
+    return folder / "g.pt"
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    capsys.readouterr()
+    cli.main(["traffic", "--json", "-", *arguments])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a refused command says."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def choice(text: str, density: float = 0.05) -> SchemeChoice:
+    return parse_schemes(text, density)[0]
+
+
+def test_every_scheme_has_a_line_a_step_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    found = lines(capsys, "--scheme", ALL, *SMALL)
+    labels = ALL.split(",")
+    assert [(each["step"], each["scheme"]) for each in found[: -len(labels)]] == [
+        (step, label) for step in range(4) for label in labels
+    ]
+    assert [each["scheme"] for each in found[-len(labels) :]] == labels
+    for each in found[: -len(labels)]:
+        assert each["kind"] == "step"
+        assert len(each["bytes"]) == len(each["words"]) == len(each["messages"]) == len(each["local"]) == 3
+        assert each["words"] == [nbytes / 4 for nbytes in each["bytes"]]
+        assert each["union"] == each["density"] * each["elements"]
+    for each in found[-len(labels) :]:
+        assert each["kind"] == "summary"
+        assert each["after_50"] is None
+
+
+@pytest.mark.parametrize("text", ALL.split(","))
+def test_what_is_counted_is_what_the_scheme_says_it_costs(text: str) -> None:
+    """The same scheme once more, beside what was observed."""
+    stream = Synthetic(ranks=3, elements=500, seed=1)
+    observed = Observed(choice(text), stream.ranks, stream.layout)
+    again = [choice(text).make() for _ in range(stream.ranks)]
+    from sparsync import LocalWorld
+
+    for step in range(3):
+        gradients = stream.gradients(step)
+        record = observed.reduce(step, gradients)
+        reports = LocalWorld(3).run(
+            lambda comm, gradients=gradients, step=step: again[comm.rank].reduce(
+                Bucket("traffic", gradients[comm.rank].clone(), step, stream.layout), comm
+            )
+        )
+        assert record["bytes"] == [report.cost.nbytes for report in reports]
+        assert record["messages"] == [report.cost.messages for report in reports]
+        assert record["local"] == [report.selected for report in reports]
+        assert record["union"] == reports[0].union
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna", "oktopk"])
+def test_our_schemes_have_the_asked_density_at_every_step_through_a_jump(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = lines(capsys, "--scheme", name, "--elements", "5000", "--steps", "12", "--jump", "6")
+    steps, summary = found[:-1], found[-1]
+    assert [each["union"] for each in steps] == [50] * 12
+    assert summary["after_1"]["density_error_worst"] == 0.0
+
+
+def test_dense_leaves_nothing_out_and_keeps_nothing_back(capsys: pytest.CaptureFixture[str]) -> None:
+    for each in lines(capsys, "--scheme", "dense", *SMALL)[:-1]:
+        assert each["error"] < 1e-6
+        assert each["captured"] == pytest.approx(1.0)
+        assert (each["residual_norm"], each["staleness_max"], each["asked"]) == (0.0, 0, 2000)
+
+
+def test_what_exclusive_selections_leave_out_and_write_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """At a position of the union micro writes the whole mean, so that error squared and captured are the two parts of its energy."""
+    for each in lines(capsys, "--scheme", "micro", *SMALL)[:-1]:
+        assert each["error"] ** 2 + each["captured"] == pytest.approx(1.0, abs=1e-6)
+        assert each["captured"] <= each["best"] + 1e-6
+
+
+def test_no_element_waits_longer_than_the_sweep_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    found = lines(capsys, "--scheme", "micro:sweep=0.5:density=0.2", "--elements", "300", "--steps", "25")
+    assert 0 < found[-1]["after_1"]["staleness_max"] <= 10
+
+
+def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        cli.main(["traffic", "--scheme", "micro,oktopk.published", *SMALL, "--json", str(file)])
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_table_and_the_picture_are_made_and_some_lines_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+    cli.main(["traffic", "--scheme", "micro,topk", *SMALL, "--every", "2", "--json", str(out), "--plot", str(plot)])
+    assert [json.loads(line).get("step") for line in out.read_text().splitlines()] == [0, 0, 2, 2, None, None]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out
+    assert "micro" in table
+    assert "3 ranks, 2000 elements, density 0.05, drawn gradients, seed 0; after step 1" in table
+
+
+def test_a_rank_has_the_same_gradient_whatever_came_before_and_beside_it() -> None:
+    few, many = Synthetic(2, 1000, seed=3), Synthetic(5, 1000, seed=3)
+    for step in (0, 25, 3):  # also backwards
+        for one, other in zip(few.gradients(step), many.gradients(step), strict=False):
+            assert torch.equal(one, other)
+    assert not torch.equal(few.gradients(0)[0], Synthetic(2, 1000, seed=4).gradients(0)[0])
+
+
+def test_the_jump_makes_gradients_ten_times_as_large() -> None:
+    plain, jumping = Synthetic(1, 1000), Synthetic(1, 1000, jump=5)
+    assert torch.equal(plain.gradients(4)[0], jumping.gradients(4)[0])
+    torch.testing.assert_close(10 * plain.gradients(5)[0], jumping.gradients(5)[0])
+
+
+def test_drawn_numbers_have_heavy_tails_and_unit_variance() -> None:
+    drawn = heavy_tailed(200_000, 0, "noise", 0).double()
+    assert abs(float(drawn.mean())) < 0.01
+    assert abs(float(drawn.var()) - 1) < 0.05
+    # P(|t| > 4 sqrt 2) = 0.00481 with 4 degrees of freedom; of a normal variable 6e-5 is beyond 4 standard deviations
+    assert abs(float((drawn.abs() > 4).double().mean()) - 0.00481) < 0.0007
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 1000, 123_457])
+def test_layers_cover_every_element_once(n: int) -> None:
+    slots = layers(n, seed=0)
+    assert [slot.span.start for slot in slots] == [0, *(slot.span.stop for slot in slots[:-1])]
+    assert slots[-1].span.stop == n
+    assert {slot.name.split(".")[1] for slot in slots} == {"weight", "bias"}
+
+
+def test_recorded_gradients_are_those_of_the_dense_training(training: Path) -> None:
+    from sparsync.lab import workloads
+
+    workload = workloads.get(
+        "shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(training.parent)
+    )
+    stream, model = recorded(training), workload.model(0)
+    assert [slot.name for slot in stream.layout] == [name for name, _ in model.named_parameters()]
+    optimizer, schedule = workload.optimizer(model, 4)
+    for step in range(4):
+        model.zero_grad()
+        workload.loss(model, workload.batch(0, step, 0, 1)).backward()  # the whole batch on one rank
+        whole = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        torch.testing.assert_close(torch.stack(stream.gradients(step)).mean(0), whole)
+        workload.clip(model)
+        optimizer.step()
+        schedule.step()
+
+
+def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = lines(capsys, "--scheme", "topk", "--gradients", str(training))
+    assert [each.get("step") for each in found] == [0, 1, 2, 3, None]
+    stream = recorded(training)
+    assert found[-1]["ranks"] == 2
+    assert found[-1]["elements"] == stream.values.shape[2]
+    assert all(math.isfinite(each["error"]) for each in found[:-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--elements", "0"], "--elements must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--every", "0"], "--every must be at least 1, got 0"),
+        (["--jump", "300"], "--jump must come before the last of 300 steps, got 300"),
+        (["--density", "2"], "density must be in (0, 1]"),
+        (["--scheme", "mikro"], "did you mean 'micro'?"),
+        (["--scheme", "topk,topk"], "names one twice"),
+        (["--scheme", "skip_reduce:skip=9"], "cannot run on 4 ranks"),
+        (["--plot", "picture.svg", "--steps", "1"], "--plot takes the name of a .png file"),
+        (["--gradients", "nowhere.pt"], "there is no file nowhere.pt"),
+    ],
+)
+def test_bad_input_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in told(capsys, "traffic", *arguments)
+
+
+def test_recorded_gradients_that_do_not_fit_are_told(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        return told(capsys, "traffic", "--gradients", str(training), *arguments)
+
+    assert "--ranks must be 2, as in" in refused("--ranks", "4")
+    assert "--elements must be" in refused("--elements", "7")
+    assert "--steps must be at most 4" in refused("--steps", "5")
+    assert "leave one of them out" in refused("--jump", "2")
+    (training.parent / "other.pt").write_text("something else")
+    assert "make it by `sparsync gradients`" in told(
+        capsys, "traffic", "--gradients", str(training.parent / "other.pt")
+    )
+    small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4")]
+    out = ["--data", str(training.parent), "--out", str(training.parent / "no.pt")]
+    assert "cannot be split evenly over 3 ranks" in told(capsys, "gradients", *small, *out, "--ranks", "3")
+    assert "--steps must be at least 1" in told(capsys, "gradients", *small, *out, "--steps", "0")
+
+
+def test_a_step_without_any_gradient_has_no_shares() -> None:
+    study = synthetic_study(parse_schemes("topk", 0.1), ranks=2, elements=20, steps=1)
+    observed = Observed(study.schemes[0], 2, study.stream.layout)
+    record = observed.reduce(0, [torch.zeros(20), torch.zeros(20)])
+    assert (record["error"], record["captured"], record["residual_norm"]) == (None, None, 0.0)
