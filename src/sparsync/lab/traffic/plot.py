@@ -15,6 +15,7 @@ with lab_extra("matplotlib"):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator
     from PIL import Image
 
 _SIZE, _DPI = (11.0, 9.0), 100  # inches
@@ -81,6 +82,7 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
     above = [value for value in values if value > 0]
     if above and len(above) == len(values) and max(above) > _LOG_FROM * min(above):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.yaxis.set_minor_formatter(lambda y, _: "")
     elif values:

@@ -15,7 +15,7 @@ _COLUMNS = (  # heading, name of the value in a window, and the unit it is told 
     ("\nmax", "bytes_max", 1e3),
     ("imbalance\nmean", "imbalance_mean", 1.0),
     ("energy %\nwritten", "captured_mean", 0.01),
-    ("longest\nwait", "staleness_max", 1.0),
+    ("longest\nwait", "staleness_max", 1),
 )
 
 
@@ -27,13 +27,7 @@ def as_text(summaries: Sequence[Record], title: str, width: int = WIDTH, ascii_o
         from rich.table import Table
     lines = io.StringIO()
     start = "after_50" if summaries[0]["after_50"] else "after_1"
-    shown = Table(
-        title=f"{title}; after step {start.removeprefix('after_')}",
-        title_style="bold",
-        title_justify="left",
-        box=box.ASCII if ascii_only else box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    shown = Table(box=box.ASCII if ascii_only else box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("scheme", overflow="fold", min_width=5)
     for head, _, _ in _COLUMNS:
         shown.add_column(head, justify="right", no_wrap=True)
@@ -41,8 +35,11 @@ def as_text(summaries: Sequence[Record], title: str, width: int = WIDTH, ascii_o
         window = summary[start] or {}
         shown.add_row(summary["scheme"], *(_cell(window.get(name), unit) for _, name, unit in _COLUMNS))
     Console(file=lines, width=width, highlight=False, markup=False, emoji=False).print(shown)
-    return lines.getvalue()
+    heading = f"{title}; after step {start.removeprefix('after_')}"
+    return "\n".join([heading, *(line.rstrip() for line in lines.getvalue().splitlines() if line.strip()), ""])
 
 
 def _cell(value: int | float | None, unit: float) -> str:
+    if isinstance(value, int) and unit == 1:
+        return str(value)
     return NOTHING if value is None else significant(value / unit)
