@@ -39,7 +39,7 @@ def as_text(summaries: Sequence[Record], title: str, width: int = WIDTH, ascii_o
     return "\n".join([heading, *(line.rstrip() for line in lines.getvalue().splitlines() if line.strip()), ""])
 
 
-def _cell(value: int | float | None, unit: float) -> str:
+def _cell(value: int | float | None, unit: int | float) -> str:
     if isinstance(value, int) and unit == 1:
         return str(value)
     return NOTHING if value is None else significant(value / unit)
