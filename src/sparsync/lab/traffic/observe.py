@@ -136,9 +136,9 @@ def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
 
 
 def _residual(scheme: Scheme, layout: Sequence[Slot]) -> Tensor | None:
-    """What this rank keeps back, [n]; None where it keeps nothing."""
+    """What this rank keeps back, [n], zero for parameters of which it keeps nothing; None where it keeps nothing of any."""
     kept = scheme.state_dict().get("residual")
-    return torch.cat([kept[slot.name] for slot in layout]) if kept else None
+    return torch.cat([kept.get(slot.name, torch.zeros(len(slot.span))) for slot in layout]) if kept else None
 
 
 def _detail(report: Report, *names: str) -> Any:  # Any: a detail of some scheme
