@@ -125,6 +125,9 @@ class Report:
     sent: Cost | None = None
     seconds: float | None = None  # the whole reduce, on the thread that ran it
     wait_s: float | None = None  # of which inside the communicator
+    stations: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of `seconds`, those in each station (sparsync.stations)
     details: Mapping[str, Detail] = field(default_factory=dict)
 
     @property

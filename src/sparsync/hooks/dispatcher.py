@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report
@@ -139,10 +140,10 @@ class Dispatcher:
 
     def _reported(self, job: _Job) -> Report:
         began = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), stations.recorded() as spent:
             report = job.scheme.reduce(job.bucket, self._comm)
         sent, wait_s = self._comm.take()
-        return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s)
+        return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)
 
     def _reconnect(self, step: int) -> None:
         self._group = self._group.renewed(alike=f"gradients of step {step}")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, Slot, Span
@@ -77,7 +78,7 @@ def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connection) -> Report:
     began = time.perf_counter()
     slots = tuple(_slots(parameters))
-    with torch.no_grad():
+    with torch.no_grad(), stations.recorded() as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
         report = scheme.reduce(bucket, connection.comm)
@@ -85,7 +86,7 @@ def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connect
             mean = slot.span.of(bucket.grad).view(parameter.shape)
             _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
     sent, wait_s = connection.comm.take()
-    return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s)
+    return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)
 
 
 def _slots(parameters: dict[str, nn.Parameter]) -> Iterator[Slot]:

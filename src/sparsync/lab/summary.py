@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any
+from typing import Any, get_args
 
 from sparsync.lab.results import Quality, Run, RunRecords, Trace
+from sparsync.stations import Station
 
 RESTLESS = 1.25  # a run whose computing-only steps differ by more was disturbed: all its schemes compute the same
 BASELINES = ("dense", "bf16")  # the labels everything else is compared with
@@ -55,6 +56,11 @@ class SeedFigures:
     wait_s: float | None  # in the communicator
     messages: float | None  # a step
     union_density: float | None
+    accumulate_s: float | None  # of scheme_s, what each station took
+    select_s: float | None
+    encode_s: float | None
+    decode_s: float | None
+    apply_s: float | None
 
     @property
     def finished(self) -> bool:
@@ -212,6 +218,10 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
         wait_s=median(step.wait_s for step in steps) if steps else None,
         messages=fmean(step.messages for step in steps) if steps else None,
         union_density=fmean(step.union_density for step in steps) if steps else None,
+        **{
+            f"{name}_s": median(getattr(step, f"{name}_s") for step in steps) if steps else None
+            for name in get_args(Station)
+        },
     )
 
 

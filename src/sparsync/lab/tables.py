@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from sparsync.lab.extra import lab_extra
 from sparsync.lab.summary import SchemeFigures, Spread, Summary
@@ -16,6 +17,7 @@ from sparsync.lab.wording import (
     seconds_text,
     significant,
 )
+from sparsync.stations import Station
 
 WIDTH = 120  # columns
 NOTHING = "-"
@@ -34,7 +36,8 @@ class Table:
 
 def tables(summary: Summary) -> tuple[Table, ...]:
     """What was reached, what was sent for it, and where the time went."""
-    return _reached(summary), _sent(summary), _spent(summary)
+    inside = _inside(summary)
+    return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []))
 
 
 def remarks(summary: Summary) -> tuple[str, ...]:
@@ -134,6 +137,28 @@ def _spent(summary: Summary) -> Table:
         ("step /\ncompute", lambda scheme: _times(scheme.step_over_compute, 2)),
     ]
     return _table("Where the time of a step goes, in ms (medians over the steps)", columns, summary.schemes)
+
+
+def _inside(summary: Summary) -> Table | None:
+    """None where no scheme has told of its stations."""
+    told = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in get_args(Station))]
+    columns: list[Column] = [
+        ("scheme", lambda scheme: scheme.label),
+        ("in the scheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
+        *[(name, _station(name)) for name in get_args(Station)],
+    ]
+    return (
+        _table("Where the time inside a scheme goes, in ms (medians over the steps)", columns, told) if told else None
+    )
+
+
+def _seconds(scheme: SchemeFigures, station: str) -> float:
+    spread = scheme.over_seeds(f"{station}_s")
+    return spread.median if spread else 0.0
+
+
+def _station(name: str) -> Callable[[SchemeFigures], str]:
+    return lambda scheme: _middle(scheme.over_seeds(f"{name}_s"), 1e-3)
 
 
 def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigures]) -> Table:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from sparsync.hooks.ddp import Handle, attach
 from sparsync.lab.netlab import interface_counters
 from sparsync.lab.settings import SchemeChoice, Settings
 from sparsync.lab.workloads.base import Workload
+from sparsync.stations import Station
 
 COMPUTE_STEPS = 8  # without communication; their median is the limit every scheme is held against
 COMPUTE_WARMUP = 3
@@ -48,6 +49,11 @@ class _Measured:
     interface_bytes: float
     messages: float
     union_density: float
+    accumulate_s: float
+    select_s: float
+    encode_s: float
+    decode_s: float
+    apply_s: float
 
 
 def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Settings, place: Place, emit: Emit) -> None:
@@ -118,6 +124,7 @@ def _step(
         interface_bytes=0.0,  # read by the caller, who knows what came before
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
+        **{f"{name}_s": sum(report.stations.get(name, 0.0) for report in reports) for name in get_args(Station)},
     )
 
 
