@@ -4,13 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check sanitize clean
 
 setup: $(READY)
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
-$(READY): pyproject.toml
+$(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/kernels/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --editable ".[lab,dev]"
@@ -29,4 +29,5 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) demo build dist
+	rm -rf $(VENV) demo build dist csrc/build-sanitize src/sparsync/kernels/_cpu*.so
+	find csrc/cmake -mindepth 1 -not -name CMakeLists.txt -delete
