@@ -68,13 +68,13 @@ def backend() -> str:
 def native(*tensors: Tensor) -> tuple[ModuleType, str] | None:
     """The C++ module and the instruction set to call it with, or None where the reference has to do it.
 
-    The C++ kernels take one-dimensional contiguous tensors in this machine's memory.
+    The C++ kernels take one-dimensional contiguous tensors in this machine's memory, of fewer than 2^31 elements.
     """
     name = backend()
     if name == REFERENCE or _cpu is None:
         return None
     for each in tensors:
-        if each.device.type != "cpu" or each.dim() != 1 or not each.is_contiguous():
+        if each.device.type != "cpu" or each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31:
             return None
     return _cpu, name.removeprefix("cpp/")
 

@@ -56,7 +56,7 @@ class TopK:
             reference.scatter_add_(total, part)
         bucket.grad.copy_(total.div_(P))
         if bool(bucket.grad.isfinite().all()):  # a host sync; the same bits on all ranks, so all decide alike
-            reference.clear_(acc, own)
+            reference.clear_(acc, own.index)
             residual.copy_(acc)
         union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
         cost = all_gather_cost(raw.nbytes(k, acc.dtype), P)
