@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from sparsync.core import Sparse
 from sparsync.kernels import reference, sparse_reference
 
 NATIVE = [name for name in kernels.backends() if name != "reference"]
-LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
+SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
-LONG = 20_003  # several blocks and an odd tail
+LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
 
 
 @pytest.fixture(params=NATIVE, autouse=True)
@@ -78,81 +80,79 @@ def counts(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_top_k_is_the_reference(kind: str, n: int) -> None:
-    x = made(kind, n)
-    for k in counts(n):
-        expected = reference.top_k(x, k)
-        smallest = float(sparse_reference.magnitude(expected.value).min()) if k else 0.0
-        for bound in (None, smallest, smallest / 2, smallest * 2, math.nan):
-            same(kernels.top_k(x, k, bound), expected)
-        same(kernels.top_k(x, k, threads=2), expected)
+def test_top_k_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for k in counts(n):
+            expected = reference.top_k(x, k)
+            smallest = float(sparse_reference.magnitude(expected.value).min()) if k else 0.0
+            for bound in (None, smallest, smallest / 2, smallest * 2, math.nan):
+                same(kernels.top_k(x, k, bound), expected)
+            same(kernels.top_k(x, k, threads=2), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_top_k_of_what_is_not_zero_skips_a_span(kind: str, n: int) -> None:
-    x = made(kind, n)
-    for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
-        for k in counts(n):
-            same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
-        same(kernels.top_k_nonzero(x, n // 7, skip, threads=3), sparse_reference.top_k_nonzero(x, n // 7, skip))
+def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
+            for k in counts(n):
+                same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
+            same(kernels.top_k_nonzero(x, n // 7, skip, threads=3), sparse_reference.top_k_nonzero(x, n // 7, skip))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-nan"])
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_largest_numbers_are_the_reference(kind: str, n: int) -> None:
-    x = made(kind, n).nan_to_num(nan=-1.0, posinf=math.inf, neginf=-math.inf)
-    for k in counts(n):
-        assert torch.equal(kernels.largest(x, k), reference.largest(x, k))
+def test_largest_numbers_are_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n).nan_to_num(nan=-1.0, posinf=math.inf, neginf=-math.inf)
+        for k in counts(n):
+            assert torch.equal(kernels.largest(x, k), reference.largest(x, k))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_selection_by_a_threshold_is_the_reference(kind: str, n: int) -> None:
-    x = made(kind, n)
-    for threshold in THRESHOLDS:
+def test_selection_by_a_threshold_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for threshold in THRESHOLDS:
+            for threads in (1, 2):
+                same(kernels.above(x, threshold, threads), sparse_reference.above(x, threshold))
+                same(kernels.at_least(x, threshold, threads), sparse_reference.at_least(x, threshold))
+
+
+@pytest.mark.parametrize("grad_kind", KINDS)
+def test_accumulating_is_the_reference(grad_kind: str) -> None:
+    for n, dtype in product(LENGTHS, DTYPES):
+        grad = made(grad_kind, n + 1).to(dtype)[1:]
+        residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
         for threads in (1, 2):
-            same(kernels.above(x, threshold, threads), sparse_reference.above(x, threshold))
-            same(kernels.at_least(x, threshold, threads), sparse_reference.at_least(x, threshold))
-
-
-@pytest.mark.parametrize("grad_kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_accumulating_is_the_reference(grad_kind: str, dtype: torch.dtype, n: int) -> None:
-    grad = made(grad_kind, n + 1).to(dtype)[1:]
-    residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
-    for threads in (1, 2):
-        out, expected = torch.empty(n), torch.empty(n)
-        assert kernels.accumulate(residual, grad, out, threads) == reference.accumulate(residual, grad, expected)
-        assert torch.equal(bits(out), bits(expected))
-        for k in counts(n):
-            best, finite = kernels.accumulate_top_k(residual, grad, k, out.zero_(), bound=None, threads=threads)
-            same(best, reference.top_k(expected, k))
-            assert finite == reference.all_finite(expected)
+            out, expected = torch.empty(n), torch.empty(n)
+            assert kernels.accumulate(residual, grad, out, threads) == reference.accumulate(residual, grad, expected)
             assert torch.equal(bits(out), bits(expected))
-        in_place = residual.clone()
-        assert kernels.accumulate(in_place, grad, in_place, threads) == reference.all_finite(expected)
-        assert torch.equal(bits(in_place), bits(expected))
+            for k in counts(n):
+                best, finite = kernels.accumulate_top_k(residual, grad, k, out.zero_(), bound=None, threads=threads)
+                same(best, reference.top_k(expected, k))
+                assert finite == reference.all_finite(expected)
+                assert torch.equal(bits(out), bits(expected))
+            in_place = residual.clone()
+            assert kernels.accumulate(in_place, grad, in_place, threads) == reference.all_finite(expected)
+            assert torch.equal(bits(in_place), bits(expected))
 
 
 @pytest.mark.parametrize("grad_kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_accumulating_and_selecting_is_the_reference(grad_kind: str, dtype: torch.dtype, n: int) -> None:
-    grad = made(grad_kind, n).to(dtype)
-    residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
-    for threshold in THRESHOLDS:
-        for span, threads in ((None, 1), (Span(n // 3, n // 2), 1), (Span(n // 3, n), 2)):
-            left, expected_left = residual.clone(), residual.clone()
-            expected, expected_finite = reference.accumulate_select_(
-                expected_left, grad, threshold, Span(0, n) if span is None else span
-            )
-            chosen, finite = kernels.accumulate_select_(left, grad, threshold, span, threads)
-            same(chosen, expected)
-            assert finite == expected_finite
-            assert torch.equal(bits(left), bits(expected_left))
+def test_accumulating_and_selecting_is_the_reference(grad_kind: str) -> None:
+    for n, dtype in product(LENGTHS, DTYPES):
+        grad = made(grad_kind, n).to(dtype)
+        residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
+        for threshold in THRESHOLDS:
+            for span, threads in ((None, 1), (Span(n // 3, n // 2), 1), (Span(n // 3, n), 2)):
+                left, expected_left = residual.clone(), residual.clone()
+                expected, expected_finite = reference.accumulate_select_(
+                    expected_left, grad, threshold, Span(0, n) if span is None else span
+                )
+                chosen, finite = kernels.accumulate_select_(left, grad, threshold, span, threads)
+                same(chosen, expected)
+                assert finite == expected_finite
+                assert torch.equal(bits(left), bits(expected_left))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -175,10 +175,10 @@ def test_every_half_precision_number_is_converted_exactly() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [*LENGTHS, LONG])
-def test_histogram_is_the_reference(kind: str, n: int) -> None:
-    x = made(kind, n)
-    assert torch.equal(kernels.histogram(x), reference.histogram(x))
+def test_histogram_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        assert torch.equal(kernels.histogram(x), reference.histogram(x))
 
 
 def pieces(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
@@ -195,7 +195,7 @@ def pieces(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8, 13])
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", SHORT)
 def test_merging_is_the_reference(P: int, n: int) -> None:
     disjoint, common = pieces(n, P, apart=True), pieces(n, P, apart=False)
     same(kernels.sorted_union(disjoint), sparse_reference.sorted_union(disjoint))
@@ -203,7 +203,7 @@ def test_merging_is_the_reference(P: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", SHORT)
 def test_scattering_and_clearing_are_the_reference(n: int, wide: bool) -> None:
     for part in pieces(n, 3, apart=False):
         index = part.index.long() if wide else part.index

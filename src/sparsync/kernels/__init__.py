@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cpu, reference, sparse_reference
-from sparsync.kernels.backends import backend, backends, native, use
+from sparsync.kernels.choice import backend, backends, native, use
 
 __all__ = [
     "above",
