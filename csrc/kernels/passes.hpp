@@ -100,7 +100,8 @@ struct Selected {
 
 // Source(i) -> a value or a vector of values at i, perhaps with side effects.
 template <class Source, class Test>
-int64_t compact(Source &source, int64_t n, int32_t base, Test test, Sink sink) {
+int64_t compact(Source &shared, int64_t n, int32_t base, Test test, Sink sink) {
+    Source source = shared;  // a copy that no store can be taken to change, so that it stays in registers
     Selected selected{sink};
     constexpr int64_t step = kGroup * Vec::kWidth;
     int64_t i = 0;
@@ -120,6 +121,7 @@ int64_t compact(Source &source, int64_t n, int32_t base, Test test, Sink sink) {
         source.keep_one(i, value, wanted);
         selected.one(wanted, base + i, value);
     }
+    shared = source;
     return selected.count;
 }
 
