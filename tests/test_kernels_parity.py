@@ -21,7 +21,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -m
 LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
 
 
-@pytest.fixture(params=NATIVE, autouse=True)
+@pytest.fixture(params=NATIVE, autouse=True, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels.use(request.param):
         yield request.param

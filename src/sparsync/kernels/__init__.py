@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsync.core import Span, Sparse
-from sparsync.kernels import cpu, reference, sparse_reference
+from sparsync.kernels import candidates, cpu, reference, sparse_reference
 from sparsync.kernels.choice import backend, backends, native, use
 
 __all__ = [
@@ -86,7 +86,8 @@ def accumulate_top_k(
     _check_count(k, residual.numel())
     found = _for_sum(residual, grad, out)
     if found is None:
-        return reference.accumulate_top_k(residual, grad, k, out)
+        finite = reference.accumulate(residual, grad, out)
+        return candidates.top_k(out, k), finite
     return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads)
 
 
@@ -119,7 +120,7 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: i
     _check_threads(threads)
     _check_count(k, x.numel())
     found = _for(x)
-    return reference.top_k(x, k) if found is None else cpu.top_k(found, x, k, bound, threads)
+    return candidates.top_k(x, k) if found is None else cpu.top_k(found, x, k, bound, threads)
 
 
 def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, threads: int = 1) -> Sparse:

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import all_reduce_at, padding
 from sparsync.core import Bucket, Cost, Detail, Report
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.selection.topk import check_density
 
@@ -48,7 +48,7 @@ def reduce_choice(name: str, bucket: Bucket, acc: Tensor, residual: Tensor, choi
     mean[union.index] = union.total / P
     bucket.grad.copy_(mean)
     if not overflow:
-        acc.index_fill_(0, union.index, 0.0)
+        kernels.clear_(acc, union.index)
         residual.copy_(acc)
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
@@ -72,7 +72,7 @@ def pass_on_poison(name: str, bucket: Bucket, poisoned: Poisoned) -> Report:
 
 def is_poisoned(acc: Tensor) -> bool:
     """Whether `acc` holds NaN or Inf."""
-    return not reference.all_finite(acc)
+    return not kernels.all_finite(acc)
 
 
 def empty_report(name: str, bucket: Bucket) -> Report:

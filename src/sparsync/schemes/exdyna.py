@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Detail, Report, Span, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -157,7 +157,7 @@ class ExDyna:
         counts = apportion([1] * P, [step.free(partition) for partition in partitions], step.open_count)
         magnitude = step.magnitude(acc, partitions[comm.rank])  # [partition]
         poisoned = is_poisoned(acc)
-        own = reference.largest(magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
+        own = kernels.largest(magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
         bits = packed.width(max(len(partition) for partition in partitions))
         packet = _with_level(packed.encode(own, bits), magnitude[own], poisoned)
         packets = comm.all_gather(packet, [_LEVEL_NBYTES + packed.nbytes(count, bits) for count in counts])

@@ -20,12 +20,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Report, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -141,7 +141,7 @@ class MiCRO:
         if bool((ladders < 0).any()):
             return Poisoned(cost)
         counts = quotas(ladders, free, step.open_count)
-        own = reference.largest(magnitude, counts[comm.rank])  # [k_r]
+        own = kernels.largest(magnitude, counts[comm.rank])  # [k_r]
         bits = packed.width(max(lengths))
         packet = packed.encode(own, bits)
         packets = comm.all_gather(packet, [packed.nbytes(count, bits) for count in counts])

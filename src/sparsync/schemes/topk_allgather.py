@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import torch
 
+from sparsync import kernels
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Report
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
-from sparsync.selection.topk import check_density, count_for, select_top
+from sparsync.selection.topk import check_density, count_for
 from sparsync.wire import raw
 
 
@@ -46,17 +46,17 @@ class TopK:
         n, P = bucket.grad.numel(), comm.size
         k = count_for(self.density, n)
         residual = self._feedback.residual(bucket, comm.rank)
-        acc = residual + bucket.grad  # [n], in the residual's precision
-        own = select_top(acc, self.density)  # [k]
+        acc = torch.empty_like(residual)  # [n]
+        own, _ = kernels.accumulate_top_k(residual, bucket.grad, k, out=acc)  # [k]
         packet = raw.encode(own)
         packets = comm.all_gather(packet, [packet.numel()] * P)  # k is the same on all ranks: no lengths to exchange
         parts = [raw.decode(each, n, acc.dtype) for each in packets]
         total = torch.zeros_like(acc)
         for part in parts:  # in rank order, the same bits on every rank
-            reference.scatter_add_(total, part)
+            kernels.scatter_add_(total, part)
         bucket.grad.copy_(total.div_(P))
-        if bool(bucket.grad.isfinite().all()):  # a host sync; the same bits on all ranks, so all decide alike
-            reference.clear_(acc, own.index)
+        if kernels.all_finite(bucket.grad):  # a host sync; the same bits on all ranks, so all decide alike
+            kernels.clear_(acc, own.index)
             residual.copy_(acc)
         union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
         cost = all_gather_cost(raw.nbytes(k, acc.dtype), P)
