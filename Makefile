@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check sanitize clean
+.PHONY: setup demo test check sanitize fuzz clean
 
 setup: $(READY)
 
@@ -27,6 +27,16 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# Decoders under attack, with sanitizers: make fuzz EXECUTIONS=100000000 SEED=2. No clones: the sanitizers start before they are chosen.
+CXX        ?= g++
+EXECUTIONS ?= 10000000
+SEED       ?= 1
+fuzz:
+	mkdir -p build
+	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wconversion -DSPARSYNC_NO_CLONES -fsanitize=address,undefined -fno-sanitize-recover=all \
+		-Icsrc csrc/tests/fuzz_codecs.cpp -o build/fuzz_codecs
+	build/fuzz_codecs $(EXECUTIONS) $(SEED)
 
 clean:
 	rm -rf $(VENV) demo build dist csrc/build-sanitize src/sparsync/kernels/_cpu*.so
