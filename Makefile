@@ -4,13 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check sanitize fuzz clean
 
 setup: $(READY)
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
-$(READY): pyproject.toml
+$(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/kernels/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --editable ".[lab,dev]"
@@ -28,5 +28,16 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# Decoders under attack, with sanitizers: make fuzz EXECUTIONS=100000000 SEED=2. No clones: the sanitizers start before they are chosen.
+CXX        ?= g++
+EXECUTIONS ?= 10000000
+SEED       ?= 1
+fuzz:
+	mkdir -p build
+	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wconversion -DSPARSYNC_NO_CLONES -fsanitize=address,undefined -fno-sanitize-recover=all \
+		-Icsrc csrc/tests/fuzz_codecs.cpp -o build/fuzz_codecs
+	build/fuzz_codecs $(EXECUTIONS) $(SEED)
+
 clean:
-	rm -rf $(VENV) demo build dist
+	rm -rf $(VENV) demo build dist csrc/build-sanitize src/sparsync/kernels/_cpu*.so
+	find csrc/cmake -mindepth 1 -not -name CMakeLists.txt -delete

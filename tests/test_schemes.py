@@ -40,7 +40,7 @@ def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     for name in schemes.names():
         assert schemes.describe(name)
         assert "\n" not in schemes.describe(name)
-    assert schemes.settings("topk") == {"density": 0.01}
+    assert schemes.settings("topk") == {"density": 0.01, "values": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
     assert "mode" not in schemes.settings("skip_reduce.published")
 
@@ -72,7 +72,11 @@ def test_a_name_like_no_other_is_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "told"),
     [
-        ("topk", {"densty": 0.1}, r"scheme 'topk' has no setting 'densty'; it has density; did you mean 'density'\?"),
+        (
+            "topk",
+            {"densty": 0.1},
+            r"scheme 'topk' has no setting 'densty'; it has density, values; did you mean 'density'\?",
+        ),
         ("skip_reduce", {"skips": 1}, r"scheme 'skip_reduce' has no setting 'skips'; .*; did you mean 'skip'\?"),
         (
             "skip_reduce.published",

@@ -54,14 +54,18 @@ def kept_by_name(schemes: Sequence[Scheme], name: str) -> Tensor:
 
 
 def assert_no_mass_lost(row: Row, plan: Sequence[Layout]) -> None:
-    """Under a sequence of layouts, every parameter has its own balance at every step."""
+    """Under a sequence of layouts, every parameter has its own balance at every step.
+
+    What rounding leaves of whole numbers takes finer and finer steps; their sums over many steps are exact in float64.
+    """
     P = row.world(2)
+    dtype = row.exact_in
     source = torch.Generator().manual_seed(1)
     schemes = [row.make() for _ in range(P)]
     for step, buckets in enumerate(plan):
         before = {name: kept_by_name(schemes, name) for name in SIZES}
         grads = [
-            {name: P * torch.randint(-4, 5, (size,), generator=source).float() for name, size in SIZES.items()}
+            {name: P * torch.randint(-4, 5, (size,), generator=source).to(dtype) for name, size in SIZES.items()}
             for _ in range(P)
         ]
         written = reduce_by_name(schemes, grads, buckets, step)

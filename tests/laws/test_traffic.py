@@ -8,7 +8,6 @@ from sparsync import Cost, Dense, SkipReduce, TopK
 from sparsync.schemes.skip_reduce import Form
 
 FLOAT_NBYTES = 4
-WORD_NBYTES = 4
 
 
 @cases()
@@ -27,10 +26,10 @@ def test_dense_sends_two_passes_less_one_slice_each(P: int) -> None:
 
 @pytest.mark.parametrize("P", WORLDS)
 def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int) -> None:
+    """A quarter of all positions are told in one bit for each there is."""
     n, k = 40, 10
     for step in run([TopK(density=k / n) for _ in range(P)], reals(P, n, 2)):
-        words = 2 * k * (P - 1)
-        assert step.counted == [Cost(P - 1, P - 1, words * WORD_NBYTES)] * P
+        assert step.counted == [Cost(P - 1, P - 1, (P - 1) * (k * FLOAT_NBYTES + n // 8))] * P
         assert {report.selected for report in step.reports} == {k}
 
 

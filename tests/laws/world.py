@@ -141,7 +141,7 @@ def trace(id: str, P: int) -> tuple[Step, ...]:
     """
     row = next(row for row in ROWS if row.id == id)
     count = row.observes + 2
-    exact = integers(P, COUNT, count) if row.keeps else marks(P, COUNT, count, row.wire_bits)
+    exact = integers(P, COUNT, count, dtype=row.exact_in) if row.keeps else marks(P, COUNT, count, row.wire_bits)
     return tuple(run([row.make() for _ in range(P)], [*exact, *reals(P, COUNT, 1)]))
 
 

@@ -1,7 +1,7 @@
 """Exchanges of schemes whose ranks select in exclusive partitions: no position is sent twice, so selections need no merging.
 
-First the positions go round, then every rank gives its value at every position of the union. The published schemes (MiCRO, arXiv
-2310.00967; ExDyna, arXiv 2402.13781) exchange counts first and fill all selections up to the longest one.
+First the positions go round, then every rank gives its value at every position of the union, as it is or rounded. The published schemes
+(MiCRO, arXiv 2310.00967; ExDyna, arXiv 2402.13781) exchange counts first and fill all selections up to the longest one.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsync.collectives.rounded import Rounding, mean_rounded, mean_rounded_cost
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost
 from sparsync.core import Cost
 from sparsync.protocols import Comm
@@ -58,19 +59,25 @@ def padding(counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Union:
-    """The sums over ranks at the positions `index` [K], the same on every rank, and what it cost to get them there."""
+    """The means over ranks at the positions `index` [K], the same on every rank, and what it cost to get them there."""
 
     index: Tensor
-    total: Tensor
+    mean: Tensor
+    error: Tensor  # what this rank must keep for the means to lack nothing: zero where values are sent as they are
     cost: Cost
 
 
-def all_reduce_at(acc: Tensor, index: Tensor, comm: Comm) -> Union:
-    """The sums over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
+def mean_at(acc: Tensor, index: Tensor, written: torch.dtype, comm: Comm, rounding: Rounding | None = None) -> Union:
+    """The means over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
 
-    Steps: 2 (P-1)
-    Bytes sent per rank: 2 (P-1)/P * K * bytes of a value
+    With `rounding`, as the type `written` holds them.
+    Steps: 2 (P-1); with rounding P
+    Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the rounding may add
     """
-    value = acc[index.long()]  # [K]
-    cost = all_reduce_cost(value.numel(), value.element_size(), comm.size, comm.rank)
-    return Union(index.long(), comm.all_reduce(value), cost)
+    index = index.long()
+    value = acc[index]  # [K]
+    if rounding is None:
+        cost = all_reduce_cost(value.numel(), value.element_size(), comm.size, comm.rank)
+        return Union(index, comm.all_reduce(value) / comm.size, torch.zeros_like(value), cost)
+    mean, error = mean_rounded(value, written, comm, rounding)
+    return Union(index, mean, error, mean_rounded_cost(value.numel(), value.dtype, comm.size, comm.rank, rounding))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.core import Cost, Span, Sparse
-from sparsync.kernels.reference import scatter_add_
-from sparsync.kernels.sparse_reference import sorted_union, split
+from sparsync.kernels import scatter_add_, sorted_union, split
 from sparsync.protocols import Comm
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks

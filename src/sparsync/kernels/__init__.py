@@ -1,1 +1,232 @@
-"""The hot loops over whole vectors, one signature each; `reference` is their specification in plain torch."""
+"""The hot loops over whole vectors, one signature each; `reference` and `sparse_reference` are their specification in plain torch.
+
+Each function runs on the backend that `backend()` names, and on the reference where that backend lacks the tensor's device or type: the
+C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too. Results are the same bits on every backend,
+but for the bits inside a NaN. `threads` is for the C++ backend; the others do as torch does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparsync.core import Span, Sparse
+from sparsync.kernels import candidates, cpu, reference, sparse_reference
+from sparsync.kernels.choice import backend, backends, native, use
+
+__all__ = [
+    "above",
+    "accumulate",
+    "accumulate_select_",
+    "accumulate_top_k",
+    "all_finite",
+    "among",
+    "at_least",
+    "backend",
+    "backends",
+    "clear_",
+    "histogram",
+    "largest",
+    "scatter_add_",
+    "sorted_union",
+    "split",
+    "summed",
+    "top_k",
+    "top_k_nonzero",
+    "use",
+]
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def accumulate(
+    residual: Float[Tensor, " n"], grad: Float[Tensor, " n"], out: Float[Tensor, " n"], threads: int = 1
+) -> bool:
+    """Whether residual + grad, which is written to `out`, is finite everywhere. `out` may be `residual`."""
+    _check_threads(threads)
+    found = _for_sum(residual, grad, out)
+    if found is None:
+        return reference.accumulate(residual, grad, out)
+    return cpu.accumulate(found, residual, grad, out, threads)
+
+
+def accumulate_select_(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    threshold: float,
+    span: Span | None = None,
+    threads: int = 1,
+) -> tuple[Sparse, bool]:
+    """What of residual + grad reaches `threshold` in magnitude inside `span`, and whether the sum is finite everywhere.
+
+    `residual` becomes the sum, with zeros where it was selected. Where the sum is not finite it stays as it was there, and nothing is
+    selected. Without a span everything is looked at.
+    """
+    _check_threads(threads)
+    n = residual.numel()
+    span = Span(0, n) if span is None else span
+    _check_span(span, n)
+    found = _for_sum(residual, grad)
+    if found is None:
+        return reference.accumulate_select_(residual, grad, threshold, span)
+    return cpu.accumulate_select_(found, residual, grad, threshold, span, threads)
+
+
+def accumulate_top_k(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    k: int,
+    out: Float[Tensor, " n"],
+    bound: float | None = None,
+    threads: int = 1,
+) -> tuple[Sparse, bool]:
+    """`top_k` of residual + grad, which is written to `out`, and whether it is finite everywhere. `out` may be `residual`."""
+    _check_threads(threads)
+    _check_count(k, residual.numel())
+    found = _for_sum(residual, grad, out)
+    if found is None:
+        finite = reference.accumulate(residual, grad, out)
+        return candidates.top_k(out, k), finite
+    return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads)
+
+
+def all_finite(x: Float[Tensor, " n"]) -> bool:
+    """Whether `x` holds neither NaN nor Inf."""
+    found = _for(x)
+    return reference.all_finite(x) if found is None else cpu.all_finite(found, x)
+
+
+def above(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
+    """The elements of `x` whose magnitude is `threshold` or more, zeros included where that is 0. NaN is not; positions ascend."""
+    _check_threads(threads)
+    found = _for(x)
+    return sparse_reference.above(x, threshold) if found is None else cpu.above(found, x, threshold, threads)
+
+
+def at_least(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
+    """The non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
+    _check_threads(threads)
+    found = _for(x)
+    return sparse_reference.at_least(x, threshold) if found is None else cpu.at_least(found, x, threshold, threads)
+
+
+def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: int = 1) -> Sparse:
+    """The `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
+
+    NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
+    the last step's smallest; it changes how long this takes and nothing else. Raises ValueError when `k` is not in [0, n].
+    """
+    _check_threads(threads)
+    _check_count(k, x.numel())
+    found = _for(x)
+    return candidates.top_k(x, k) if found is None else cpu.top_k(found, x, k, bound, threads)
+
+
+def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, threads: int = 1) -> Sparse:
+    """What `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero."""
+    _check_threads(threads)
+    _check_span(skip or Span(0, 0), x.numel())
+    found = _for(x)
+    if found is None:
+        return sparse_reference.top_k_nonzero(x, k, skip)
+    return cpu.top_k(found, x, k, None, threads, skip, zeros=False)
+
+
+def largest(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
+    """The positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
+
+    Numbers may be negative. Raises ValueError when `k` is not in [0, n].
+    """
+    _check_count(k, magnitude.numel())
+    found = _for(magnitude)
+    return reference.largest(magnitude, k) if found is None else cpu.largest(found, magnitude, k)
+
+
+def histogram(magnitude: Float[Tensor, " n"]) -> Int[Tensor, " levels"]:
+    """How many of `magnitude` have each value of the upper 16 bits of a float32, int64; negative ones do not count.
+
+    What exceeds float32, and NaN, counts as its largest number.
+    """
+    found = _for(magnitude)
+    return reference.histogram(magnitude) if found is None else cpu.histogram(found, magnitude, reference.LEVELS)
+
+
+def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
+    """Adds the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
+    found = _for(out, part.value) if part.index.dtype in _INTEGERS and part.index.is_contiguous() else None
+    if found is None:
+        reference.scatter_add_(out, part)
+    else:
+        cpu.scatter_add_(found, out, part)
+
+
+def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
+    """Sets `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
+    found = _for(x) if index.dtype in _INTEGERS and index.is_contiguous() else None
+    if found is None:
+        reference.clear_(x, index)
+    else:
+        cpu.clear_(found, x, index)
+
+
+def sorted_union(parts: Sequence[Sparse]) -> Sparse:
+    """All elements of `parts`, which have no position in common, as one; positions ascend."""
+    found = _for_parts(parts)
+    return sparse_reference.sorted_union(parts) if found is None else cpu.merged(found, parts, add=False)
+
+
+def summed(parts: Sequence[Sparse]) -> Sparse:
+    """The sum of `parts` as one, added in their order, starting from 0; positions ascend."""
+    found = _for_parts(parts)
+    return sparse_reference.summed(parts) if found is None else cpu.merged(found, parts, add=True)
+
+
+def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
+    """`part` cut at adjacent `regions` that cover it; positions become relative to the start of their region."""
+    found = _for_parts([part])
+    if found is None:
+        return sparse_reference.split(part, regions)
+    return sparse_reference.cut(part, regions, cpu.ends(found, part.index, [region.stop for region in regions]))
+
+
+def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
+    """Whether each of `index` is one of the ascending `others`, bool [a]."""
+    found = native(index, others) if index.dtype == others.dtype == torch.int32 else None
+    return sparse_reference.among(index, others) if found is None else cpu.among(found, index, others)
+
+
+def _for(*tensors: Tensor) -> cpu.Native | None:
+    return native(*tensors) if all(each.dtype == torch.float32 for each in tensors) else None
+
+
+def _for_sum(residual: Tensor, grad: Tensor, *out: Tensor) -> cpu.Native | None:
+    for each in (grad, *out):
+        if each.shape != residual.shape:
+            raise ValueError(
+                f"residual, gradient and result must have one shape, got {tuple(residual.shape)} and {tuple(each.shape)}"
+            )
+    if grad.dtype not in cpu.TYPES or not grad.is_contiguous():
+        return None
+    return _for(residual, *out) if native(grad) is not None else None
+
+
+def _for_parts(parts: Sequence[Sparse]) -> cpu.Native | None:
+    if any(part.index.dtype != torch.int32 or not part.index.is_contiguous() for part in parts):
+        return None
+    return _for(*(part.value for part in parts))
+
+
+def _check_threads(threads: int) -> None:
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+
+
+def _check_count(k: int, n: int) -> None:
+    if not 0 <= k <= n:
+        raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
+
+
+def _check_span(span: Span, n: int) -> None:
+    if not 0 <= span.start <= span.stop <= n:
+        raise ValueError(f"a span of {n} elements must lie in [0, {n}], got [{span.start}, {span.stop})")

@@ -3,7 +3,37 @@
 import torch
 from torch import Tensor
 
-from sparsync.core import Sparse
+from sparsync.core import Span, Sparse
+
+LEVELS = 0x7F80  # the upper 16 bits of a finite magnitude in float32 are below this
+
+
+def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
+    """Whether residual + grad, which is written to `out` [n], is finite everywhere."""
+    torch.add(residual, grad, out=out)
+    return all_finite(out)
+
+
+def accumulate_select_(residual: Tensor, grad: Tensor, threshold: float, span: Span) -> tuple[Sparse, bool]:
+    """What of residual + grad [n] reaches `threshold` in magnitude inside `span`, and whether the sum is finite everywhere.
+
+    `residual` becomes the sum, with zeros where it was selected. Where the sum is not finite it stays as it was there, and nothing is
+    selected.
+    """
+    acc = residual + grad
+    finite = acc.isfinite()
+    inside = torch.zeros_like(finite)
+    inside[span.start : span.stop] = True
+    chosen = (acc.abs() >= threshold) & finite & inside
+    index = chosen.nonzero().view(-1)  # a host sync: how many are above depends on the data
+    residual.copy_(torch.where(finite, acc.masked_fill(chosen, 0.0), residual))
+    return Sparse(index.to(torch.int32), acc[index], acc.numel()), bool(finite.all())
+
+
+def accumulate_top_k(residual: Tensor, grad: Tensor, k: int, out: Tensor) -> tuple[Sparse, bool]:
+    """`top_k` of residual + grad, which is written to `out` [n], and whether it is finite everywhere."""
+    finite = accumulate(residual, grad, out)
+    return top_k(out, k), finite
 
 
 def top_k(x: Tensor, k: int) -> Sparse:
@@ -52,6 +82,16 @@ def scatter_add_(out: Tensor, part: Sparse) -> None:
     out.index_add_(0, part.index.long(), part.value.to(out.dtype))
 
 
-def clear_(x: Tensor, part: Sparse) -> None:
-    """Sets `x` [n] to zero at the positions of `part`."""
-    x.index_fill_(0, part.index.long(), 0.0)
+def clear_(x: Tensor, index: Tensor) -> None:
+    """Sets `x` [n] to zero at the positions `index` [k]."""
+    x.index_fill_(0, index.long(), 0.0)
+
+
+def histogram(magnitude: Tensor) -> Tensor:
+    """How many of `magnitude` [n] have each value of the upper 16 bits of a float32, int64 [LEVELS]; negative ones do not count.
+
+    What exceeds float32, and NaN, counts as its largest number.
+    """
+    limit = torch.finfo(torch.float32).max
+    level = magnitude.nan_to_num(nan=limit).clamp(max=limit).to(torch.float32).view(torch.int32) >> 16
+    return torch.bincount(level.clamp(min=-1) + 1, minlength=LEVELS + 1)[1:]

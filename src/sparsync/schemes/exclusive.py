@@ -7,11 +7,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsync.collectives.partitioned import all_reduce_at, padding
+from sparsync import kernels
+from sparsync.collectives.partitioned import mean_at, padding
 from sparsync.core import Bucket, Cost, Detail, Report
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.selection.topk import check_density
+from sparsync.wire.values import ValueCodec, Values, check_values
 
 Rule = Literal["quotas", "threshold"]
 NORMS_AND_BIASES = ("*bias", "*norm*", "*bn*", "*.ln_*")  # a few elements each, and many an update depends on them
@@ -36,19 +37,24 @@ class Poisoned:
     cost: Cost
 
 
-def reduce_choice(name: str, bucket: Bucket, acc: Tensor, residual: Tensor, choice: Choice, comm: Comm) -> Report:
+def reduce_choice(
+    name: str, bucket: Bucket, acc: Tensor, residual: Tensor, choice: Choice, comm: Comm, values: Values = "float32"
+) -> Report:
     """Writes the mean over ranks at the chosen positions to `bucket.grad`, zero elsewhere, and `acc` without them to `residual`.
+
+    What values lose on the wire, sent as `values`, goes to the residual too.
 
     Where the sum overflows, all ranks see it in the gradient, and the residual stays as it was: "overflow" in the details tells.
     """
-    n, P = acc.numel(), comm.size
-    union = all_reduce_at(acc, torch.cat([choice.known, choice.chosen]), comm)
-    overflow = not bool(union.total.isfinite().all())  # a host sync; what all ranks received, so all decide alike
+    n = acc.numel()
+    rounding = None if values == "float32" else ValueCodec(values)
+    union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
+    overflow = not bool(union.mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
     mean = torch.zeros_like(acc)
-    mean[union.index] = union.total / P
+    mean[union.index] = union.mean
     bucket.grad.copy_(mean)
     if not overflow:
-        acc.index_fill_(0, union.index, 0.0)
+        acc.index_copy_(0, union.index, union.error)
         residual.copy_(acc)
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
@@ -72,7 +78,7 @@ def pass_on_poison(name: str, bucket: Bucket, poisoned: Poisoned) -> Report:
 
 def is_poisoned(acc: Tensor) -> bool:
     """Whether `acc` holds NaN or Inf."""
-    return not reference.all_finite(acc)
+    return not kernels.all_finite(acc)
 
 
 def empty_report(name: str, bucket: Bucket) -> Report:
@@ -80,9 +86,12 @@ def empty_report(name: str, bucket: Bucket) -> Report:
     return Report(name, bucket.key, bucket.step, 0, 0, 0, Cost())
 
 
-def check_settings(density: float, sweep: float, dense: Sequence[str], rule: str, authors_code: bool) -> None:
+def check_settings(
+    density: float, sweep: float, dense: Sequence[str], rule: str, authors_code: bool, values: str
+) -> None:
     """Raises ValueError where settings of MiCRO or ExDyna are out of range or contradict each other."""
     check_density(density)
+    check_values(values)
     if not 0 <= sweep <= 1:
         raise ValueError(f"sweep must be in [0, 1], the share of the budget that goes round the vector, got {sweep}")
     if isinstance(dense, str):

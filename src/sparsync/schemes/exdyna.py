@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Detail, Report, Span, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -38,7 +38,8 @@ from sparsync.selection.partition import Profile, block_edges, block_spans, by_r
 from sparsync.selection.quotas import POISONED, apportion, level_of, relative_magnitudes
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import count_for
-from sparsync.wire import packed
+from sparsync.wire import indices
+from sparsync.wire.values import Values
 
 _LEVEL_NBYTES = 2
 _MEMORY_STEPS = 8  # boundaries follow what was selected over at least so many steps ...
@@ -78,10 +79,11 @@ class ExDyna:
     )
     rule: Rule = "quotas"  # "quotas": equal ones, and free boundaries; "threshold": the paper's
     authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code)
+        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code, self.values)
 
     @classmethod
     def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:
@@ -134,7 +136,7 @@ class ExDyna:
         cost = counts_cost(P) + padded_cost(counts, sent.element_size())
         details = _lengths(block_spans(edges, blocks))
         choice = Choice(cost, union[:0], union, counts, threshold, details)
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm)
+        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
         if not report.details["overflow"]:
             state.blocks, state.counts = blocks, counts
             state.accept(threshold, report.union)
@@ -157,24 +159,25 @@ class ExDyna:
         counts = apportion([1] * P, [step.free(partition) for partition in partitions], step.open_count)
         magnitude = step.magnitude(acc, partitions[comm.rank])  # [partition]
         poisoned = is_poisoned(acc)
-        own = reference.largest(magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
-        bits = packed.width(max(len(partition) for partition in partitions))
-        packet = _with_level(packed.encode(own, bits), magnitude[own], poisoned)
-        packets = comm.all_gather(packet, [_LEVEL_NBYTES + packed.nbytes(count, bits) for count in counts])
+        own = kernels.largest(magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
+        lengths = [len(partition) for partition in partitions]
+        packet = _with_level(indices.encode_agreed(own, lengths[comm.rank]), magnitude[own], poisoned)
+        sizes = map(indices.agreed_nbytes, counts, lengths)
+        packets = comm.all_gather(packet, [_LEVEL_NBYTES + size for size in sizes])
         cost = all_gather_cost(packet.numel(), P)
         levels = [int(each[:_LEVEL_NBYTES].clone().view(torch.int16)) for each in packets]  # a host sync, all need them
         if min(levels) < 0:
             return pass_on_poison(self.name, bucket, Poisoned(cost))
         chosen = torch.cat(
             [
-                packed.decode(each[_LEVEL_NBYTES:], count, bits, len(partition)) + partition.start
+                indices.decode_agreed(each[_LEVEL_NBYTES:], count, len(partition)).long() + partition.start
                 for each, count, partition in zip(packets, counts, partitions, strict=True)
             ]
         )
         threshold = float(magnitude[own].min()) if own.numel() else 0.0
         known = step.known_index(acc.device)
         choice = Choice(cost, known, chosen, counts, threshold, _lengths(partitions))
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm)
+        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
         if not report.details["overflow"]:
             memory = max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // step.count))
             profile.observe(chosen, counts, relative_magnitudes(levels), n, memory)

@@ -20,12 +20,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Report, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -43,7 +43,8 @@ from sparsync.selection.partition import Interleaved, by_rank, turn
 from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import count_for
-from sparsync.wire import packed
+from sparsync.wire import indices
+from sparsync.wire.values import Values
 
 
 @dataclass
@@ -70,10 +71,11 @@ class MiCRO:
     )
     rule: Rule = "quotas"  # "quotas": exact; "threshold": the paper's
     authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code)
+        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code, self.values)
 
     @classmethod
     def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:
@@ -93,7 +95,7 @@ class MiCRO:
         choice = self._by_quotas(acc, bucket, comm) if scaling is None else self._by_threshold(acc, scaling, comm)
         if isinstance(choice, Poisoned):
             return pass_on_poison(self.name, bucket, choice)
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm)
+        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
         if scaling is not None and not report.details["overflow"]:
             scaling.accept(choice.threshold, report.union)
         return report
@@ -141,14 +143,12 @@ class MiCRO:
         if bool((ladders < 0).any()):
             return Poisoned(cost)
         counts = quotas(ladders, free, step.open_count)
-        own = reference.largest(magnitude, counts[comm.rank])  # [k_r]
-        bits = packed.width(max(lengths))
-        packet = packed.encode(own, bits)
-        packets = comm.all_gather(packet, [packed.nbytes(count, bits) for count in counts])
+        own = kernels.largest(magnitude, counts[comm.rank])  # [k_r]
+        lengths = by_rank(lengths, bucket.step)
+        packet = indices.encode_agreed(own, lengths[comm.rank])
+        packets = comm.all_gather(packet, list(map(indices.agreed_nbytes, counts, lengths)))
         cost += all_gather_cost(packet.numel(), P)
-        place = torch.cat(
-            [packed.decode(each, count, bits, max(lengths)) for each, count in zip(packets, counts, strict=True)]
-        )
+        place = torch.cat(list(map(indices.decode_agreed, packets, counts, lengths))).long()
         owner = torch.tensor(by_rank(range(P), bucket.step), device=acc.device)
         chosen = partitions.positions(owner.repeat_interleave(torch.tensor(counts, device=acc.device)), place)
         threshold = float(magnitude[own].min()) if own.numel() else 0.0

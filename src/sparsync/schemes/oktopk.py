@@ -25,11 +25,12 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost
-from sparsync.core import Bucket, Cost, Detail, Report, Sparse
+from sparsync.core import Bucket, Cost, Detail, Report, Span, Sparse
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference, sparse_reference
+from sparsync.kernels import sparse_reference
 from sparsync.protocols import Comm
 from sparsync.selection import regions
 from sparsync.selection.topk import check_density, count_for
@@ -139,7 +140,7 @@ class OkTopk:
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"poisoned": True})
         u = torch.zeros_like(acc)
-        reference.scatter_add_(u, outcome.survivors)
+        kernels.scatter_add_(u, outcome.survivors)
         bucket.grad.copy_(u.div_(P))
         residual.copy_(acc.index_fill_(0, outcome.cleared.long(), 0.0))
         self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
@@ -177,7 +178,7 @@ class OkTopk:
         outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
         cost = sparse_allreduce.split_and_reduce_cost(outgoing, acc.dtype, rank, raw)
 
-        index, value = sparse_reference.largest_first(sparse_reference.top_k_nonzero(region, k))
+        index, value = sparse_reference.largest_first(kernels.top_k_nonzero(region, k))
         finite = bool(mine.value.isfinite().all()) and bool(region.isfinite().all())
         rungs = regions.ladder(value.abs(), k, P, poisoned=not finite)
         ladders = torch.stack(comm.all_gather(rungs, [regions.LADDER] * P))
@@ -191,7 +192,7 @@ class OkTopk:
         wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
         survivors, gathered = _balance_and_gather(survivors, held, wanted, comm)
         within = (survivors.index >= own.start) & (survivors.index < own.stop)
-        sent = sparse_reference.among(survivors.index, mine.index)
+        sent = kernels.among(survivors.index, mine.index)
         boundaries = control.boundaries
         if k < n:  # at full density regions of equal width are the balanced ones
             boundaries = regions.balanced_boundaries(survivors.index, n, P)
@@ -210,10 +211,10 @@ class OkTopk:
         threshold, boundaries, cost = control.local_threshold, control.boundaries, Cost()
         # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
         if t % self.threshold_steps == 0 or threshold is None:
-            threshold = float(sparse_reference.magnitude(acc).topk(k, sorted=False).values.min())
+            threshold = float(sparse_reference.magnitude(kernels.top_k(acc, k).value).min())
         elif self.rule == "code":
             threshold = _tightened(acc, threshold, k)
-        mine = sparse_reference.at_least(acc, threshold)
+        mine = kernels.at_least(acc, threshold)
         # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
         if t % self.region_steps == 0 and P > 1:
             boundaries = _agreed(regions.balanced_boundaries(mine.index, n, P), comm, acc.device)
@@ -226,7 +227,7 @@ class OkTopk:
         # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
         global_threshold = control.global_threshold
         evaluate = t % self.threshold_steps == 0 or global_threshold is None
-        kept = sparse_reference.at_least(region, 0.0 if evaluate else float(global_threshold or 0.0))
+        kept = kernels.at_least(region, 0.0 if evaluate else float(global_threshold or 0.0))
         finite = bool(mine.value.isfinite().all()) and bool(region.isfinite().all())
         size = torch.tensor([kept.index.numel() if finite else regions.POISONED], dtype=torch.int32, device=acc.device)
         held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()  # a host sync: buffer sizes depend on it
@@ -241,7 +242,7 @@ class OkTopk:
             survivors = _largest(survivors, k)
             global_threshold = _smallest(survivors)
         # 6: return u, I_loc intersect I_glob
-        cleared = survivors.index[sparse_reference.among(survivors.index, mine.index)]
+        cleared = survivors.index[kernels.among(survivors.index, mine.index)]
         if evaluate and (sum(held) < k or k == n):  # sums that did not survive are zero, which is what is written
             cleared = mine.index
         details = _details(mine, survivors, held, wanted, incoming, rank) | {"evaluated": evaluate}
@@ -295,8 +296,7 @@ def _words_left(k: int, n: int, P: int) -> int:
 
 def _largest_outside(acc: Tensor, start: int, stop: int, count: int) -> Sparse:
     """The `count` largest non-zero elements of `acc` outside [start, stop)."""
-    top = sparse_reference.top_k_nonzero(torch.cat([acc[:start], acc[stop:]]), count)
-    return Sparse(torch.where(top.index < start, top.index, top.index + (stop - start)), top.value, acc.numel())
+    return kernels.top_k_nonzero(acc, count, skip=Span(start, stop))
 
 
 def _balance_and_gather(
@@ -319,7 +319,7 @@ def _agreed(boundaries: list[int], comm: Comm, device: torch.device) -> list[int
 
 def _largest(part: Sparse, k: int) -> Sparse:
     """The k largest elements of `part`."""
-    top = reference.top_k(part.value, min(k, part.value.numel())).index
+    top = kernels.top_k(part.value, min(k, part.value.numel())).index
     return Sparse(part.index[top], part.value[top], part.length)
 
 

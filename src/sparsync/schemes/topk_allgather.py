@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
+from sparsync import kernels
 from sparsync.comm.metered import all_gather_cost
-from sparsync.core import Bucket, Report
+from sparsync.core import Bucket, Cost, Report, Sparse, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.kernels import reference
 from sparsync.protocols import Comm
-from sparsync.selection.topk import check_density, count_for, select_top
-from sparsync.wire import raw
+from sparsync.selection.topk import check_density, count_for
+from sparsync.wire import indices
+from sparsync.wire.values import ValueCodec, Values, check_values
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class TopK:
     """
 
     density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
+    values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     _feedback: ErrorFeedback = field(default_factory=ErrorFeedback, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_values(self.values)
 
     @classmethod
     def published(cls, density: float = 0.01) -> Self:
@@ -46,21 +50,43 @@ class TopK:
         n, P = bucket.grad.numel(), comm.size
         k = count_for(self.density, n)
         residual = self._feedback.residual(bucket, comm.rank)
-        acc = residual + bucket.grad  # [n], in the residual's precision
-        own = select_top(acc, self.density)  # [k]
-        packet = raw.encode(own)
-        packets = comm.all_gather(packet, [packet.numel()] * P)  # k is the same on all ranks: no lengths to exchange
-        parts = [raw.decode(each, n, acc.dtype) for each in packets]
+        acc = torch.empty_like(residual)  # [n]
+        own, _ = kernels.accumulate_top_k(residual, bucket.grad, k, out=acc)  # [k]
+        parts, error, cost = self._exchange(own, comm)
         total = torch.zeros_like(acc)
         for part in parts:  # in rank order, the same bits on every rank
-            reference.scatter_add_(total, part)
-        bucket.grad.copy_(total.div_(P))
-        if bool(bucket.grad.isfinite().all()):  # a host sync; the same bits on all ranks, so all decide alike
-            reference.clear_(acc, own)
+            kernels.scatter_add_(total, part)
+        bucket.grad.copy_(total if self._rounds else total.div_(P))
+        if kernels.all_finite(bucket.grad):  # a host sync; the same bits on all ranks, so all decide alike
+            acc.index_copy_(0, own.index.long(), error)
+            if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
+                mine = spans(n, P)[comm.rank]
+                mine.of(acc).add_(P * (mine.of(total) - mine.of(bucket.grad)))
             residual.copy_(acc)
         union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
-        cost = all_gather_cost(raw.nbytes(k, acc.dtype), P)
         return Report(self.name, bucket.key, bucket.step, n, k, union, cost)
+
+    @property
+    def _rounds(self) -> bool:
+        return self.values != "float32"
+
+    def _exchange(self, own: Sparse, comm: Comm) -> tuple[list[Sparse], Tensor, Cost]:
+        """What all ranks sent, in rank order, what was lost on `own` values, [k], and the cost.
+
+        Rounded values are sent as their share of the mean, value / P: times P it is exact, which a mean of what was sent is not.
+        """
+        k, n, dtype = own.index.numel(), own.length, own.value.dtype
+        codec, head = ValueCodec(self.values), indices.agreed_nbytes(own.index.numel(), own.length)
+        packet = codec.encode(own.value / comm.size if self._rounds else own.value)
+        error = torch.zeros_like(own.value)
+        if self._rounds:
+            error = own.value - comm.size * codec.decode(packet, k, dtype)
+        packet = torch.cat([indices.encode_agreed(own.index, n), packet])
+        packets = comm.all_gather(packet, [packet.numel()] * comm.size)  # k and n tell the length: none is exchanged
+        parts = [
+            Sparse(indices.decode_agreed(each[:head], k, n), codec.decode(each[head:], k, dtype), n) for each in packets
+        ]
+        return parts, error, all_gather_cost(head + codec.nbytes(k, dtype), comm.size)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._feedback.rescale(factors)

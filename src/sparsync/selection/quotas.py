@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparsync import kernels
+
 RUNGS = (0.25, 1.0, 4.0, 16.0)  # times an equal share: how many elements lie above each magnitude of a ladder
 LADDER_NBYTES = 2 * len(RUNGS)
 OCTAVE = 128.0  # levels between a magnitude and its double
@@ -44,8 +46,7 @@ def ladder(magnitude: Float[Tensor, " m"], counts: Sequence[int]) -> Int[Tensor,
 
     Negative magnitudes do not count.
     """
-    level = level_of(magnitude)
-    histogram = torch.bincount(level.clamp(min=-1) + 1, minlength=TOP + 2)[1:]  # [levels]
+    histogram = kernels.histogram(magnitude)  # [levels]
     reach = histogram.flip(0).cumsum(0).flip(0)  # how many reach each level
     told = [(reach >= count).sum() - 1 if count else reach.new_zeros(()) for count in counts]
     return torch.stack(told).to(torch.int16)

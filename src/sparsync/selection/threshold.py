@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.core import Span
 
 
@@ -12,7 +13,7 @@ def select_above(acc: Float[Tensor, " n"], threshold: float, span: Span, step: i
 
     Only an empty span gives none. NaN is above no threshold; find it otherwise.
     """
-    index = (span.of(acc).abs() >= threshold).nonzero().view(-1)  # a host sync: how many are above depends on the data
+    index = kernels.above(span.of(acc), threshold).index.long()  # a host sync: how many are above depends on the data
     if index.numel() == 0 and len(span):
         index = torch.tensor([step % len(span)], device=acc.device)
     return index + span.start

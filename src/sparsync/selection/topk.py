@@ -1,16 +1,10 @@
 """Exact selection of a share of the elements."""
 
-import math
-
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.core import Sparse
-from sparsync.kernels import reference
-
-SAMPLE = 16_384  # magnitudes looked at to bound the k-th largest
-MARGIN = 4.0  # standard deviations of a sampled count by which the bound is set low
 
 
 def count_for(density: float, n: int) -> int:
@@ -25,21 +19,5 @@ def check_density(density: float) -> None:
 
 
 def select_top(acc: Float[Tensor, " n"], density: float) -> Sparse:
-    """The largest `density` of `acc` [n] by magnitude; among equal magnitudes the ones that come first; NaN before everything.
-
-    Exact, whatever the values: a sample gives a bound that a little more than k elements pass, and the largest are chosen among those.
-    Where fewer than k pass, all elements are searched.
-    """
-    n, k = acc.numel(), count_for(density, acc.numel())
-    if n < 4 * SAMPLE:
-        return reference.top_k(acc, k)
-    magnitude = acc.abs()
-    sample = magnitude[:: n // SAMPLE | 1]  # an odd stride, so that it does not walk down one column of a matrix
-    expected = sample.numel() * k / n
-    place = min(sample.numel(), int(expected + MARGIN * math.sqrt(expected) + 1))
-    bound = sample.topk(place, sorted=False).values.min()
-    candidates = (~(magnitude < bound)).nonzero().view(-1)  # [a little more than k]; NaN is not below anything
-    if candidates.numel() < k:
-        return reference.top_k(acc, k)
-    largest = reference.top_k(acc[candidates], k)
-    return Sparse(candidates[largest.index.long()].to(torch.int32), largest.value, n)
+    """The largest `density` of `acc` [n] by magnitude; among equal magnitudes the ones that come first; NaN before everything."""
+    return kernels.top_k(acc, count_for(density, acc.numel()))

@@ -1,8 +1,9 @@
 """Positions inside a known span, each in as few bits as the span's length needs."""
 
-import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
+
+from sparsync.kernels import codecs
 
 
 def width(length: int) -> int:
@@ -17,10 +18,7 @@ def nbytes(k: int, bits: int) -> int:
 
 def encode(index: Int[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
     """The positions, each in [0, 2^bits), lowest bit first and without gaps; the last byte is filled up with zeros."""
-    places = torch.arange(bits, device=index.device, dtype=index.dtype)
-    stream = ((index[:, None] >> places) & 1).to(torch.uint8).view(-1)  # [k * bits]
-    stream = torch.nn.functional.pad(stream, (0, -stream.numel() % 8)).view(-1, 8)
-    return (stream << torch.arange(8, device=index.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+    return codecs.pack(index, bits)
 
 
 def decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int, length: int) -> Int[Tensor, " k"]:
@@ -29,9 +27,7 @@ def decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int, length: int) -> 
         raise RuntimeError(
             f"{k} positions of {bits} bits take {nbytes(k, bits)} bytes, the packet has {packet.numel()}"
         )
-    stream = (packet[:, None] >> torch.arange(8, device=packet.device, dtype=torch.uint8)) & 1
-    places = torch.arange(bits, device=packet.device)
-    index = (stream.view(-1)[: k * bits].view(k, bits).long() << places).sum(1)
+    index = codecs.unpack(packet, k, bits).long()
     if k and int(index.max()) >= length:  # a host sync; a bad position would write outside the span
         raise RuntimeError(f"a packet has positions outside [0, {length - 1}]")
     return index

@@ -1,0 +1,113 @@
+// The codecs as Python sees them: addresses and lengths, checked by the caller in sparsync/kernels/codecs.py; the GIL is released.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "codecs.hpp"
+#include "value_codecs.hpp"
+
+namespace nb = nanobind;
+namespace codecs = sparsync::codecs;
+
+namespace {
+
+using Address = uintptr_t;
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+const int32_t *index_at(Address address) { return reinterpret_cast<const int32_t *>(address); }
+const float *floats(Address address) { return reinterpret_cast<const float *>(address); }
+const uint8_t *bytes(Address address) { return reinterpret_cast<const uint8_t *>(address); }
+uint8_t *out_bytes(Address address) { return reinterpret_cast<uint8_t *>(address); }
+
+using Decode = codecs::Reason (*)(const uint8_t *, int64_t, int64_t, int64_t, int32_t *);
+
+// What is wrong with the packet, 0 if nothing; `out` has room for k positions.
+void def_decode(nb::module_ &m, const char *name, Decode decode) {
+    m.def(
+        name,
+        [decode](Address packet, int64_t nbytes, int64_t k, int64_t span, Address out) {
+            return static_cast<int>(decode(bytes(packet), nbytes, k, span, reinterpret_cast<int32_t *>(out)));
+        },
+        Release());
+}
+
+void bind_positions(nb::module_ &m) {
+    m.def(
+        "codec_check",
+        [](Address index, int64_t k, int64_t span) { return static_cast<int>(codecs::check(index_at(index), k, span)); },
+        Release());
+    m.def(
+        "codec_pack",
+        [](Address x, int64_t k, int bits, Address out) { codecs::pack(index_at(x), k, bits, out_bytes(out)); },
+        Release());
+    m.def(
+        "codec_unpack",
+        [](Address packet, int64_t k, int bits, Address out) {
+            codecs::unpack(bytes(packet), k, bits, reinterpret_cast<int32_t *>(out));
+        },
+        Release());
+    m.def(
+        "codec_delta_nbytes", [](Address index, int64_t k) { return codecs::delta_nbytes(index_at(index), k); }, Release());
+    m.def(
+        "codec_delta_encode",
+        [](Address index, int64_t k, Address out) { codecs::delta_encode(index_at(index), k, out_bytes(out)); },
+        Release());
+    m.def(
+        "codec_bitmap_encode",
+        [](Address index, int64_t k, Address out, int64_t nbytes) {
+            codecs::bitmap_encode(index_at(index), k, out_bytes(out), nbytes);
+        },
+        Release());
+    m.def(
+        "codec_rice_plan", [](Address index, int64_t k) { return codecs::rice_plan(index_at(index), k); }, Release());
+    m.def(
+        "codec_rice_encode",
+        [](Address index, int64_t k, int bits, Address out, int64_t nbytes) {
+            codecs::rice_encode(index_at(index), k, bits, out_bytes(out), nbytes);
+        },
+        Release());
+    m.def(
+        "codec_elias_fano_encode",
+        [](Address index, int64_t k, int bits, Address out, int64_t nbytes) {
+            codecs::elias_fano_encode(index_at(index), k, bits, out_bytes(out), nbytes);
+        },
+        Release());
+    def_decode(m, "codec_delta_decode", codecs::delta_decode);
+    def_decode(m, "codec_bitmap_decode", codecs::bitmap_decode);
+    def_decode(m, "codec_rice_decode", codecs::rice_decode);
+    def_decode(m, "codec_elias_fano_decode", codecs::elias_fano_decode);
+}
+
+void bind_values(nb::module_ &m) {
+    m.def(
+        "codec_scaled_encode",
+        [](Address value, int64_t k, int bits, Address noise, Address out) {
+            codecs::scaled_encode(floats(value), k, bits, floats(noise), out_bytes(out));
+        },
+        Release());
+    m.def(
+        "codec_scaled_decode",
+        [](Address packet, int64_t k, int bits, Address out) {
+            codecs::scaled_decode(bytes(packet), k, bits, reinterpret_cast<float *>(out));
+        },
+        Release());
+    m.def(
+        "codec_sign_encode",
+        [](Address value, int64_t k, Address out) { codecs::sign_encode(floats(value), k, out_bytes(out)); },
+        Release());
+    m.def(
+        "codec_sign_decode",
+        [](Address packet, int64_t k, Address out) {
+            codecs::sign_decode(bytes(packet), k, reinterpret_cast<float *>(out));
+        },
+        Release());
+}
+
+}  // namespace
+
+void bind_codecs(nb::module_ &m) {
+    bind_positions(m);
+    bind_values(m);
+}

@@ -1,0 +1,244 @@
+// The passes, for any Vec: each of scalar.cpp, avx2.cpp, avx512.cpp defines one and includes this file.
+// Everything is in an unnamed namespace, so that no other file runs what was compiled for this one's instructions.
+#pragma once
+
+#include <cstring>
+
+#include "kernels.hpp"
+
+namespace sparsync {
+namespace {
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+uint32_t magnitude_of(float value) { return bits_of(value) & kMagnitude; }
+
+// Integers ordered as the floats are, and equal for both zeros.
+int32_t number_of(float value) {
+    const int32_t magnitude = static_cast<int32_t>(magnitude_of(value));
+    return bits_of(value) & kSign ? -magnitude : magnitude;
+}
+
+struct Float32 {
+    const float *p;
+    float one(int64_t i) const { return p[i]; }
+    Vec::F many(int64_t i) const { return Vec::load(p + i); }
+};
+
+struct Bfloat16 {
+    const uint16_t *p;
+    float one(int64_t i) const { return float_of(static_cast<uint32_t>(p[i]) << 16); }
+    Vec::F many(int64_t i) const { return Vec::load_bfloat16(p + i); }
+};
+
+struct Float16 {
+    const uint16_t *p;
+    float one(int64_t i) const {
+        const uint32_t sign = (p[i] & 0x8000u) << 16, rest = p[i] & 0x7fffu;
+        if (rest >= 0x7c00u) return float_of(sign | kInfinity | (rest & 0x3ffu) << 13);
+        // 2^112 corrects the exponent's bias, and makes normal numbers of subnormal ones, exactly.
+        return float_of(sign | bits_of(float_of(rest << 13) * 5.192296858534828e33f));
+    }
+    Vec::F many(int64_t i) const { return Vec::load_float16(p + i); }
+};
+
+template <class Body>
+auto with_type(const void *grad, Type type, Body body) {
+    if (type == Type::bfloat16) return body(Bfloat16{static_cast<const uint16_t *>(grad)});
+    if (type == Type::float16) return body(Float16{static_cast<const uint16_t *>(grad)});
+    return body(Float32{static_cast<const float *>(grad)});
+}
+
+struct InRange {
+    Range range;
+    bool one(float value) const {
+        const uint32_t magnitude = magnitude_of(value);
+        return magnitude >= range.low && magnitude <= range.high;
+    }
+    Vec::M many(Vec::F value) const {
+        return Vec::between(Vec::magnitude(value), Vec::set(range.low), Vec::set(range.high));
+    }
+};
+
+struct NumberAtLeast {
+    int32_t low;
+    bool one(float value) const { return number_of(value) >= low; }
+    Vec::M many(Vec::F value) const { return Vec::at_least(Vec::number(value), Vec::set(static_cast<uint32_t>(low))); }
+};
+
+constexpr int kGroup = Vec::kGroup;  // vectors between two looks at whether anything was selected
+
+struct Selected {
+    Sink sink;
+    int64_t count = 0;
+    void one(bool wanted, int64_t position, float value) {
+        sink.index[count] = static_cast<int32_t>(position);
+        sink.value[count] = value;
+        count += wanted;
+    }
+    void group(const Vec::M *wanted, int64_t position, const Vec::F *value) {
+        if (kGroup > 1) {
+            Vec::M any = wanted[0];
+            for (int v = 1; v < kGroup; ++v) any = Vec::either(any, wanted[v]);
+            if (!Vec::any(any)) return;
+        }
+        for (int v = 0; v < kGroup; ++v)
+            count += Vec::compress(wanted[v], static_cast<int32_t>(position + v * Vec::kWidth), value[v], sink.index + count,
+                                   sink.value + count);
+    }
+};
+
+// Source(i) -> a value or a vector of values at i, perhaps with side effects.
+template <class Source, class Test>
+int64_t compact(Source &shared, int64_t n, int32_t base, Test test, Sink sink) {
+    Source source = shared;  // a copy that no store can be taken to change, so that it stays in registers
+    Selected selected{sink};
+    constexpr int64_t step = kGroup * Vec::kWidth;
+    int64_t i = 0;
+    for (; i + step <= n; i += step) {
+        Vec::F value[kGroup];
+        Vec::M wanted[kGroup];
+        for (int v = 0; v < kGroup; ++v) {
+            value[v] = source.many(i + v * Vec::kWidth);
+            wanted[v] = test.many(value[v]);
+            source.keep(i + v * Vec::kWidth, value[v], wanted[v]);
+        }
+        selected.group(wanted, base + i, value);
+    }
+    for (; i < n; ++i) {
+        const float value = source.one(i);
+        const bool wanted = test.one(value);
+        source.keep_one(i, value, wanted);
+        selected.one(wanted, base + i, value);
+    }
+    shared = source;
+    return selected.count;
+}
+
+struct Plain {
+    const float *x;
+    Vec::F many(int64_t i) const { return Vec::load(x + i); }
+    float one(int64_t i) const { return x[i]; }
+    void keep(int64_t, Vec::F, Vec::M) const {}
+    void keep_one(int64_t, float, bool) const {}
+};
+
+struct Largest {
+    Vec::I vector = Vec::set(0);
+    uint32_t single = 0;
+    void many(Vec::F value) { vector = Vec::maximum(vector, Vec::magnitude(value)); }
+    void one(float value) { single = magnitude_of(value) > single ? magnitude_of(value) : single; }
+    uint32_t result() const {
+        const uint32_t most = Vec::reduce(vector);
+        return most > single ? most : single;
+    }
+};
+
+template <class Grad>
+struct Adding {
+    const float *residual;
+    Grad grad;
+    float *out;
+    Largest largest{};
+    Vec::F many(int64_t i) const { return Vec::add(Vec::load(residual + i), grad.many(i)); }
+    float one(int64_t i) const { return residual[i] + grad.one(i); }
+    void keep(int64_t i, Vec::F value, Vec::M) {
+        Vec::store(out + i, value);
+        largest.many(value);
+    }
+    void keep_one(int64_t i, float value, bool) {
+        out[i] = value;
+        largest.one(value);
+    }
+};
+
+template <class Grad>
+struct Taking {
+    float *residual;
+    Grad grad;
+    Largest largest{};
+    Vec::F many(int64_t i) const { return Vec::add(Vec::load(residual + i), grad.many(i)); }
+    float one(int64_t i) const { return residual[i] + grad.one(i); }
+    void keep(int64_t i, Vec::F value, Vec::M taken) {
+        largest.many(value);
+        const Vec::M poisoned = Vec::at_least(Vec::magnitude(value), Vec::set(kInfinity));
+        Vec::store(residual + i, Vec::choose(poisoned, Vec::load(residual + i), Vec::zero_where(taken, value)));
+    }
+    void keep_one(int64_t i, float value, bool taken) {
+        largest.one(value);
+        if (magnitude_of(value) < kInfinity) residual[i] = taken ? 0.0f : value;
+    }
+};
+
+uint32_t add(const float *residual, const void *grad, Type type, float *out, int64_t n) {
+    return with_type(grad, type, [=](auto source) {
+        Adding<decltype(source)> adding{residual, source, out};
+        int64_t i = 0;
+        for (; i + Vec::kWidth <= n; i += Vec::kWidth) adding.keep(i, adding.many(i), Vec::M{});
+        for (; i < n; ++i) adding.keep_one(i, adding.one(i), false);
+        return adding.largest.result();
+    });
+}
+
+int64_t select(const float *x, int64_t n, int32_t base, Range range, Sink sink) {
+    Plain source{x};
+    return compact(source, n, base, InRange{range}, sink);
+}
+
+int64_t select_number(const float *x, int64_t n, int32_t base, int32_t low, Sink sink) {
+    Plain source{x};
+    return compact(source, n, base, NumberAtLeast{low}, sink);
+}
+
+template <class Source>
+int64_t compact_and_tell(Source source, int64_t n, int32_t base, Range range, Sink sink, uint32_t *largest) {
+    const int64_t count = compact(source, n, base, InRange{range}, sink);
+    const uint32_t most = source.largest.result();
+    *largest = most > *largest ? most : *largest;
+    return count;
+}
+
+int64_t add_select(const float *residual, const void *grad, Type type, float *out, int64_t n, int32_t base, Range range,
+                   Sink sink, uint32_t *largest) {
+    return with_type(grad, type, [=](auto source) {
+        return compact_and_tell(Adding<decltype(source)>{residual, source, out}, n, base, range, sink, largest);
+    });
+}
+
+int64_t add_take(float *residual, const void *grad, Type type, int64_t n, int32_t base, Range range, Sink sink,
+                 uint32_t *largest) {
+    return with_type(grad, type, [=](auto source) {
+        return compact_and_tell(Taking<decltype(source)>{residual, source}, n, base, range, sink, largest);
+    });
+}
+
+uint32_t largest(const float *x, int64_t n) {
+    Largest most;
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) most.many(Vec::load(x + i));
+    for (; i < n; ++i) most.one(x[i]);
+    return most.result();
+}
+
+void plain(const float *a, float *b, int64_t n) {
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) Vec::store(b + i, Vec::add(Vec::load(a + i), Vec::load(b + i)));
+    for (; i < n; ++i) b[i] = a[i] + b[i];
+}
+
+constexpr Kernels table(const char *name) {
+    return {name, add, select, select_number, add_select, add_take, largest, plain};
+}
+
+}  // namespace
+}  // namespace sparsync

@@ -1,0 +1,161 @@
+// Decoders under attack: valid packets, cut, lengthened, spliced, with flipped bits or wrong counts and spans, and plain noise. Built with
+// sanitizers; every buffer is exactly as long as its contents. Ends with status 1 at the first result that breaks a promise.
+// Usage: fuzz_codecs [executions [seed]]
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "codecs.hpp"
+#include "value_codecs.hpp"
+
+using namespace sparsync::codecs;
+
+namespace {
+
+enum Codec { delta, bitmap, rice, elias_fano, codecs };
+using Bytes = std::vector<uint8_t>;
+using Index = std::vector<int32_t>;
+
+struct Random {
+    std::mt19937_64 source;
+    uint64_t below(uint64_t limit) { return source() % limit; }
+    bool one_in(uint64_t n) { return below(n) == 0; }
+};
+
+[[noreturn]] void broken(const char *promise, int codec, int64_t k, int64_t span, int64_t nbytes) {
+    std::fprintf(
+        stderr, "fuzz_codecs: %s: codec %d, k %lld, span %lld, %lld bytes\n", promise, codec, static_cast<long long>(k),
+        static_cast<long long>(span), static_cast<long long>(nbytes));
+    std::exit(1);
+}
+
+// Ascending positions, most often few of them, with gaps of any size.
+Index positions(Random &random) {
+    const uint64_t count = random.below(random.one_in(8) ? 400 : 40);
+    const uint64_t width = random.one_in(16) ? 22 : random.below(10);
+    Index index;
+    int64_t position = -1;
+    for (uint64_t i = 0; i < count; ++i) {
+        position += 1 + static_cast<int64_t>(random.below(uint64_t{1} << width));
+        index.push_back(static_cast<int32_t>(position));
+    }
+    return index;
+}
+
+Bytes encode(Codec codec, const Index &index, int64_t span) {
+    const auto k = static_cast<int64_t>(index.size());
+    Bytes out;
+    if (codec == delta) {
+        out.resize(static_cast<size_t>(delta_nbytes(index.data(), k)));
+        delta_encode(index.data(), k, out.data());
+    } else if (codec == bitmap) {
+        out.resize(static_cast<size_t>(nblocks(span, 8)));
+        bitmap_encode(index.data(), k, out.data(), static_cast<int64_t>(out.size()));
+    } else if (codec == rice) {
+        const auto [bits, nbytes] = rice_plan(index.data(), k);
+        out.resize(static_cast<size_t>(nbytes));
+        rice_encode(index.data(), k, bits, out.data(), nbytes);
+    } else if (k) {
+        const int bits = elias_fano_bits(k, span);
+        out.resize(static_cast<size_t>(elias_fano_nbytes(k, span, bits)));
+        elias_fano_encode(index.data(), k, bits, out.data(), static_cast<int64_t>(out.size()));
+    }
+    return out;
+}
+
+// Decodes from and into buffers without a byte to spare, and checks what comes out.
+bool decode(Codec codec, const Bytes &packet, int64_t k, int64_t span, const Index *expected) {
+    constexpr Reason (*decoders[])(const uint8_t *, int64_t, int64_t, int64_t, int32_t *) = {
+        delta_decode, bitmap_decode, rice_decode, elias_fano_decode};
+    const std::unique_ptr<uint8_t[]> in(new uint8_t[packet.size()]);
+    if (!packet.empty()) std::memcpy(in.get(), packet.data(), packet.size());
+    const std::unique_ptr<int32_t[]> out(new int32_t[static_cast<size_t>(k)]);
+    const auto nbytes = static_cast<int64_t>(packet.size());
+    const Reason reason = decoders[codec](in.get(), nbytes, k, span, out.get());
+    if (reason < fine || reason > outside) broken("an unknown reason", codec, k, span, nbytes);
+    if (expected && (reason || !std::equal(expected->begin(), expected->end(), out.get())))
+        broken("a valid packet was not decoded", codec, k, span, nbytes);
+    if (reason) return false;
+    for (int64_t i = 0; i < k; ++i)
+        if (out[i] < 0 || out[i] >= span || (i && out[i] <= out[i - 1]))
+            broken("positions do not ascend in the span", codec, k, span, nbytes);
+    return true;
+}
+
+void mutate(Random &random, Bytes &packet, int64_t &k, int64_t &span) {
+    for (uint64_t times = 1 + random.below(4); times; --times) {
+        const uint64_t size = packet.size();
+        switch (random.below(8)) {
+            case 0: packet.resize(random.below(size + 1)); break;
+            case 1: packet.resize(size + random.below(20), static_cast<uint8_t>(random.source())); break;
+            case 2: k = static_cast<int64_t>(random.below(450)); break;
+            case 3: span = static_cast<int64_t>(random.below(uint64_t{1} << random.below(32))); break;
+            case 4:
+                if (size) std::rotate(packet.begin(), packet.begin() + static_cast<int64_t>(random.below(size)), packet.end());
+                break;
+            case 5:
+                for (uint64_t i = random.below(size + 1); i < size; ++i) packet[i] = static_cast<uint8_t>(random.source());
+                break;
+            default:
+                if (size) packet[random.below(size)] ^= static_cast<uint8_t>(1u << random.below(8));
+        }
+    }
+    span = std::min<int64_t>(span, 0x7FFFFFFF);
+    k = std::min(k, span);
+}
+
+// Values: any bytes of the right length, from and into buffers without a byte to spare, at any alignment.
+void decode_values(Random &random) {
+    const int bits = 1 << (random.below(2) * 2 + (random.one_in(2) ? 0 : 1));  // 1, 2, 4 or 8
+    const auto k = static_cast<int64_t>(random.below(600));
+    const int used = bits == 2 ? 8 : bits;
+    const auto nbytes = static_cast<size_t>(scaled_nbytes(k, used));
+    const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
+    for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
+    const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
+    const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
+    if (used == 1) {
+        sign_decode(packet.get(), k, out.get());
+        sign_encode(out.get(), k, again.get());
+    } else {
+        scaled_decode(packet.get(), k, used, out.get());
+        scaled_encode(out.get(), k, used, nullptr, again.get());
+    }
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+    const int64_t executions = count > 1 ? std::atoll(arguments[1]) : 10'000'000;
+    const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+    Random random{std::mt19937_64(seed)};
+    const auto began = std::chrono::steady_clock::now();
+    int64_t done = 0, accepted = 0;
+    while (done < executions) {
+        const Index index = positions(random);
+        const int64_t last = index.empty() ? -1 : index.back();
+        const int64_t span = std::min<int64_t>(0x7FFFFFFF, last + 1 + static_cast<int64_t>(random.below(64)));
+        const auto codec = static_cast<Codec>(random.below(codecs));
+        if (codec == bitmap && span > 1 << 16) continue;
+        const Bytes packet = encode(codec, index, span);
+        decode(codec, packet, static_cast<int64_t>(index.size()), span, &index);
+        ++done;
+        for (int variant = 0; variant < 8; ++variant, ++done) {
+            Bytes mutant = packet;
+            auto k = static_cast<int64_t>(index.size());
+            int64_t told = span;
+            mutate(random, mutant, k, told);
+            accepted += decode(random.one_in(8) ? static_cast<Codec>(random.below(codecs)) : codec, mutant, k, told, nullptr);
+        }
+        if (random.one_in(8)) decode_values(random), ++done;
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    std::printf(
+        "{\"executions\": %lld, \"accepted\": %lld, \"seed\": %llu, \"seconds\": %.1f, \"executions_per_s\": %.0f}\n",
+        static_cast<long long>(done), static_cast<long long>(accepted), static_cast<unsigned long long>(seed), seconds,
+        static_cast<double>(done) / seconds);
+    return 0;
+}

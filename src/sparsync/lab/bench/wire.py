@@ -1,0 +1,182 @@
+"""What codecs of positions and values make of random ones: bits beside the entropy, speed beside a memory copy of the same run.
+
+    sparsync bench wire [--n 50000000 --density 0.01 0.001 --rounds 15 --backend cpp] [--json -]
+
+One JSON line per case. Every position is in the selection with the same probability, independently; `entropy_bits` is H(d)/d for the
+share d that was drawn. Rates are of raw data, int32 positions or float32 values, on one thread: p20, p50 and p80 over rounds in which
+the cases take turns. Checks of the input, and the allocation of the output, are in them; `memory_copy` writes into memory at hand. A
+round trip that does not bring back what went in ends the run.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from sparsync.kernels import backend, use
+from sparsync.lab.environment import machine, versions
+from sparsync.wire import indices
+from sparsync.wire.values import Format, ValueCodec
+
+LONGEST_BITMAP = 100  # bits an index: beyond, a bitmap is no choice and only takes time
+
+
+@dataclass
+class Case:
+    """A codec on one input of `raw_nbytes`; `accepts` tells whether what came back is what it should be."""
+
+    name: str
+    raw: Tensor
+    encode: Callable[[], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    accepts: Callable[[Tensor], bool]
+    facts: dict[str, Any]  # Any: JSON
+    packet: Tensor = field(init=False)
+    encode_s: list[float] = field(default_factory=list)
+    decode_s: list[float] = field(default_factory=list)
+
+    def take_turn(self) -> None:
+        began = time.perf_counter()
+        self.packet = self.encode()
+        between = time.perf_counter()
+        decoded = self.decode(self.packet)
+        self.decode_s.append(time.perf_counter() - between)
+        self.encode_s.append(between - began)
+        if not self.accepts(decoded):
+            raise RuntimeError(f"{self.name} did not bring back what went in")
+
+    def row(self) -> dict[str, Any]:
+        bits = round(8 * self.packet.numel() / max(1, self.raw.numel()), 3)
+        rates = {"encode": self._rates(self.encode_s), "decode": self._rates(self.decode_s)}
+        return {"case": self.name, "bits": bits, **self.facts, "raw_gbytes_per_s": rates}
+
+    def _rates(self, seconds: Sequence[float]) -> dict[str, float]:
+        p20, p50, p80 = (statistics.quantiles(seconds, n=10)[at] for at in (1, 4, 7))
+        return {name: round(self.raw.nbytes / s / 1e9, 3) for name, s in (("p20", p80), ("p50", p50), ("p80", p20))}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures and prints JSON lines."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    if options.backend:
+        use(options.backend)
+    rows = [row for density in options.density for row in _measured(_index_cases(options.n, density), options)]
+    rows += _measured(_value_cases(max(1, int(options.n * options.density[0]))), options)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "sparsync bench wire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--n", type=int, default=50_000_000, help="length of the span")
+    parser.add_argument(
+        "--density", type=float, nargs="+", default=[0.01, 0.001], help="shares of it that are selected"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in which every case is measured once, 2 or more")
+    parser.add_argument("--backend", help="of the kernels, such as reference; the fastest unless told")
+    parser.add_argument("--json", default="-", help="file for the JSON lines, - for standard output")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.n <= 2**31 - 1 or options.rounds < 2 or not all(0 < d < 1 for d in options.density):
+        parser.error("--n must be in [1, 2147483647], --rounds 2 or more, --density in (0, 1)")
+    return options
+
+
+def spread(n: int, density: float) -> Tensor:
+    """Each position of [0, n) with probability `density`, ascending, int32; drawn by geometric gaps."""
+    count = int(n * density + 6 * math.sqrt(n * density) + 10)
+    gaps = torch.empty(count, dtype=torch.float64).geometric_(density, generator=torch.Generator().manual_seed(0))
+    index = gaps.long().cumsum(0) - 1
+    return index[index < n].to(torch.int32)
+
+
+def _index_cases(n: int, density: float) -> list[Case]:
+    index = spread(n, density)
+    k = index.numel()
+    share = k / n
+    entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) / share if 0 < k < n else 0.0
+    facts = {"kind": "positions", "n": n, "k": k, "density": density, "entropy_bits": round(entropy, 3)}
+
+    def accepts(decoded: Tensor) -> bool:
+        return torch.equal(decoded, index)
+
+    def case(codec: indices.Codec) -> Case:
+        return Case(
+            codec,
+            index,
+            lambda: indices.encode(index, n, codec),
+            lambda packet: indices.decode(packet, k, n, codec),
+            accepts,
+            facts,
+        )
+
+    cases = [case(codec) for codec in indices.CODECS if codec != "bitmap" or n <= LONGEST_BITMAP * k]
+    named = Case(
+        f"cheapest ({indices.cheapest(index, n)})",
+        index,
+        lambda: indices.encode_cheapest(index, n, counted=True),
+        lambda packet: indices.decode_any(packet, n),
+        accepts,
+        facts,
+    )
+    return [*cases, named, _copy(index, facts)]
+
+
+def _value_cases(k: int) -> list[Case]:
+    value = torch.randn(k, generator=torch.Generator().manual_seed(1))
+    facts = {"kind": "values", "k": k}
+
+    def case(format: Format) -> Case:
+        codec = ValueCodec(format)
+        told = codec.decode(codec.encode(value), k, value.dtype)
+        lost = float((value - told).double().norm() / value.double().norm())
+
+        def decode(packet: Tensor) -> Tensor:
+            return codec.decode(packet, k, value.dtype)
+
+        def accepts(decoded: Tensor) -> bool:
+            return torch.equal(decoded, told) and (codec.exact or lost < 1)
+
+        return Case(
+            format, value, lambda: codec.encode(value), decode, accepts, {**facts, "relative_error": round(lost, 6)}
+        )
+
+    return [*(case(format) for format in get_args(Format)), _copy(value, facts)]
+
+
+def _copy(raw: Tensor, facts: dict[str, Any]) -> Case:
+    """The ceiling: a copy there, and a copy back."""
+    there, back = torch.empty_like(raw), torch.empty_like(raw)
+    return Case(
+        "memory_copy",
+        raw,
+        lambda: there.copy_(raw).view(torch.uint8),
+        lambda _: back.copy_(there),
+        lambda decoded: torch.equal(decoded, raw),
+        facts,
+    )
+
+
+def _measured(cases: Sequence[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
+    for number in range(options.rounds + 1):  # the first touches the memory and does not count
+        for shift in range(len(cases)):
+            cases[(number + shift) % len(cases)].take_turn()
+    for case in cases:
+        case.encode_s, case.decode_s = case.encode_s[1:], case.decode_s[1:]
+    about = {"bench": "wire", "backend": backend(), "rounds": options.rounds, **versions(), "machine": machine()}
+    return [case.row() | about for case in cases]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

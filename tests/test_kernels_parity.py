@@ -1,0 +1,308 @@
+"""Every backend of the kernels gives the bits of the reference: on awkward inputs, on unaligned views, and on whatever hypothesis finds."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import Span, kernels
+from sparsync.core import Sparse
+from sparsync.kernels import reference, sparse_reference
+
+NATIVE = [name for name in kernels.backends() if name != "reference"]
+SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
+LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
+
+
+@pytest.fixture(params=NATIVE, autouse=True, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.use(request.param):
+        yield request.param
+
+
+def made(kind: str, n: int, seed: int = 0) -> Tensor:
+    """A vector of `n` elements, one element into its storage, so that it is not aligned to more than an element."""
+    source = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n + 1, generator=source)[1:]
+    if kind == "special":
+        return torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (n + 1,), generator=source)][1:]
+    return {
+        "normal": lambda: normal,
+        "equal": lambda: torch.full((n + 1,), -2.0)[1:],
+        "zeros": lambda: torch.zeros(n + 1)[1:],
+        "two-valued": normal.sign,
+        "sorted": lambda: normal.sort().values,
+        "falling": lambda: normal.sort(descending=True).values,
+        "heavy-tailed": lambda: normal**9,
+        "few-values": (3 * normal).round,
+        "denormal": lambda: normal * 1e-41,
+        "mostly-nan": lambda: torch.where(normal > -1, torch.nan, normal),
+    }[kind]()
+
+
+KINDS = [
+    "normal",
+    "special",
+    "equal",
+    "zeros",
+    "two-valued",
+    "sorted",
+    "falling",
+    "heavy-tailed",
+    "few-values",
+    "denormal",
+    "mostly-nan",
+]
+THRESHOLDS = [-1.0, 0.0, 1e-45, 1.0, 2.0, 2.1, 3e38, math.inf, math.nan]
+
+
+def bits(x: Tensor) -> Tensor:
+    """What is compared: the bits, but all NaN alike, because which one an addition makes is the processor's affair."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
+
+
+def same(got: Sparse, expected: Sparse) -> None:
+    assert got.index.dtype == expected.index.dtype
+    assert torch.equal(got.index, expected.index)
+    assert torch.equal(bits(got.value), bits(expected.value))
+    assert got.length == expected.length
+
+
+def counts(n: int) -> list[int]:
+    return sorted({0, min(1, n), n // 100, n // 2, max(0, n - 1), n})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for k in counts(n):
+            expected = reference.top_k(x, k)
+            smallest = float(sparse_reference.magnitude(expected.value).min()) if k else 0.0
+            for bound in (None, smallest, smallest / 2, smallest * 2, math.nan):
+                same(kernels.top_k(x, k, bound), expected)
+            same(kernels.top_k(x, k, threads=2), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
+            for k in counts(n):
+                same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
+            same(kernels.top_k_nonzero(x, n // 7, skip, threads=3), sparse_reference.top_k_nonzero(x, n // 7, skip))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-nan"])
+def test_largest_numbers_are_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n).nan_to_num(nan=-1.0, posinf=math.inf, neginf=-math.inf)
+        for k in counts(n):
+            assert torch.equal(kernels.largest(x, k), reference.largest(x, k))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection_by_a_threshold_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        for threshold in THRESHOLDS:
+            for threads in (1, 2):
+                same(kernels.above(x, threshold, threads), sparse_reference.above(x, threshold))
+                same(kernels.at_least(x, threshold, threads), sparse_reference.at_least(x, threshold))
+
+
+@pytest.mark.parametrize("grad_kind", KINDS)
+def test_accumulating_is_the_reference(grad_kind: str) -> None:
+    for n, dtype in product(LENGTHS, DTYPES):
+        grad = made(grad_kind, n + 1).to(dtype)[1:]
+        residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
+        for threads in (1, 2):
+            out, expected = torch.empty(n), torch.empty(n)
+            assert kernels.accumulate(residual, grad, out, threads) == reference.accumulate(residual, grad, expected)
+            assert torch.equal(bits(out), bits(expected))
+            for k in counts(n):
+                best, finite = kernels.accumulate_top_k(residual, grad, k, out.zero_(), bound=None, threads=threads)
+                same(best, reference.top_k(expected, k))
+                assert finite == reference.all_finite(expected)
+                assert torch.equal(bits(out), bits(expected))
+            in_place = residual.clone()
+            assert kernels.accumulate(in_place, grad, in_place, threads) == reference.all_finite(expected)
+            assert torch.equal(bits(in_place), bits(expected))
+
+
+@pytest.mark.parametrize("grad_kind", KINDS)
+def test_accumulating_and_selecting_is_the_reference(grad_kind: str) -> None:
+    for n, dtype in product(LENGTHS, DTYPES):
+        grad = made(grad_kind, n).to(dtype)
+        residual = made("normal" if grad_kind != "normal" else "special", n, seed=1)
+        for threshold in THRESHOLDS:
+            for span, threads in ((None, 1), (Span(n // 3, n // 2), 1), (Span(n // 3, n), 2)):
+                left, expected_left = residual.clone(), residual.clone()
+                expected, expected_finite = reference.accumulate_select_(
+                    expected_left, grad, threshold, Span(0, n) if span is None else span
+                )
+                chosen, finite = kernels.accumulate_select_(left, grad, threshold, span, threads)
+                same(chosen, expected)
+                assert finite == expected_finite
+                assert torch.equal(bits(left), bits(expected_left))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_noticed_wherever_it_is(bad: float) -> None:
+    n = 131
+    for position in range(n):
+        x = torch.ones(n)
+        x[position] = bad
+        assert not kernels.all_finite(x)
+        assert not kernels.accumulate(torch.zeros(n), x, torch.empty(n))
+    assert kernels.all_finite(torch.full((n,), torch.finfo(torch.float32).max))
+
+
+def test_every_half_precision_number_is_converted_exactly() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        grad, out = every.view(dtype), torch.empty(2**16)
+        kernels.accumulate(torch.zeros(2**16), grad, out)
+        assert torch.equal(bits(out), bits(torch.zeros(2**16) + grad))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_histogram_is_the_reference(kind: str) -> None:
+    for n in LENGTHS:
+        x = made(kind, n)
+        assert torch.equal(kernels.histogram(x), reference.histogram(x))
+
+
+def pieces(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
+    """P selections out of `n` elements, with no position in common when `apart`."""
+    source = torch.Generator().manual_seed(seed)
+    owner = torch.randint(P, (n,), generator=source)
+    values = made("special", n, seed)
+    result = []
+    for part in range(P):
+        chosen = owner == part if apart else torch.rand(n, generator=source) < 0.4
+        index = chosen.nonzero().view(-1)
+        result.append(Sparse(index.to(torch.int32), values[index], n))
+    return result
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("n", SHORT)
+def test_merging_is_the_reference(P: int, n: int) -> None:
+    disjoint, common = pieces(n, P, apart=True), pieces(n, P, apart=False)
+    same(kernels.sorted_union(disjoint), sparse_reference.sorted_union(disjoint))
+    same(kernels.summed(common), sparse_reference.summed(common))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("n", SHORT)
+def test_scattering_and_clearing_are_the_reference(n: int, wide: bool) -> None:
+    for part in pieces(n, 3, apart=False):
+        index = part.index.long() if wide else part.index
+        out, expected = made("special", n, seed=2).clone(), made("special", n, seed=2).clone()
+        kernels.scatter_add_(out, Sparse(index, part.value, n))
+        reference.scatter_add_(expected, part)
+        assert torch.equal(bits(out), bits(expected))
+        kernels.clear_(out, index)
+        reference.clear_(expected, index)
+        assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])
+def test_a_position_outside_is_refused_before_anything_is_written(position: int) -> None:
+    x, index = torch.ones(4), torch.tensor([0, position], dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
+        kernels.scatter_add_(x, Sparse(index, torch.ones(2), 4))
+    with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
+        kernels.clear_(x, index)
+    assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (1000,), (0, 0, 3, 500, 500, 999), (1, 2, 3)])
+def test_splitting_is_the_reference(cuts: tuple[int, ...]) -> None:
+    (part,) = pieces(1000, 1, apart=False)
+    regions = [Span(start, stop) for start, stop in zip((0, *cuts), (*cuts, 1000), strict=True)]
+    for got, expected in zip(kernels.split(part, regions), sparse_reference.split(part, regions), strict=True):
+        same(got, expected)
+
+
+positions = st.lists(st.integers(0, 40), max_size=30)
+
+
+@given(first=positions, second=st.sets(st.integers(0, 40)))
+def test_among_is_the_reference_also_where_the_first_list_is_in_no_order(
+    backend: str, first: list[int], second: set[int]
+) -> None:
+    index, others = torch.tensor(first, dtype=torch.int32), torch.tensor(sorted(second), dtype=torch.int32)
+    with kernels.use(backend):
+        assert kernels.among(index, others).tolist() == sparse_reference.among(index, others).tolist()
+
+
+values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
+
+
+@given(values=values, threshold=st.sampled_from(SPECIAL) | st.floats(), data=st.data())
+def test_whatever_is_drawn_gives_the_bits_of_the_reference(
+    backend: str, values: list[float], threshold: float, data: st.DataObject
+) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    k = data.draw(st.integers(0, x.numel()))
+    residual = x.flip(0)
+    with kernels.use(backend):
+        same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
+        same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
+        same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+        left, expected_left = residual.clone(), residual.clone()
+        chosen, finite = kernels.accumulate_select_(left, x, threshold)
+        expected, expected_finite = reference.accumulate_select_(expected_left, x, threshold, Span(0, x.numel()))
+        same(chosen, expected)
+        assert finite == expected_finite
+        assert torch.equal(bits(left), bits(expected_left))
+
+
+@pytest.mark.parametrize("n", [16 * 4096 + 5, 300_000])
+def test_a_sample_that_misleads_does_not_change_what_is_selected(n: int) -> None:
+    stride = n // 4096 | 1
+    on_sample, off_sample = torch.full((n,), 0.5), torch.full((n,), 0.5)
+    on_sample[::stride] = 2.0
+    off_sample[1::stride] = torch.arange(len(off_sample[1::stride])) + 2.0
+    for x in (on_sample, off_sample):
+        for k in (1, 40, 4000, 10_000, n // 5):
+            same(kernels.top_k(x, k), reference.top_k(x, k))
+            same(kernels.accumulate_top_k(torch.zeros(n), x, k, torch.empty(n))[0], reference.top_k(x, k))
+
+
+def test_types_that_the_backend_lacks_are_done_by_the_reference() -> None:
+    x = made("normal", 100).double()
+    same(kernels.top_k(x, 7), reference.top_k(x, 7))
+    matrix = torch.randn(10, 10)[:, 3]
+    same(kernels.above(matrix, 0.5), sparse_reference.above(matrix, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.top_k(torch.zeros(3), 4), r"k must be in \[0, 3\] for 3 elements, got 4"),
+        (lambda: kernels.top_k(torch.zeros(3), 1, threads=0), "threads must be at least 1, got 0"),
+        (lambda: kernels.top_k_nonzero(torch.zeros(3), 1, Span(2, 5)), r"must lie in \[0, 3\], got \[2, 5\)"),
+        (lambda: kernels.use("cuda"), "a backend is one of reference, cpp, .*, got 'cuda'"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_backend_in_use_is_told_and_restored(backend: str) -> None:
+    assert kernels.backend() == backend
+    with kernels.use("reference"):
+        assert kernels.backend() == "reference"
+    assert kernels.backend() == backend

@@ -1,0 +1,81 @@
+"""Rounded values: bytes an element of the union takes, and the mean that lacks exactly what the errors of all ranks add up to."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from exclusive_laws import run, whole_numbers
+from sparsync.collectives.rounded import mean_rounded, mean_rounded_cost
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.comm.metered import MeteredComm
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.topk_allgather import TopK
+from sparsync.wire.values import ValueCodec, Values
+
+FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4"]
+MOST = {
+    "float32": 7.0,
+    "bfloat16": 4.0,
+    "float16": 4.0,
+    "int8": 2.5,
+    "int4": 1.7,
+}  # bytes an element of the union, P = 4
+
+
+@pytest.mark.parametrize("values", MOST)
+@pytest.mark.parametrize("kind", [MiCRO, ExDyna])
+def test_an_element_of_the_union_takes_few_bytes(kind: type[MiCRO | ExDyna], values: Values) -> None:
+    """At 1 %: 3/4 of 8.6 bits of position, 2 * 3/4 of a value, of its share of a scale, and what schemes agree with first."""
+    P, n = 4, 200_000
+    for seen in run(lambda: kind(density=0.01, values=values), P, [whole_numbers(n, P, 0)]):
+        assert seen[0].report.union == n // 100
+        assert seen[0].report.cost.nbytes <= MOST[values] * seen[0].report.union
+
+
+@pytest.mark.parametrize(("values", "nbytes"), [("float32", 5.1), ("bfloat16", 3.1), ("int8", 2.1), ("int4", 1.6)])
+def test_an_element_of_top_k_takes_few_bytes(values: Values, nbytes: float) -> None:
+    P, n = 2, 200_000
+    for seen in run(lambda: TopK(density=0.01, values=values), P, [whole_numbers(n, P, 0)]):  # pyright: ignore[reportArgumentType]
+        assert seen[0].report.cost.nbytes <= nbytes * n // 100
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("K", [0, 1, 3, 1000])
+def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values: Values, P: int, K: int) -> None:
+    source = torch.Generator().manual_seed(K)
+    given = [torch.randint(-100, 101, (K,), generator=source).float() for _ in range(P)]
+    codec = ValueCodec(values)
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        metered = MeteredComm(comm)
+        found = mean_rounded(given[comm.rank], torch.float32, metered, codec)
+        assert metered.take()[0] == mean_rounded_cost(K, torch.float32, P, comm.rank, codec)
+        return found
+
+    results = LocalWorld(P).run(body)
+    total = torch.zeros(K, dtype=torch.float64)
+    for mean, error in results:
+        assert torch.equal(mean, results[0][0])
+        total += error.double()
+    assert torch.equal(P * results[0][0].double() + total, torch.stack(given).double().sum(0))
+
+
+@pytest.mark.parametrize("values", ["int8", "int4"])
+def test_a_gradient_that_stays_is_written_in_full_over_time(values: Values) -> None:
+    """The mean over steps comes closer to the gradient as 1/steps, in 4 bits too: what rounding takes is sent later."""
+    P, n, steps = 2, 64, 16
+    grads = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
+    for kind in (TopK, MiCRO, ExDyna):
+        seen = run(partial(kind, density=0.5, values=values), P, [grads] * steps)[0]  # pyright: ignore[reportArgumentType]
+        mean = torch.stack([each.grad for each in seen]).mean(0)
+        assert float((mean - sum(grads) / P).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna])
+def test_unknown_formats_are_refused(kind: type) -> None:
+    with pytest.raises(ValueError, match="values must be one of float32, bfloat16, float16, int8, int4, got 'sign'"):
+        kind(values="sign")
