@@ -1,0 +1,241 @@
+"""What the kernels cost beside the memory's limit and beside other ways to select the same elements.
+
+    sparsync bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --threads 1 --rounds 15] [--json -]
+
+One JSON line per case. Every result is checked against the reference first, and a wrong one ends the run. The cases take turns;
+`ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a, which reads two vectors,
+writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7, on a machine with nothing else to do. With one
+thread the clock is its processor time, with more it is the wall's; the alternatives always run on one.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.core import Sparse
+from sparsync.kernels import cpu, reference
+from sparsync.kernels.choice import native
+from sparsync.lab.environment import machine, versions
+
+WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
+CEILING = "plain pass"
+SORTED = 1_000_000  # elements that a full sort is tried on at most
+TARGETS = {"cpp/avx512": (1.15, 1.4), "cpp/avx2": (1.35, 1.4), "cpp/scalar": (2.0, 2.0)}  # by threshold, exact
+
+
+@dataclass(frozen=True)
+class Data:
+    """One step: what is left of the last one, and a gradient; and the right answers."""
+
+    before: Tensor
+    grad: Tensor
+    residual: Tensor  # what cases write to
+    out: Tensor
+    k: int
+    threshold: float
+    top: Sparse
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that takes turns with others; `check` says whether what `run` returned is right."""
+
+    name: str
+    run: Callable[[], Any]  # Any: what `check` takes
+    check: Callable[[Any], bool]
+    target: float | None = None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures and prints JSON lines."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    kernels.use(options.backend)
+    context = {"backend": kernels.backend(), "threads": options.threads, **versions(), **machine()}
+    rows: list[dict[str, Any]] = []  # Any: JSON
+    for n in options.n:
+        for density in options.density:
+            data = _data(n, density)
+            rows += [row | context for row in _measured(_cases(data, options.threads), data, density, options)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "sparsync bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
+    parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
+    parser.add_argument("--backend", default=kernels.backends()[0], help=f"of {', '.join(kernels.backends())}")
+    parser.add_argument("--threads", type=int, default=1, help="of the C++ kernels (default: 1)")
+    parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
+    parser.add_argument("--json", default="-", help="file for the JSON lines, - for standard output")
+    return parser.parse_args(arguments)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(float(part)) for part in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _data(n: int, density: float) -> Data:
+    source = torch.Generator().manual_seed(0)
+    before, grad = torch.randn(n, generator=source), torch.randn(n, generator=source)
+    acc = before + grad
+    k = max(1, int(density * n))
+    top = reference.top_k(acc, k)
+    return Data(before, grad, before.clone(), torch.zeros(n), k, float(top.value.abs().min()), top)
+
+
+def _cases(data: Data, threads: int) -> list[Case]:
+    by_threshold, exact = TARGETS.get(kernels.backend(), (None, None))
+    if threads > 1:
+        by_threshold = exact = 1.2
+    k, threshold, residual, grad, out = data.k, data.threshold, data.residual, data.grad, data.out
+    found = native(residual)
+    warm = WARM * threshold
+
+    def plain() -> None:
+        residual.add_(grad) if found is None else cpu.plain_(found, grad, residual, threads)
+
+    def right(result: tuple[Sparse, bool]) -> bool:
+        return result[1] and _same(result[0], data.top)
+
+    cases = [
+        Case(CEILING, plain, lambda _: torch.equal(residual, data.before + grad)),
+        Case(
+            "accumulate, select by threshold, clear",
+            lambda: kernels.accumulate_select_(residual, grad, threshold, threads=threads),
+            lambda result: right(result) and not residual[data.top.index.long()].any(),
+            by_threshold,
+        ),
+        Case(
+            "accumulate, exact top-k, warm",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm, threads),
+            right,
+            exact,
+        ),
+        Case(
+            "accumulate, exact top-k, by sample",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual, None, threads),
+            right,
+        ),
+        Case("accumulate, elsewhere", lambda: kernels.accumulate(residual, grad, out, threads), lambda ok: ok),
+        Case(
+            "magnitude histogram", lambda: kernels.histogram(data.before), lambda counts: _counted(counts, data.before)
+        ),
+    ]
+    return cases + _alternatives(data)
+
+
+def _alternatives(data: Data) -> list[Case]:
+    """Other ways from residual and gradient to the selected elements, with torch's own operations."""
+
+    def accumulated() -> Tensor:
+        return data.residual.add_(data.grad)
+
+    def topk() -> Sparse:
+        acc = accumulated()
+        index = acc.abs().topk(data.k, sorted=False).indices.sort().values
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def nonzero() -> Sparse:
+        acc = accumulated()
+        index = (acc.abs() >= data.threshold).nonzero().view(-1)
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def full_sort() -> Sparse:
+        acc = accumulated()
+        index = acc.abs().sort(descending=True, stable=True).indices[: data.k].sort().values
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def right(result: Sparse) -> bool:
+        return _same(result, data.top)
+
+    cases = [
+        Case("torch: topk", topk, right),
+        Case("torch: |x| >= threshold, nonzero, gather", nonzero, right),
+        Case(
+            "torch: threshold from a 1 % sample, as DGC",
+            lambda: _sampled(accumulated(), data.k),
+            lambda result: abs(result.index.numel() - data.k) <= 0.3 * data.k + 8 * math.sqrt(100 * data.k),
+        ),
+    ]
+    if data.grad.numel() <= SORTED:
+        cases.append(Case("torch: full sort", full_sort, right))
+    return cases
+
+
+def _sampled(acc: Tensor, k: int) -> Sparse:
+    """About the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
+    magnitude = acc.abs()
+    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),))]
+    threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
+    index = (magnitude >= threshold).nonzero().view(-1)
+    if index.numel() > 1.3 * k:
+        index = index[magnitude[index].topk(k, sorted=False).indices]
+    return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+
+def _same(result: Sparse, expected: Sparse) -> bool:
+    return torch.equal(result.index, expected.index) and torch.equal(result.value, expected.value)
+
+
+def _counted(counts: Tensor, x: Tensor) -> bool:
+    return torch.equal(counts, reference.histogram(x))
+
+
+def _measured(
+    cases: list[Case], data: Data, density: float, options: argparse.Namespace
+) -> list[dict[str, Any]]:  # Any: JSON
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    for round_number in range(options.rounds + 1):
+        first = round_number % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            data.residual.copy_(data.before)
+            begun = clock()
+            result = case.run()
+            taken = clock() - begun
+            if round_number == 0 and not case.check(result):
+                raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
+            if round_number > 0:
+                seconds[case.name].append(taken)
+    return [_row(case, seconds, data, density, "processor" if options.threads == 1 else "wall") for case in cases]
+
+
+def _row(
+    case: Case, seconds: dict[str, list[float]], data: Data, density: float, clock: str
+) -> dict[str, Any]:  # Any: JSON
+    own, ceiling = sorted(seconds[case.name]), seconds[CEILING]
+    ratios = [mine / plain for mine, plain in zip(seconds[case.name], ceiling, strict=True)]
+    n = data.grad.numel()
+    return {
+        "case": case.name,
+        "n": n,
+        "k": data.k,
+        "density": density,
+        "clock": clock,
+        "p20_s": own[len(own) // 5],
+        "p50_s": statistics.median(own),
+        "p80_s": own[len(own) * 4 // 5],
+        "ceiling_s": statistics.median(ceiling),
+        "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
+        "ratio": statistics.median(ratios),
+        "target": case.target if n >= 10**7 else None,
+    }
