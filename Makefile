@@ -38,6 +38,13 @@ fuzz:
 		-Icsrc csrc/tests/fuzz_codecs.cpp -o build/fuzz_codecs
 	build/fuzz_codecs $(EXECUTIONS) $(SEED)
 
+# The C++ kernels without Python, under the address and undefined-behaviour sanitizers.
+sanitize: $(READY)
+	$(BIN)/python -m pip install --quiet "cmake>=3.20"
+	$(BIN)/cmake -S csrc/cmake -B build/sanitize -DSPARSYNC_PYTHON=OFF -DSPARSYNC_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitize
+	build/sanitize/random_test
+
 clean:
-	rm -rf $(VENV) demo build dist csrc/build-sanitize src/sparsync/kernels/_cpu*.so
+	rm -rf $(VENV) demo build dist src/sparsync/kernels/_cpu*.so
 	find csrc/cmake -mindepth 1 -not -name CMakeLists.txt -delete

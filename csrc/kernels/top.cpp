@@ -92,6 +92,7 @@ void join(Parts &parts, int threads) {
     Found &all = parts[0];
     for (int part = 1; part < threads; ++part) {
         Found &more = parts[static_cast<size_t>(part)];
+        if (more.count == 0) continue;
         all.reserve(all.count + more.count);
         std::memcpy(all.end().index, more.index(), static_cast<size_t>(more.count) * sizeof(int32_t));
         std::memcpy(all.end().value, more.value(), static_cast<size_t>(more.count) * sizeof(float));

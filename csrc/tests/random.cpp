@@ -1,0 +1,135 @@
+// The C++ kernels against plain loops on random, awkward inputs: to be run under the address and undefined-behaviour sanitizers.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "../kernels/core.hpp"
+#include "../kernels/sparse.hpp"
+
+using namespace sparsync;
+
+namespace {
+
+std::mt19937 randomness(0);
+
+int64_t below(int64_t n) { return static_cast<int64_t>(randomness() % static_cast<uint64_t>(n)); }
+
+void expect(bool right, const char *what) {
+    if (right) return;
+    std::fprintf(stderr, "wrong: %s\n", what);
+    std::exit(1);
+}
+
+uint32_t magnitude(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits & kMagnitude;
+}
+
+// Just as long as it has to be, so that one element too far is noticed.
+std::vector<float> vector_of(int64_t n, int kind) {
+    const float special[] = {0.0f, -0.0f, 1.0f, -1.0f, 1e-45f, 3e38f, -3e38f, std::numeric_limits<float>::infinity(),
+                             std::numeric_limits<float>::quiet_NaN()};
+    std::normal_distribution<float> normal;
+    std::vector<float> x(static_cast<size_t>(n));
+    for (float &each : x) each = kind == 0 ? normal(randomness) : kind == 1 ? special[below(9)] : static_cast<float>(below(3));
+    x.shrink_to_fit();
+    return x;
+}
+
+std::vector<int32_t> best(const std::vector<float> &x, int64_t k) {
+    std::vector<int32_t> order(x.size());
+    for (size_t i = 0; i < x.size(); ++i) order[i] = static_cast<int32_t>(i);
+    const auto size = [&](int32_t i) { return std::min(magnitude(x[static_cast<size_t>(i)]), kInfinity); };
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return size(a) > size(b); });
+    order.resize(static_cast<size_t>(k));
+    std::sort(order.begin(), order.end());
+    return order;
+}
+
+std::vector<int32_t> taken(Parts &parts) {
+    std::vector<int32_t> index;
+    for (Found &part : parts) index.insert(index.end(), part.index(), part.index() + part.count);
+    return index;
+}
+
+void check_selection(const Kernels &kernels, int64_t n, int kind, int threads) {
+    const std::vector<float> x = vector_of(n, kind), zero(static_cast<size_t>(n));
+    std::vector<float> out(static_cast<size_t>(n));
+    const int64_t k = below(n + 1);
+    const int32_t guess = static_cast<int32_t>(randomness() & kMagnitude);
+    Parts parts;
+    for (const bool guessed : {false, true}) {
+        top(kernels, x.data(), {{0, n}}, {k, Order::magnitude, 0, guessed, guess}, threads, parts);
+        expect(taken(parts) == best(x, k), "top");
+        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {k, Order::magnitude, 0, guessed, guess},
+                threads, parts);
+        expect(taken(parts) == best(x, k), "add_top");
+    }
+    const Range range{static_cast<uint32_t>(guess), kInfinity - 1};
+    std::vector<int32_t> wanted;
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t size = magnitude(x[static_cast<size_t>(i)]);
+        if (size >= range.low && size <= range.high) wanted.push_back(static_cast<int32_t>(i));
+    }
+    select(kernels, x.data(), n, range, threads, parts);
+    expect(taken(parts) == wanted, "select");
+    std::vector<float> residual = zero;
+    add_take(kernels, residual.data(), {x.data(), Type::float32}, n, {0, n}, range, threads, parts);
+    expect(taken(parts) == wanted, "add_take");
+    for (const int32_t i : wanted) expect(residual[static_cast<size_t>(i)] == 0.0f, "add_take clears");
+    const std::vector<uint16_t> halves(static_cast<size_t>(n), 0x3c00);
+    for (const Type type : {Type::float16, Type::bfloat16})
+        add(kernels, zero.data(), {halves.data(), type}, out.data(), n, threads);
+    std::vector<int64_t> counts(kLevels);
+    histogram(x.data(), n, counts.data());
+}
+
+void check_merge(int64_t n, int64_t count) {
+    std::vector<std::vector<int32_t>> index(static_cast<size_t>(count));
+    std::vector<std::vector<float>> value(static_cast<size_t>(count));
+    std::vector<float> dense(static_cast<size_t>(n));
+    std::vector<SparseView> parts;
+    size_t total = 0;
+    for (size_t part = 0; part < index.size(); ++part) {
+        for (int64_t i = 0; i < n; ++i)
+            if (below(3) == 0) {
+                index[part].push_back(static_cast<int32_t>(i));
+                value[part].push_back(static_cast<float>(below(100)));
+            }
+        const auto size = static_cast<int64_t>(index[part].size());
+        expect(scatter_add(dense.data(), n, index[part].data(), value[part].data(), size), "scatter_add");
+        parts.push_back({index[part].data(), value[part].data(), size});
+        total += index[part].size();
+    }
+    std::vector<int32_t> all(total);
+    std::vector<float> sums(total);
+    merge(parts, all.data(), sums.data());
+    expect(std::is_sorted(all.begin(), all.end()), "merge");
+    const int64_t left = add_equal(all.data(), sums.data(), static_cast<int64_t>(total));
+    for (int64_t i = 0; i < left; ++i)
+        expect(dense[static_cast<size_t>(all[static_cast<size_t>(i)])] == sums[static_cast<size_t>(i)], "add_equal");
+    std::vector<char> found(static_cast<size_t>(left));
+    among(all.data(), left, index[0].data(), parts[0].count, reinterpret_cast<bool *>(found.data()));
+    expect(std::count(found.begin(), found.end(), 1) == parts[0].count, "among");
+    const int32_t stops[] = {0, static_cast<int32_t>(n / 2), static_cast<int32_t>(n)};
+    int64_t ends[3];
+    split(all.data(), left, stops, 3, ends);
+    expect(ends[0] == 0 && ends[2] == left, "split");
+    const int32_t outside[] = {0, static_cast<int32_t>(n)};
+    expect(!clear(dense.data(), n, outside, int64_t{2}), "clear");
+}
+
+}  // namespace
+
+int main() {
+    for (const std::string &level : levels())
+        for (int round = 0; round < 300; ++round)
+            check_selection(*find(level), round % 20 ? below(200) : 60000 + below(20000), round % 3, 1 + round % 3);
+    for (int round = 0; round < 200; ++round) check_merge(1 + below(300), 1 + below(9));
+    std::puts("all right");
+}
