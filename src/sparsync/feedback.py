@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.core import Bucket, Slot
+from sparsync.stations import station
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What came in and was kept back before, together."""
+
+    acc: Tensor  # [n], in the residual's type; perhaps the memory of the gradient
+    residual: Tensor  # [n], as it was; for writing
+    finite: bool  # whether acc holds neither NaN nor Inf
 
 
 @dataclass
@@ -33,6 +44,18 @@ class ErrorFeedback:
         if flat is None or flat.device != bucket.grad.device:
             flat = self._lay_out(bucket)
         return flat
+
+    def accumulate(self, bucket: Bucket, rank: int) -> "Accumulated":
+        """The residual of this bucket's parameters plus its gradient; the residual itself is not changed.
+
+        The sum takes the place of the gradient in `bucket.grad` where that has the residual's type, so that no memory is needed for it.
+        Raises as `residual` does.
+        """
+        residual = self.residual(bucket, rank)
+        with station("accumulate"):
+            acc = bucket.grad if bucket.grad.dtype == residual.dtype else torch.empty_like(residual)
+            finite = kernels.accumulate(residual, bucket.grad, out=acc)
+        return Accumulated(acc, residual, finite)
 
     def serve(self, rank: int) -> None:
         """Takes the first rank that calls for the one whose state this is; raises RuntimeError when another one calls."""

@@ -7,11 +7,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.collectives.partitioned import mean_at, padding
 from sparsync.core import Bucket, Cost, Detail, Report
+from sparsync.feedback import Accumulated
 from sparsync.protocols import Comm
 from sparsync.selection.topk import check_density
+from sparsync.stations import station
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 Rule = Literal["quotas", "threshold"]
@@ -38,24 +39,21 @@ class Poisoned:
 
 
 def reduce_choice(
-    name: str, bucket: Bucket, acc: Tensor, residual: Tensor, choice: Choice, comm: Comm, values: Values = "float32"
+    name: str, bucket: Bucket, total: Accumulated, choice: Choice, comm: Comm, values: Values = "float32"
 ) -> Report:
-    """Writes the mean over ranks at the chosen positions to `bucket.grad`, zero elsewhere, and `acc` without them to `residual`.
+    """Writes the mean over ranks at the chosen positions to `bucket.grad`, zero elsewhere; everything else stays in the residual.
 
     What values lose on the wire, sent as `values`, goes to the residual too.
-
     Where the sum overflows, all ranks see it in the gradient, and the residual stays as it was: "overflow" in the details tells.
     """
-    n = acc.numel()
+    acc, residual, n = total.acc, total.residual, total.acc.numel()
     rounding = None if values == "float32" else ValueCodec(values)
     union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
     overflow = not bool(union.mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
-    mean = torch.zeros_like(acc)
-    mean[union.index] = union.mean
-    bucket.grad.copy_(mean)
-    if not overflow:
-        acc.index_copy_(0, union.index, union.error)
-        residual.copy_(acc)
+    with station("apply"):
+        if not overflow:
+            residual.copy_(acc).index_copy_(0, union.index, union.error)
+        bucket.grad.zero_().index_copy_(0, union.index, union.mean.to(bucket.grad.dtype))
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
     return Report(
@@ -74,11 +72,6 @@ def pass_on_poison(name: str, bucket: Bucket, poisoned: Poisoned) -> Report:
     """Fills the gradient with NaN, on every rank, so that a loss scaler skips this step; residuals stay as they were."""
     bucket.grad.fill_(torch.nan)
     return Report(name, bucket.key, bucket.step, bucket.grad.numel(), 0, 0, poisoned.cost, details={"overflow": True})
-
-
-def is_poisoned(acc: Tensor) -> bool:
-    """Whether `acc` holds NaN or Inf."""
-    return not kernels.all_finite(acc)
 
 
 def empty_report(name: str, bucket: Bucket) -> Report:

@@ -20,7 +20,7 @@ from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exc
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Detail, Report, Span, spans
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import Accumulated, ErrorFeedback, state_from
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -29,7 +29,6 @@ from sparsync.schemes.exclusive import (
     Rule,
     check_settings,
     empty_report,
-    is_poisoned,
     pass_on_poison,
     reduce_choice,
 )
@@ -38,6 +37,7 @@ from sparsync.selection.partition import Profile, block_edges, block_spans, by_r
 from sparsync.selection.quotas import POISONED, apportion, level_of, relative_magnitudes
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import count_for
+from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import Values
 
@@ -97,10 +97,9 @@ class ExDyna:
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():
             return empty_report(self.name, bucket)
-        residual = self._state.feedback.residual(bucket, comm.rank)
-        acc = residual + bucket.grad  # [n], in the residual's precision
+        total = self._state.feedback.accumulate(bucket, comm.rank)
         reduce = self._reduce_by_quotas if self.rule == "quotas" else self._reduce_by_threshold
-        return reduce(bucket, acc, residual, comm)
+        return reduce(bucket, total, comm)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)
@@ -119,16 +118,17 @@ class ExDyna:
         self._state.balance.load_state_dict(balance)
         self._state.profile.load_state_dict(profile)
 
-    def _reduce_by_threshold(self, bucket: Bucket, acc: Tensor, residual: Tensor, comm: Comm) -> Report:
-        n, P = acc.numel(), comm.size
+    def _reduce_by_threshold(self, bucket: Bucket, total: Accumulated, comm: Comm) -> Report:
+        acc, n, P = total.acc, total.acc.numel(), comm.size
         state = self._state.balance.of(bucket, P)
         edges = block_edges(n)
         blocks = self._published_blocks(state, edges, P)
         partition = block_spans(edges, blocks)[turn(comm.rank, state.step, P)]
         k = max(1, int(self.density * n)) if self.authors_code else count_for(self.density, n)
         threshold = state.next(k, self.authors_code)
-        index = select_above(acc, threshold, partition, state.step)  # [k_r]
-        counts = exchange_counts(index.numel(), is_poisoned(acc), comm, acc.device)
+        with station("select"):
+            index = select_above(acc, threshold, partition, state.step)  # [k_r]
+        counts = exchange_counts(index.numel(), not total.finite, comm, acc.device)
         if counts is None:
             return pass_on_poison(self.name, bucket, Poisoned(counts_cost(P)))
         sent = index if self.authors_code else index.to(torch.int32)
@@ -136,7 +136,7 @@ class ExDyna:
         cost = counts_cost(P) + padded_cost(counts, sent.element_size())
         details = _lengths(block_spans(edges, blocks))
         choice = Choice(cost, union[:0], union, counts, threshold, details)
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
+        report = reduce_choice(self.name, bucket, total, choice, comm, self.values)
         if not report.details["overflow"]:
             state.blocks, state.counts = blocks, counts
             state.accept(threshold, report.union)
@@ -150,34 +150,34 @@ class ExDyna:
             loads[turn(rank, state.step - 1, P)] = count
         return rebalanced(state.blocks, loads, state.union, edges)
 
-    def _reduce_by_quotas(self, bucket: Bucket, acc: Tensor, residual: Tensor, comm: Comm) -> Report:
-        n, P = acc.numel(), comm.size
+    def _reduce_by_quotas(self, bucket: Bucket, total: Accumulated, comm: Comm) -> Report:
+        acc, n, P = total.acc, total.acc.numel(), comm.size
         profile = self._state.profile.of(bucket, P)
-        step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
-        partitions = profile.cut(n, P, least=2 * -(-step.count // P))
-        partitions = by_rank(partitions, bucket.step)
-        counts = apportion([1] * P, [step.free(partition) for partition in partitions], step.open_count)
-        magnitude = step.magnitude(acc, partitions[comm.rank])  # [partition]
-        poisoned = is_poisoned(acc)
-        own = kernels.largest(magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
-        lengths = [len(partition) for partition in partitions]
-        packet = _with_level(indices.encode_agreed(own, lengths[comm.rank]), magnitude[own], poisoned)
+        with station("select"):
+            step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
+            partitions = by_rank(profile.cut(n, P, least=2 * -(-step.count // P)), bucket.step)
+            counts = apportion([1] * P, [step.free(partition) for partition in partitions], step.open_count)
+            magnitude = step.magnitude(acc, partitions[comm.rank])  # [partition]
+            own = kernels.largest(magnitude if total.finite else magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
+            threshold = float(magnitude[own].min()) if own.numel() else 0.0
+        with station("encode"):
+            lengths = [len(partition) for partition in partitions]
+            packet = _with_level(indices.encode_agreed(own, lengths[comm.rank]), magnitude[own], not total.finite)
         sizes = map(indices.agreed_nbytes, counts, lengths)
         packets = comm.all_gather(packet, [_LEVEL_NBYTES + size for size in sizes])
         cost = all_gather_cost(packet.numel(), P)
         levels = [int(each[:_LEVEL_NBYTES].clone().view(torch.int16)) for each in packets]  # a host sync, all need them
         if min(levels) < 0:
             return pass_on_poison(self.name, bucket, Poisoned(cost))
-        chosen = torch.cat(
-            [
+        with station("decode"):
+            places = [
                 indices.decode_agreed(each[_LEVEL_NBYTES:], count, len(partition)).long() + partition.start
                 for each, count, partition in zip(packets, counts, partitions, strict=True)
             ]
-        )
-        threshold = float(magnitude[own].min()) if own.numel() else 0.0
+            chosen = torch.cat(places)
         known = step.known_index(acc.device)
         choice = Choice(cost, known, chosen, counts, threshold, _lengths(partitions))
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
+        report = reduce_choice(self.name, bucket, total, choice, comm, self.values)
         if not report.details["overflow"]:
             memory = max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // step.count))
             profile.observe(chosen, counts, relative_magnitudes(levels), n, memory)

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Report, spans
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import Accumulated, ErrorFeedback, state_from
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -34,7 +33,6 @@ from sparsync.schemes.exclusive import (
     Rule,
     check_settings,
     empty_report,
-    is_poisoned,
     pass_on_poison,
     reduce_choice,
 )
@@ -43,6 +41,7 @@ from sparsync.selection.partition import Interleaved, by_rank, turn
 from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import count_for
+from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import Values
 
@@ -89,13 +88,12 @@ class MiCRO:
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():
             return empty_report(self.name, bucket)
-        residual = self._state.feedback.residual(bucket, comm.rank)
-        acc = residual + bucket.grad  # [n], in the residual's precision
+        total = self._state.feedback.accumulate(bucket, comm.rank)
         scaling = self._state.scaling.of(bucket, comm.size) if self.rule == "threshold" else None
-        choice = self._by_quotas(acc, bucket, comm) if scaling is None else self._by_threshold(acc, scaling, comm)
+        choice = self._by_quotas(total, bucket, comm) if scaling is None else self._by_threshold(total, scaling, comm)
         if isinstance(choice, Poisoned):
             return pass_on_poison(self.name, bucket, choice)
-        report = reduce_choice(self.name, bucket, acc, residual, choice, comm, self.values)
+        report = reduce_choice(self.name, bucket, total, choice, comm, self.values)
         if scaling is not None and not report.details["overflow"]:
             scaling.accept(choice.threshold, report.union)
         return report
@@ -111,13 +109,14 @@ class MiCRO:
         self._state.feedback.load_state_dict(residual)
         self._state.scaling.load_state_dict(scaling)
 
-    def _by_threshold(self, acc: Tensor, scaling: ThresholdScaling, comm: Comm) -> Choice | Poisoned:
-        n, P = acc.numel(), comm.size
+    def _by_threshold(self, total: Accumulated, scaling: ThresholdScaling, comm: Comm) -> Choice | Poisoned:
+        acc, n, P = total.acc, total.acc.numel(), comm.size
         partition = spans(n, P)[turn(comm.rank, scaling.step, P)]
         k = max(1, int(self.density * n)) if self.authors_code else count_for(self.density, n)
         threshold = scaling.next(k, self.authors_code)
-        index = select_above(acc, threshold, partition, scaling.step)  # [k_r]
-        counts = exchange_counts(index.numel(), is_poisoned(acc), comm, acc.device)
+        with station("select"):
+            index = select_above(acc, threshold, partition, scaling.step)  # [k_r]
+        counts = exchange_counts(index.numel(), not total.finite, comm, acc.device)
         if counts is None:
             return Poisoned(counts_cost(P))
         sent = index if self.authors_code else index.to(torch.int32)
@@ -125,31 +124,36 @@ class MiCRO:
         cost = counts_cost(P) + padded_cost(counts, sent.element_size())
         return Choice(cost, union[:0], union, counts, threshold)
 
-    def _by_quotas(self, acc: Tensor, bucket: Bucket, comm: Comm) -> Choice | Poisoned:
-        n, P = acc.numel(), comm.size
+    def _by_quotas(self, total: Accumulated, bucket: Bucket, comm: Comm) -> Choice | Poisoned:
+        acc, n, P = total.acc, total.acc.numel(), comm.size
         partitions, mine = Interleaved(n, P), turn(comm.rank, bucket.step, P)
-        step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
-        known = step.known_index(acc.device)
-        part, place = partitions.places(known)
-        magnitude = partitions.of(acc, mine).abs_()
-        magnitude[place[part == mine]] = TAKEN
-        taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
-        lengths = partitions.lengths()
-        free = by_rank([length - count for length, count in zip(lengths, taken, strict=True)], bucket.step)
-        told = ladder(magnitude.nan_to_num(), rung_counts(step.open_count, P, free[comm.rank]))
-        told = torch.full_like(told, POISONED) if is_poisoned(acc) else told
+        with station("select"):
+            step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
+            known = step.known_index(acc.device)
+            part, place = partitions.places(known)
+            magnitude = partitions.of(acc, mine).abs_()
+            magnitude[place[part == mine]] = TAKEN
+            taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
+            free = [length - count for length, count in zip(partitions.lengths(), taken, strict=True)]
+            free, lengths = by_rank(free, bucket.step), by_rank(partitions.lengths(), bucket.step)
+            if total.finite:
+                told = ladder(magnitude, rung_counts(step.open_count, P, free[comm.rank]))
+            else:
+                told = torch.full((len(RUNGS),), POISONED, dtype=torch.int16, device=acc.device)
         ladders = torch.stack(comm.all_gather(told, [len(RUNGS)] * P))  # [P, rungs]
         cost = all_gather_cost(LADDER_NBYTES, P)
         if bool((ladders < 0).any()):
             return Poisoned(cost)
-        counts = quotas(ladders, free, step.open_count)
-        own = kernels.largest(magnitude, counts[comm.rank])  # [k_r]
-        lengths = by_rank(lengths, bucket.step)
-        packet = indices.encode_agreed(own, lengths[comm.rank])
+        with station("select"):
+            counts = quotas(ladders, free, step.open_count)
+            own = kernels.largest(magnitude, counts[comm.rank])  # [k_r]
+            threshold = float(magnitude[own].min()) if own.numel() else 0.0
+        with station("encode"):
+            packet = indices.encode_agreed(own, lengths[comm.rank])
         packets = comm.all_gather(packet, list(map(indices.agreed_nbytes, counts, lengths)))
         cost += all_gather_cost(packet.numel(), P)
-        place = torch.cat(list(map(indices.decode_agreed, packets, counts, lengths))).long()
-        owner = torch.tensor(by_rank(range(P), bucket.step), device=acc.device)
-        chosen = partitions.positions(owner.repeat_interleave(torch.tensor(counts, device=acc.device)), place)
-        threshold = float(magnitude[own].min()) if own.numel() else 0.0
+        with station("decode"):
+            place = torch.cat(list(map(indices.decode_agreed, packets, counts, lengths))).long()
+            owner = torch.tensor(by_rank(range(P), bucket.step), device=acc.device)
+            chosen = partitions.positions(owner.repeat_interleave(torch.tensor(counts, device=acc.device)), place)
         return Choice(cost, known, chosen, counts, threshold)

@@ -34,6 +34,7 @@ from sparsync.kernels import sparse_reference
 from sparsync.protocols import Comm
 from sparsync.selection import regions
 from sparsync.selection.topk import check_density, count_for
+from sparsync.stations import station
 from sparsync.wire import raw
 
 Rule = Literal["exact", "paper", "code"]
@@ -132,17 +133,16 @@ class OkTopk:
         control = self._control(bucket, P)
         if n == 0 or control.t < self.dense_steps:
             return self._dense(bucket, control, comm)
-        residual = self._state.feedback.residual(bucket, comm.rank)
-        acc = residual + bucket.grad  # [n], in the residual's precision
+        total = self._state.feedback.accumulate(bucket, comm.rank)
         step = self._exact if self.rule == "exact" else self._published
-        outcome, spent = step(acc, control, comm)
+        outcome, spent = step(total.acc, control, comm)
         if outcome is None:  # NaN or Inf on some rank; all ranks know
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"poisoned": True})
-        u = torch.zeros_like(acc)
-        kernels.scatter_add_(u, outcome.survivors)
-        bucket.grad.copy_(u.div_(P))
-        residual.copy_(acc.index_fill_(0, outcome.cleared.long(), 0.0))
+        with station("apply"):
+            total.residual.copy_(total.acc).index_fill_(0, outcome.cleared.long(), 0.0)
+            mean = outcome.survivors.value / P
+            bucket.grad.zero_().index_copy_(0, outcome.survivors.index.long(), mean.to(bucket.grad.dtype))
         self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
         union = outcome.survivors.index.numel()
         return Report(
@@ -173,12 +173,14 @@ class OkTopk:
         k = count_for(self.density, n)
         cut = regions.between(control.boundaries, n)
         own = cut[rank]
-        mine = _largest_outside(acc, own.start, own.stop, most_sent(k, n, P))
+        with station("select"):
+            mine = _largest_outside(acc, own.start, own.stop, most_sent(k, n, P))
         region = own.of(acc).clone()  # all of this rank's own region counts, at no cost
         outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
         cost = sparse_allreduce.split_and_reduce_cost(outgoing, acc.dtype, rank, raw)
 
-        index, value = sparse_reference.largest_first(kernels.top_k_nonzero(region, k))
+        with station("select"):
+            index, value = sparse_reference.largest_first(kernels.top_k_nonzero(region, k))
         finite = bool(mine.value.isfinite().all()) and bool(region.isfinite().all())
         rungs = regions.ladder(value.abs(), k, P, poisoned=not finite)
         ladders = torch.stack(comm.all_gather(rungs, [regions.LADDER] * P))

@@ -17,6 +17,7 @@ from sparsync.core import Bucket, Cost, Report, Sparse, spans
 from sparsync.feedback import ErrorFeedback, state_from
 from sparsync.protocols import Comm
 from sparsync.selection.topk import check_density, count_for
+from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values, check_values
 
@@ -51,18 +52,20 @@ class TopK:
         k = count_for(self.density, n)
         residual = self._feedback.residual(bucket, comm.rank)
         acc = torch.empty_like(residual)  # [n]
-        own, _ = kernels.accumulate_top_k(residual, bucket.grad, k, out=acc)  # [k]
+        with station("select"):
+            own, _ = kernels.accumulate_top_k(residual, bucket.grad, k, out=acc)  # [k]
         parts, error, cost = self._exchange(own, comm)
-        total = torch.zeros_like(acc)
-        for part in parts:  # in rank order, the same bits on every rank
-            kernels.scatter_add_(total, part)
-        bucket.grad.copy_(total if self._rounds else total.div_(P))
-        if kernels.all_finite(bucket.grad):  # a host sync; the same bits on all ranks, so all decide alike
-            acc.index_copy_(0, own.index.long(), error)
-            if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
-                mine = spans(n, P)[comm.rank]
-                mine.of(acc).add_(P * (mine.of(total) - mine.of(bucket.grad)))
-            residual.copy_(acc)
+        with station("apply"):
+            total = torch.zeros_like(acc)
+            for part in parts:  # in rank order, the same bits on every rank
+                kernels.scatter_add_(total, part)
+            bucket.grad.copy_(total if self._rounds else total.div_(P))
+            if kernels.all_finite(bucket.grad):  # a host sync; the same bits on all ranks, so all decide alike
+                acc.index_copy_(0, own.index.long(), error)
+                if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
+                    mine = spans(n, P)[comm.rank]
+                    mine.of(acc).add_(P * (mine.of(total) - mine.of(bucket.grad)))
+                residual.copy_(acc)
         union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
         return Report(self.name, bucket.key, bucket.step, n, k, union, cost)
 
@@ -77,15 +80,17 @@ class TopK:
         """
         k, n, dtype = own.index.numel(), own.length, own.value.dtype
         codec, head = ValueCodec(self.values), indices.agreed_nbytes(own.index.numel(), own.length)
-        packet = codec.encode(own.value / comm.size if self._rounds else own.value)
-        error = torch.zeros_like(own.value)
-        if self._rounds:
-            error = own.value - comm.size * codec.decode(packet, k, dtype)
-        packet = torch.cat([indices.encode_agreed(own.index, n), packet])
+        with station("encode"):
+            packet = codec.encode(own.value / comm.size if self._rounds else own.value)
+            error = torch.zeros_like(own.value)
+            if self._rounds:
+                error = own.value - comm.size * codec.decode(packet, k, dtype)
+            packet = torch.cat([indices.encode_agreed(own.index, n), packet])
         packets = comm.all_gather(packet, [packet.numel()] * comm.size)  # k and n tell the length: none is exchanged
-        parts = [
-            Sparse(indices.decode_agreed(each[:head], k, n), codec.decode(each[head:], k, dtype), n) for each in packets
-        ]
+        with station("decode"):
+            places = [indices.decode_agreed(each[:head], k, n) for each in packets]
+            values = [codec.decode(each[head:], k, dtype) for each in packets]
+        parts = [Sparse(place, value, n) for place, value in zip(places, values, strict=True)]
         return parts, error, all_gather_cost(head + codec.nbytes(k, dtype), comm.size)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
