@@ -60,10 +60,13 @@ class Interleaved:
 
     def of(self, x: Tensor, part: int) -> Tensor:
         """The elements of `x` [n] in partition `part`, copied."""
-        inner = self.groups * self.row * self.P
+        rows, tail = self.groups * self.row, self._tails()[part]
+        out = x.new_empty(rows + len(tail))
         groups = torch.arange(self.groups, device=x.device)
-        rows = x[:inner].view(-1, self.row)[self._rows(torch.tensor(part, device=x.device), groups)]
-        return torch.cat([rows.view(-1), self._tails()[part].of(x)])
+        chosen = self._rows(torch.tensor(part, device=x.device), groups)
+        torch.index_select(x[: rows * self.P].view(-1, self.row), 0, chosen, out=out[:rows].view(-1, self.row))
+        out[rows:] = tail.of(x)
+        return out
 
     def positions(self, part: Tensor, place: Tensor) -> Tensor:
         """Where the element at `place[i]` of partition `part[i]` stands in the vector, int64."""
