@@ -13,6 +13,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed here; it comes with torch on machines with CUDA")
 
+from sparsync import kernels  # noqa: E402
 from sparsync.kernels import cuda, reference, sparse_reference  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -82,3 +83,18 @@ def test_any_values_are_ranked_as_the_reference_ranks_them(values: list[float], 
     found, wanted = cuda.top_k(x, min(k, len(values)), warm), reference.top_k(x, min(k, len(values)))
     assert same(found.index, wanted.index)
     assert same(found.value, wanted.value)
+
+
+def test_the_kernels_of_the_library_run_in_triton_where_that_is_the_backend() -> None:
+    residual, grad = made("ties", 1000), made("normal", 1000, 1)
+    with kernels.use("triton"):
+        assert kernels.backend() == "triton"
+        out = torch.empty_like(residual)
+        found, finite = kernels.accumulate_top_k(residual, grad, 50, out)
+        above = kernels.at_least(out, 1.0)
+    wanted = reference.top_k(residual + grad, 50)
+    assert finite
+    assert same(out, residual + grad)
+    assert same(found.index, wanted.index)
+    assert same(found.value, wanted.value)
+    assert same(above.index, sparse_reference.at_least(out, 1.0).index)

@@ -1,11 +1,13 @@
 """The hot loops over whole vectors, one signature each; `reference` and `sparse_reference` are their specification in plain torch.
 
 Each function runs on the backend that `backend()` names, and on the reference where that backend lacks the tensor's device or type: the
-C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too. Results are the same bits on every backend,
+C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too; on a GPU
+sums and selections run in Triton. Results are the same bits on every backend,
 but for the bits inside a NaN. `threads` is for the C++ backend; the others do as torch does.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import candidates, cpu, reference, sparse_reference
-from sparsync.kernels.choice import backend, backends, native, use
+from sparsync.kernels.choice import backend, backends, native, on_triton, use
 
 __all__ = [
     "above",
@@ -47,6 +49,8 @@ def accumulate(
     _check_threads(threads)
     found = _for_sum(residual, grad, out)
     if found is None:
+        if triton := _triton(residual, out, grad=grad):
+            return triton.accumulate(residual, grad, out)
         return reference.accumulate(residual, grad, out)
     return cpu.accumulate(found, residual, grad, out, threads)
 
@@ -86,8 +90,8 @@ def accumulate_top_k(
     _check_count(k, residual.numel())
     found = _for_sum(residual, grad, out)
     if found is None:
-        finite = reference.accumulate(residual, grad, out)
-        return candidates.top_k(out, k), finite
+        finite = accumulate(residual, grad, out)
+        return top_k(out, k, bound), finite
     return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads)
 
 
@@ -108,7 +112,11 @@ def at_least(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Spar
     """The non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
     _check_threads(threads)
     found = _for(x)
-    return sparse_reference.at_least(x, threshold) if found is None else cpu.at_least(found, x, threshold, threads)
+    if found is None:
+        if triton := _triton(x):
+            return triton.at_least(x, threshold, x.numel() // 50)
+        return sparse_reference.at_least(x, threshold)
+    return cpu.at_least(found, x, threshold, threads)
 
 
 def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: int = 1) -> Sparse:
@@ -120,7 +128,11 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: i
     _check_threads(threads)
     _check_count(k, x.numel())
     found = _for(x)
-    return candidates.top_k(x, k) if found is None else cpu.top_k(found, x, k, bound, threads)
+    if found is None:
+        if triton := _triton(x):
+            return triton.top_k(x, k, bound)
+        return candidates.top_k(x, k)
+    return cpu.top_k(found, x, k, bound, threads)
 
 
 def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, threads: int = 1) -> Sparse:
@@ -198,6 +210,12 @@ def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
 
 def _for(*tensors: Tensor) -> cpu.Native | None:
     return native(*tensors) if all(each.dtype == torch.float32 for each in tensors) else None
+
+
+def _triton(*tensors: Tensor, grad: Tensor | None = None) -> ModuleType | None:
+    if any(each.dtype != torch.float32 for each in tensors) or (grad is not None and grad.dtype not in cpu.TYPES):
+        return None
+    return on_triton(*tensors, *([] if grad is None else [grad]))
 
 
 def _for_sum(residual: Tensor, grad: Tensor, *out: Tensor) -> cpu.Native | None:

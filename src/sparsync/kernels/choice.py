@@ -1,8 +1,12 @@
 """Which backend the kernels run on: the C++ one at the best instruction set of this machine, else the reference in plain torch."""
 
+import os
 import warnings
+from functools import cache
+from importlib import import_module
 from types import ModuleType, TracebackType
 
+import torch
 from torch import Tensor
 
 try:
@@ -14,6 +18,7 @@ else:
     _why_missing = ""
 
 REFERENCE = "reference"
+TRITON = "triton"
 
 
 class use:  # noqa: N801  # called as a function, or in a with statement
@@ -43,16 +48,16 @@ class _Choice:
 
 
 _choice = _Choice()
-_NAMES = (REFERENCE, "cpp", "cpp/scalar", "cpp/avx2", "cpp/avx512")
+_NAMES = (REFERENCE, TRITON, "cpp", "cpp/scalar", "cpp/avx2", "cpp/avx512")
 
 
 def backends() -> list[str]:
     """The backends that can run here, the fastest first."""
-    return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), REFERENCE]
+    return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), *([TRITON] if _triton() else []), REFERENCE]
 
 
 def backend() -> str:
-    """The backend that kernels run on: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
+    """The backend that kernels run on, for tensors in this machine's memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
     if _choice.name is None:
         _choice.name = backends()[0]
         if _cpu is None:
@@ -71,7 +76,7 @@ def native(*tensors: Tensor) -> tuple[ModuleType, str] | None:
     The C++ kernels take one-dimensional contiguous tensors in this machine's memory, of fewer than 2^31 elements.
     """
     name = backend()
-    if name == REFERENCE or _cpu is None:
+    if name in (REFERENCE, TRITON) or _cpu is None:
         return None
     for each in tensors:
         if each.device.type != "cpu" or each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31:
@@ -79,10 +84,34 @@ def native(*tensors: Tensor) -> tuple[ModuleType, str] | None:
     return _cpu, name.removeprefix("cpp/")
 
 
+def on_triton(*tensors: Tensor) -> ModuleType | None:
+    """The Triton kernels, where these tensors are on a GPU, or where they were asked for and Triton's interpreter is on; else None."""
+    if backend() == REFERENCE or (backend() != TRITON and tensors[0].device.type != "cuda"):
+        return None
+    if any(each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31 for each in tensors):
+        return None
+    return _triton()
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """None where Triton is not installed, or there is nothing it could run on."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    try:
+        return import_module("sparsync.kernels.cuda")
+    except ImportError:
+        return None
+
+
 def _resolved(name: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"a backend is one of {', '.join(_NAMES)}, got {name!r}")
-    if name == REFERENCE:
+    if name == TRITON and _triton() is None:
+        raise RuntimeError(
+            "the backend 'triton' needs triton and a GPU, or TRITON_INTERPRET=1 in the environment of the process for its interpreter"
+        )
+    if name in (REFERENCE, TRITON):
         return name
     if _cpu is None:
         raise RuntimeError(
