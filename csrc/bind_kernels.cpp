@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/core.hpp"
+#include "kernels/move.hpp"
 #include "kernels/sparse.hpp"
 
 namespace nb = nanobind;
@@ -121,6 +122,10 @@ void bind_sparse(nb::module_ &m) {
         nb::gil_scoped_release release;
         return wide ? scatter_add(at<float>(out), n, at<int64_t>(index), at<float>(value), k)
                     : scatter_add(at<float>(out), n, at<int32_t>(index), at<float>(value), k);
+    });
+    m.def("move", [](Address to, Address from, int64_t n) {
+        nb::gil_scoped_release release;
+        move(at<float>(to), at<float>(from), n);
     });
     m.def("clear", [](Address out, int64_t n, Address index, bool wide, int64_t k) {
         nb::gil_scoped_release release;

@@ -306,3 +306,16 @@ def test_the_backend_in_use_is_told_and_restored(backend: str) -> None:
     with kernels.use("reference"):
         assert kernels.backend() == "reference"
     assert kernels.backend() == backend
+
+
+@pytest.mark.parametrize("n", SHORT)
+@pytest.mark.parametrize(("start", "target"), [(0, 0), (1, 1), (3, 2), (0, 1)])  # in elements from an aligned address
+def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int) -> None:
+    source, to = made("special", n + 8).clone(), torch.full((n + 8,), 7.0)
+    before = source.clone()
+    kernels.move_(to[target : target + n], source[start : start + n])
+    assert torch.equal(bits(to[target : target + n]), bits(before[start : start + n]))
+    assert to[:target].tolist() == [7.0] * target
+    assert to[target + n :].tolist() == [7.0] * (8 - target)
+    before[start : start + n] = 0.0
+    assert torch.equal(bits(source), bits(before))

@@ -20,6 +20,14 @@ class Accumulated:
     residual: Tensor  # [n], as it was; for writing
     finite: bool  # whether acc holds neither NaN nor Inf
 
+    def keep(self, bucket: Bucket) -> None:
+        """Ends the step: the residual becomes `acc` and the gradient zero, and what was sent is yet to go from one to the other."""
+        if self.acc is bucket.grad:
+            kernels.move_(self.residual, bucket.grad)
+        else:
+            self.residual.copy_(self.acc)
+            bucket.grad.zero_()
+
 
 @dataclass
 class ErrorFeedback:

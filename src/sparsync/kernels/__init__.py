@@ -30,6 +30,7 @@ __all__ = [
     "clear_",
     "histogram",
     "largest",
+    "move_",
     "scatter_add_",
     "sorted_union",
     "split",
@@ -180,6 +181,19 @@ def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
         reference.clear_(x, index)
     else:
         cpu.clear_(found, x, index)
+
+
+def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
+    """Copies `source` to `to`, which does not overlap with it, and sets it to zero."""
+    if to.shape != source.shape:
+        raise ValueError(
+            f"what is moved must have the shape of its new place, got {tuple(source.shape)} and {tuple(to.shape)}"
+        )
+    found = _for(to, source)
+    if found is None:
+        reference.move_(to, source)
+    else:
+        cpu.move_(found, to, source)
 
 
 def sorted_union(parts: Sequence[Sparse]) -> Sparse:

@@ -118,6 +118,10 @@ def clear_(native: Native, x: Tensor, index: Tensor) -> None:
         raise IndexError(_outside(index, x))
 
 
+def move_(native: Native, to: Tensor, source: Tensor) -> None:
+    native[0].move(to.data_ptr(), source.data_ptr(), to.numel())
+
+
 def merged(native: Native, parts: Sequence[Sparse], add: bool) -> Sparse:
     total = sum(part.index.numel() for part in parts)
     index, value = torch.empty(total, dtype=torch.int32), torch.empty(total)

@@ -87,6 +87,12 @@ def clear_(x: Tensor, index: Tensor) -> None:
     x.index_fill_(0, index.long(), 0.0)
 
 
+def move_(to: Tensor, source: Tensor) -> None:
+    """Copies `source` [n] to `to` and sets it to zero."""
+    to.copy_(source)
+    source.zero_()
+
+
 def histogram(magnitude: Tensor) -> Tensor:
     """How many of `magnitude` [n] have each value of the upper 16 bits of a float32, int64 [LEVELS]; negative ones do not count.
 

@@ -65,7 +65,9 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     about = {"scheme": choice.label, "seed": seed}
     compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
-    ddp = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_mb, init_sync=False)  # same weights by seed
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=settings.bucket_mb, init_sync=False, gradient_as_bucket_view=True
+    )  # same weights by seed
     optimizer, schedule = workload.optimizer(ddp, settings.steps)
     handle = attach(ddp, choice.make(), timeout_s=settings.timeout_s)
     seconds = sent = 0.0

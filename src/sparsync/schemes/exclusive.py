@@ -51,9 +51,12 @@ def reduce_choice(
     union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
     overflow = not bool(union.mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
     with station("apply"):
-        if not overflow:
-            residual.copy_(acc).index_copy_(0, union.index, union.error)
-        bucket.grad.zero_().index_copy_(0, union.index, union.mean.to(bucket.grad.dtype))
+        if overflow:
+            bucket.grad.zero_()
+        else:
+            total.keep(bucket)
+            residual.index_copy_(0, union.index, union.error)
+        bucket.grad.index_copy_(0, union.index, union.mean.to(bucket.grad.dtype))
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
     return Report(

@@ -140,9 +140,10 @@ class OkTopk:
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"poisoned": True})
         with station("apply"):
-            total.residual.copy_(total.acc).index_fill_(0, outcome.cleared.long(), 0.0)
+            total.keep(bucket)
+            kernels.clear_(total.residual, outcome.cleared)
             mean = outcome.survivors.value / P
-            bucket.grad.zero_().index_copy_(0, outcome.survivors.index.long(), mean.to(bucket.grad.dtype))
+            bucket.grad.index_copy_(0, outcome.survivors.index.long(), mean.to(bucket.grad.dtype))
         self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
         union = outcome.survivors.index.numel()
         return Report(
