@@ -50,6 +50,8 @@ class Made:
     compute_s: float = 0.25
     wait_s: float = 0.5
     reduce_s: float = 0.625
+    select_s: float = 0.0
+    apply_s: float = 0.0
     sent_bytes: float = 1000.0
     interface_bytes: float | None = 1250.0
     status: str | None = "finished"  # None: no end record
@@ -74,6 +76,8 @@ class Made:
                     interface_bytes=self.interface_bytes,
                     messages=6.0,
                     union_density=0.5,
+                    select_s=self.select_s,
+                    apply_s=self.apply_s,
                 ),
                 Quality(**who, step=step, seconds=seconds, bytes=traffic, value=value),
             ]

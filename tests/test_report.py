@@ -354,3 +354,12 @@ def test_importing_the_report_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_where_schemes_tell_of_their_stations_a_table_does_too(tmp_path: Path) -> None:
+    told = replace(SPARSE, select_s=0.25, apply_s=0.125)
+    text = as_text(summary(tmp_path, DENSE, told))
+    assert "Where the time inside a scheme goes" in text
+    assert columns(text, SPARSE.scheme)[-1][2:3] == ["250"]
+    printed(tmp_path)
+    assert "Where the time inside a scheme goes" in (tmp_path / "report.html").read_text()

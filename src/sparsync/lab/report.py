@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def render(summary: Summary, images: Mapping[str, bytes], hues: Mapping[str, str
         run=run.run,
         banner=banner(run),
         paragraph=paragraph(summary),
-        # Each table stands under the picture of the same thing.
-        parts=zip(tables(summary), _images(images), strict=True),
+        # Each table stands under the picture of the same thing; those after the pictures stand alone.
+        parts=zip_longest(tables(summary), _images(images)),
         hues=hues,
         lines=lambda head: Markup("<br>").join(escape(part) for part in head.split("\n")),
         remarks=remarks(summary),
