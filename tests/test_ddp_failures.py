@@ -221,7 +221,7 @@ def refusals() -> None:
         sparsync.attach(ddp, "topk")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="timeout_s must be above 0 seconds, got -1"):
         sparsync.attach(ddp, Dense(), timeout_s=-1)
-    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d\)"):
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d"):
         sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), timeout_s=TIMEOUT_S)
     sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="this model has a communication hook already"):

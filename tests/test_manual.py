@@ -9,8 +9,9 @@ from torch import nn
 
 import sparsync
 from distributed import run
-from sparsync import Bucket, Dense, LocalWorld, MiCRO, TopK
+from sparsync import Bucket, Dense, LocalWorld, MiCRO, Report, TopK
 from sparsync.comm.local import LocalComm
+from sparsync.protocols import Comm
 
 pytestmark = pytest.mark.distributed
 STEPS = 4
@@ -80,8 +81,16 @@ def test_a_parameter_without_gradient_counts_as_zero_and_gets_the_mean() -> None
 def refusals() -> None:
     hooked = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     sparsync.attach(hooked, Dense())
-    with pytest.raises(TypeError, match="reduced by a hook already"):
+    with pytest.raises(TypeError, match="or pass the bare module"):
         sparsync.reduce_gradients(hooked, Dense())
+    with pytest.raises(TypeError, match="takes a scheme"):
+        sparsync.reduce_gradients(nn.Linear(3, 3), "topk")  # pyright: ignore[reportArgumentType]
+    model, scheme = nn.Linear(3, 3), TopK(0.5)
+    sparsync.reduce_gradients(model, scheme)
+    with pytest.raises(ValueError, match="reduces another model"):
+        sparsync.reduce_gradients(nn.Linear(3, 3), scheme)
+    with pytest.raises(ValueError, match="another scheme before"):
+        sparsync.reduce_gradients(model, TopK(0.5))
     with pytest.raises(RuntimeError, match="density"):
         sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
 
@@ -119,3 +128,36 @@ def sparse_gradients() -> None:
 @pytest.mark.filterwarnings("ignore:the embedding")
 def test_sparse_gradients_are_reduced_in_full_and_reported_so_through_either_door() -> None:
     run(sparse_gradients, 2)
+
+
+class FailsOnce(TopK):
+    """One rank fails before its first message."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.step == 1 and comm.rank == 0:
+            _FAILED.append(True)
+            if len(_FAILED) == 1:
+                raise MemoryError("no memory")
+        return super().reduce(bucket, comm)
+
+
+_FAILED: list[bool] = []
+
+
+def failing() -> list[float]:
+    model, scheme, rank = nn.Linear(2, 1, bias=False), FailsOnce(1.0), dist.get_rank()
+    seen = []
+    for step in range(4):
+        model.weight.grad = torch.full((1, 2), 10.0 * step + rank)
+        try:
+            sparsync.reduce_gradients(model, scheme, timeout_s=20)
+            seen.append(float(model.weight.grad[0, 0]))
+        except (MemoryError, RuntimeError):
+            seen.append(-1.0)
+    return seen
+
+
+def test_when_one_rank_fails_all_do_and_the_next_call_works() -> None:
+    first, second = run(failing, 2)
+    assert first == second
+    assert first == [0.5, -1.0, 20.5, 30.5]

@@ -40,12 +40,18 @@ def load(handle: Handle, folder: str | Path) -> None:
     With the number of ranks of then, every rank gets its own state. With another one, new rank r gets the sum of the residuals of old
     ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; what cannot be carried over, such as
     thresholds of partitions, starts anew.
-    Raises ValueError when the folder lacks the states of some rank, or holds those of several numbers of ranks.
+    Raises ValueError when the folder lacks the states of some rank, or holds those of several numbers of ranks or of
+    different steps.
     """
     folder = Path(folder)
     files = {file.stem: file for file in folder.glob("*" + _SUFFIX) if _PATTERN.fullmatch(file.stem)}
     if files:
-        _load(handle, list(files), lambda name: torch.load(files[name], weights_only=True, map_location="cpu"), folder)
+        _load(
+            handle,
+            list(files),
+            lambda name: torch.load(files[name], weights_only=True, map_location="cpu", mmap=True),
+            folder,
+        )
     else:
         _load(handle, _entry_names(folder), lambda name: _read_entry(name, folder), folder)
 
@@ -80,16 +86,13 @@ def _load(handle: Handle, names: Sequence[str], read: Callable[[str], Mapping[st
     if missing := sorted(set(range(then)) - {rank for rank, _ in found}):
         raise ValueError(f"{folder} lacks the states of ranks {missing} of {then}; save on every rank, into one folder")
     rank, ranks = handle.place
-    if then == ranks:
-        handle.load_state_dict(read(_NAME.format(rank=rank, ranks=ranks)))
-        return
     states = [read(_NAME.format(rank=old, ranks=then)) for old in range(then)]
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(
             f"the states in {folder} are of different steps, {sorted(steps)}; save on every rank between the same steps"
         )
-    handle.load_state_dict(resized(states, rank, ranks))
+    handle.load_state_dict(states[rank] if then == ranks else resized(states, rank, ranks))
 
 
 def _entry_names(folder: Path) -> list[str]:
@@ -101,4 +104,4 @@ def _entry_names(folder: Path) -> list[str]:
 def _read_entry(name: str, folder: Path) -> Mapping[str, Any]:
     entry: dict[str, Any] = {name: b""}
     dcp_load(entry, storage_reader=FileSystemReader(folder), no_dist=True)
-    return torch.load(io.BytesIO(entry[name]), weights_only=True)
+    return torch.load(io.BytesIO(entry[name]), weights_only=True, map_location="cpu")

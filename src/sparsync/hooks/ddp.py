@@ -21,6 +21,7 @@ from sparsync.hooks.dispatcher import Dispatcher
 from sparsync.hooks.doctor import doctor
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
+from sparsync.schemes.per_parameter import PerParameter
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
@@ -96,8 +97,19 @@ class Handle:
         sparse = bucket.buffer()
         (parameter,) = bucket.parameters()
         slot = Slot(self._names[id(parameter)], Span(0, parameter.numel()))
-        whole = Bucket(f"bucket{bucket.index()}", sparse.to_dense().flatten(), self._step, (slot,))
-        reduced = self._dispatcher.submit(whole, rescale, scheme=Dense())
+        whole = Bucket(
+            f"bucket{bucket.index()}",
+            torch.zeros(parameter.numel(), dtype=sparse.dtype, device=sparse.device),
+            self._step,
+            (slot,),
+        )
+
+        def prepare() -> None:  # on the dispatcher's thread, so that a failure ends the step on all ranks
+            whole.grad.copy_(sparse.to_dense().flatten())
+            if rescale is not None:
+                rescale()
+
+        reduced = self._dispatcher.submit(whole, prepare, scheme=Dense())
         return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
 
     def _bucket(self, bucket: GradBucket) -> Bucket:
@@ -170,7 +182,7 @@ def attach(
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)
-    comm = GroupComm.private(ddp_model.process_group, timeout_s, alike=_settings(scheme))
+    comm = GroupComm.private(ddp_model.process_group, timeout_s, alike=alike(scheme))
     handle = Handle(ddp_model, scheme, comm, optimizer)
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
@@ -181,8 +193,10 @@ def reduce_bucket(handle: Handle, bucket: GradBucket) -> torch.futures.Future[to
     return handle.submit(bucket)
 
 
-def _settings(scheme: Scheme) -> str:
+def alike(scheme: Scheme) -> str:
     """What all ranks must have alike; of a scheme that is no dataclass only the kind is known."""
+    if isinstance(scheme, PerParameter):
+        return f"{alike(scheme.default)}, { ({pattern: alike(each) for pattern, each in scheme.patterns.items()}) }"
     return repr(scheme) if is_dataclass(scheme) else type(scheme).__qualname__
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.protocols import Scheme
 from sparsync.selection.parameters import matches
 
-_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # what send, recv and all_reduce were tried on
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # what send, recv and all_reduce were tried or read on
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Finding:
 
 def doctor(ddp_model: DistributedDataParallel, scheme: Scheme) -> list[Finding]:
     """What `attach(ddp_model, scheme)` would refuse or warn of, worst first; empty when all is well. Changes nothing, sends nothing."""
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(f"doctor takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
     found = [*_hooks(ddp_model), *_gradients(ddp_model), *_patterns(ddp_model, scheme)]
     return sorted(found, key=lambda finding: finding.refused is None)
 
@@ -68,21 +70,24 @@ def _gradients(model: DistributedDataParallel) -> Iterator[Finding]:
                 f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one",
                 "make it with sparse=False for the scheme to reduce it",
             )
-    backend = dist.get_backend(model.process_group)
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
-    wanted = _BACKENDS.get(backend)
-    if wanted is None:
-        yield Finding(
-            f"the process group has the backend {backend!r}, which lacks operations that schemes need, or was never tried",
-            "make a group with gloo (CPU) or nccl (CUDA)",
-            RuntimeError,
-        )
-    elif devices - {wanted}:
-        yield Finding(
-            f"gradients lie on {', '.join(sorted(devices))}, and {backend} sends those of {wanted} only",
-            "make a group with gloo for CPU models and nccl for CUDA models",
-            RuntimeError,
-        )
+    for device in sorted(devices):
+        backend = _backend(model.process_group, device)
+        if backend not in _BACKENDS.get(device, ()):
+            yield Finding(
+                f"gradients on {device} would be sent by {backend}, which lacks operations that schemes need, or was never tried",
+                "make a group with gloo for CPU models and nccl for CUDA models",
+                RuntimeError,
+            )
+
+
+def _backend(group: dist.ProcessGroup | None, device: str) -> str:
+    """The name of what serves tensors on this device; a group may have a backend for each."""
+    try:
+        assert group is not None
+        return group._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return "no backend"
 
 
 def _patterns(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:

@@ -3,16 +3,19 @@
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, Slot, Span
+from sparsync.hooks.ddp import alike
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
 
@@ -26,11 +29,11 @@ class _Connection:
     """What one model and one scheme share from call to call."""
 
     scheme: Scheme
-    comm: MeteredComm
+    group: GroupComm
     step: int = 0
 
 
-_CONNECTIONS: "weakref.WeakKeyDictionary[nn.Module, dict[int, _Connection]]" = weakref.WeakKeyDictionary()
+_CONNECTIONS: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.WeakKeyDictionary()
 
 
 def reduce_gradients(
@@ -41,26 +44,44 @@ def reduce_gradients(
     Call it on every rank of `group` (None: the default group) after the backward pass and before the optimizer's step, with a scheme of
     the rank's own, made alike on all, and the same one each time: it keeps the residual. There is one bucket for each type and device of
     gradients. A parameter without a gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares
-    another's storage, is left alone. When gradients are accumulated, call it after the last backward pass only.
-    Raises TypeError for a model that is hooked already (it would be reduced twice), RuntimeError when a rank is missing or comes with
-    another scheme. Sparse gradients of embeddings are reduced in full, each in a bucket of its own.
+    another's storage, is left alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. When gradients are
+    accumulated, call it after the last backward pass only. To go on after a restart, save and load the scheme's own state on each rank;
+    steps are counted anew.
+    Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
+    Raises TypeError for a model that DDP reduces already and for anything but a scheme, ValueError when a model comes with another scheme
+    than last time or a scheme with another model, and RuntimeError when a rank is missing or comes with another scheme or step.
     """
-    if getattr(model, "_comm_hooks", None):
+    if isinstance(model, DistributedDataParallel):
         raise TypeError(
-            "this model's gradients are reduced by a hook already; call reduce_gradients on models without one"
+            "DistributedDataParallel reduces this model's gradients already; use sparsync.attach, or pass the bare module"
         )
+    if not callable(getattr(scheme, "reduce", None)):
+        raise TypeError(f"reduce_gradients takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
     connection = _connection(model, scheme, group, timeout_s)
-    reports = [_reduced(key, parameters, connection) for key, parameters in _buckets(model).items()]
+    comm = MeteredComm(connection.group)
+    try:
+        reports = [_reduced(key, parameters, connection, comm) for key, parameters in _buckets(model).items()]
+    except BaseException:
+        with suppress(Exception):  # why the call failed is what its caller needs to hear
+            connection.group.close()
+        raise
     connection.step += 1
     return reports
 
 
 def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s: float) -> _Connection:
-    known = _CONNECTIONS.setdefault(model, {})
-    if id(scheme) not in known:
-        comm = GroupComm.private(group, timeout_s, alike=repr(scheme))
-        known[id(scheme)] = _Connection(scheme, MeteredComm(comm))
-    return known[id(scheme)]
+    known = _CONNECTIONS.get(model)
+    if known is not None and known.scheme is not scheme:
+        raise ValueError(
+            f"this model was reduced by another scheme before, {known.scheme!r}; make one and pass it every time"
+        )
+    if known is None and any(each.scheme is scheme for each in _CONNECTIONS.values()):
+        raise ValueError("this scheme reduces another model, whose residual it keeps; make one for each model")
+    if known is None:
+        known = _CONNECTIONS[model] = _Connection(scheme, GroupComm.private(group, timeout_s, alike=alike(scheme)))
+    if known.group.group is None:  # closed by a failure
+        known.group = known.group.renewed(alike=f"gradients of call {known.step}")
+    return known
 
 
 def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
@@ -75,17 +96,17 @@ def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return buckets
 
 
-def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connection) -> Report:
+def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connection, comm: MeteredComm) -> Report:
     began = time.perf_counter()
     slots = tuple(_slots(parameters))
     with torch.no_grad(), stations.recorded() as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
-        report = scheme.reduce(bucket, connection.comm)
+        report = scheme.reduce(bucket, comm)
         for slot, parameter in zip(slots, parameters.values(), strict=True):
             mean = slot.span.of(bucket.grad).view(parameter.shape)
             _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
-    sent, wait_s = connection.comm.take()
+    sent, wait_s = comm.take()
     return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)
 
 
@@ -101,7 +122,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _write(parameter: nn.Parameter, mean: Tensor) -> None:
-    if parameter.grad is None or mean.is_sparse:
+    if parameter.grad is None or mean.is_sparse or parameter.grad.is_sparse:
         parameter.grad = mean.clone()
     else:
         parameter.grad.copy_(mean)

@@ -86,7 +86,9 @@ def native(*tensors: Tensor) -> tuple[ModuleType, str] | None:
 
 def on_triton(*tensors: Tensor) -> ModuleType | None:
     """The Triton kernels, where these tensors are on a GPU, or where they were asked for and Triton's interpreter is on; else None."""
-    if backend() == REFERENCE or (backend() != TRITON and tensors[0].device.type != "cuda"):
+    device = tensors[0].device
+    wanted = device.type == "cuda" or (backend() == TRITON and os.environ.get("TRITON_INTERPRET") == "1")
+    if backend() == REFERENCE or not wanted or any(each.device != device for each in tensors):
         return None
     if any(each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31 for each in tensors):
         return None

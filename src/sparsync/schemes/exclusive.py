@@ -49,14 +49,15 @@ def reduce_choice(
     acc, residual, n = total.acc, total.residual, total.acc.numel()
     rounding = None if values == "float32" else ValueCodec(values)
     union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
-    overflow = not bool(union.mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
+    mean = union.mean.to(bucket.grad.dtype)
+    overflow = not bool(mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
     with station("apply"):
         if overflow:
             bucket.grad.zero_()
         else:
             total.keep(bucket)
             residual.index_copy_(0, union.index, union.error)
-        bucket.grad.index_copy_(0, union.index, union.mean.to(bucket.grad.dtype))
+        bucket.grad.index_copy_(0, union.index, mean)
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
     return Report(

@@ -138,16 +138,27 @@ class OkTopk:
         outcome, spent = step(total.acc, control, comm)
         if outcome is None:  # NaN or Inf on some rank; all ranks know
             bucket.grad.fill_(torch.nan)
-            return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"poisoned": True})
+            return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"overflow": True})
+        mean = (outcome.survivors.value / P).to(bucket.grad.dtype)
+        overflow = not bool(mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
         with station("apply"):
-            total.keep(bucket)
-            kernels.clear_(total.residual, outcome.cleared)
-            mean = outcome.survivors.value / P
-            bucket.grad.index_copy_(0, outcome.survivors.index.long(), mean.to(bucket.grad.dtype))
-        self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
+            if overflow:  # all ranks see it in the gradient, and nothing else changes
+                bucket.grad.zero_()
+            else:
+                total.keep(bucket)
+                kernels.clear_(total.residual, outcome.cleared)
+                self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
+            bucket.grad.index_copy_(0, outcome.survivors.index.long(), mean)
         union = outcome.survivors.index.numel()
         return Report(
-            self.name, bucket.key, bucket.step, n, outcome.selected, union, outcome.cost, details=outcome.details
+            self.name,
+            bucket.key,
+            bucket.step,
+            n,
+            outcome.selected,
+            union,
+            outcome.cost,
+            details=outcome.details | {"overflow": overflow},
         )
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ Every rank tells at which magnitudes its partition holds a few agreed numbers of
 common level, and from it the same quotas. Integers and correctly rounded operations only, so that unlike machines agree too.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -64,7 +65,7 @@ def quotas(ladders: Int[Tensor, "P rungs"], free: Sequence[int], total: int) -> 
     low, high = 0, TOP + 1  # the highest level that enough elements reach lies in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if float(_reaching(middle, levels, counts, limit).sum()) >= total:
+        if math.fsum(_reaching(middle, levels, counts, limit).tolist()) >= total:  # exact, in whatever order
             low = middle
         else:
             high = middle
