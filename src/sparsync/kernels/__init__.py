@@ -2,7 +2,7 @@
 
 Each function runs on the backend that `backend()` names, and on the reference where that backend lacks the tensor's device or type: the
 C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too; on a GPU
-sums and selections run in Triton. Results are the same bits on every backend,
+`accumulate`, `at_least` and `top_k` run in Triton, the rest in torch. Results are the same bits on every backend,
 but for the bits inside a NaN. `threads` is for the C++ backend; the others do as torch does.
 """
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # The main job in a size that two cores finish within minutes; docs/measuring.md says how the figures were chosen.
 DEMO = (
     "--workload shakespeare-small --ranks 4 --link 200mbit --schemes dense,bf16,topk,skip_reduce,micro,exdyna,oktopk "
-    "--density 0.01 --target 60 --steps 300 --eval-every 20 --seed 0"
+    "--density 0.01 --target 64 --steps 240 --eval-every 30 --seed 0"
 )
 
 
