@@ -16,7 +16,7 @@ from sparsync.wire.values import Format, ValueCodec
 
 FORMATS: list[Format] = ["bfloat16", "float16", "int8", "int4", "sign"]
 BLOCKS: list[Format] = ["int8", "int4", "sign"]
-BACKENDS = ["reference", "cpp"] if len(backends()) > 1 else ["reference"]
+BACKENDS = ["reference", "cpp"] if any(name.startswith("cpp") for name in backends()) else ["reference"]
 
 
 @st.composite
