@@ -194,10 +194,7 @@ static Reason rice_decode(const uint8_t *packet, int64_t nbytes, int64_t k, int6
     for (int64_t i = 0; i < k; i += group) {
         const int64_t count = std::min(group, k - i);
         ones.take(count, place);
-        if (count == group)
-            unpack_group(low + i / 8 * bits, part);
-        else
-            unpack_some(low + i / 8 * bits, count, bits, part);
+        unpack_next(unpack_group, low + i / 8 * bits, count, bits, part);
         for (int64_t j = 0; j < count; ++j) {
             lows += part[j];
             const uint64_t zeros = place[j] - static_cast<uint64_t>(i + j);
@@ -244,10 +241,7 @@ static Reason elias_fano_decode(const uint8_t *packet, int64_t nbytes, int64_t k
     for (int64_t i = 0; i < k; i += group) {
         const int64_t count = std::min(group, k - i);
         ones.take(count, place);
-        if (count == group)
-            unpack_group(packet + i / 8 * bits, part);
-        else
-            unpack_some(packet + i / 8 * bits, count, bits, part);
+        unpack_next(unpack_group, packet + i / 8 * bits, count, bits, part);
         for (int64_t j = 0; j < count; ++j) {
             const uint64_t position = ((place[j] - static_cast<uint64_t>(i + j)) << bits) | part[j];
             largest = std::max(largest, position);

@@ -117,6 +117,14 @@ inline void unpack_some(const uint8_t *packet, int64_t count, int bits, uint32_t
     }
 }
 
+// The next group of numbers, or what is left of it at the end of a packet.
+SPARSYNC_INLINE void unpack_next(GroupUnpack unpack_group, const uint8_t *packet, int64_t count, int bits, uint32_t *out) {
+    if (count == group)
+        unpack_group(packet, out);
+    else
+        unpack_some(packet, count, bits, out);
+}
+
 SPARSYNC_INLINE int64_t ones_in(const uint8_t *p, int64_t nbytes) {
     const uint8_t *end = p + nbytes;
     int64_t count = 0;

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, Report, Slot, Span
+from sparsync import Bucket, LocalWorld, Report, Slot
 from sparsync.core import Cost
-from sparsync.lab import workloads
+from sparsync.lab import one_process, workloads
 from sparsync.lab.settings import SchemeChoice, parse_schemes
 from sparsync.protocols import Comm, Scheme
 from sparsync.selection.topk import select_top
@@ -68,10 +68,10 @@ class Job:
         work.prepare()
         model = work.model(self.seed)
         optimizer, schedule = work.optimizer(model, self.steps)
-        layout = _layout(model)
+        layout = one_process.layout(model)
         union, nbytes, rate = 0.0, 0.0, None
         for step in range(self.steps):
-            grads = [self._gradient(work, model, step, rank) for rank in range(self.ranks)]
+            grads = [one_process.gradient(work, model, self.seed, step, rank, self.ranks) for rank in range(self.ranks)]
             now = float(optimizer.param_groups[0]["lr"])
             if self.follow_rate and rate not in (None, 0.0, now):
                 for scheme in schemes:
@@ -80,8 +80,7 @@ class Job:
             mean, report = self._reduced(schemes, grads, layout, step)
             union += report.density / self.steps
             nbytes += report.cost.nbytes / self.steps
-            for slot, parameter in zip(layout, model.parameters(), strict=True):
-                parameter.grad = slot.span.of(mean).view_as(parameter).clone()
+            one_process.write(model, mean)
             work.clip(model)
             optimizer.step()
             schedule.step()
@@ -98,11 +97,6 @@ class Job:
             "kilobytes": round(nbytes / 1000, 1),
         }
 
-    def _gradient(self, work: workloads.Workload, model: nn.Module, step: int, rank: int) -> Tensor:
-        model.zero_grad(set_to_none=True)
-        work.loss(model, work.batch(self.seed, step, rank, self.ranks)).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
     def _reduced(
         self, schemes: list[Scheme], grads: list[Tensor], layout: tuple[Slot, ...], step: int
     ) -> tuple[Tensor, Report]:
@@ -111,15 +105,6 @@ class Job:
             return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
 
         return LocalWorld(self.ranks).run(body)[0]
-
-
-def _layout(model: nn.Module) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
-    position = 0
-    for name, parameter in model.named_parameters():
-        slots.append(Slot(name, Span(position, position + parameter.numel())))
-        position += parameter.numel()
-    return tuple(slots)
 
 
 def _schemes(text: str, density: float) -> dict[str, SchemeChoice | None]:

@@ -1,10 +1,14 @@
 """What every test runs under: executed annotations, one torch thread, and the same hypothesis examples each time."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import runtime_checkable
 
 import hypothesis
 import jaxtyping
+import pytest
 import torch
 
 import annotations
@@ -23,3 +27,20 @@ jaxtyping.install_import_hook("sparsync", "annotations.checked")
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparsync")
+
+
+@pytest.fixture
+def signal_handlers_are_put_back() -> Iterator[None]:
+    """The command line takes SIGTERM over; called inside this process it must not keep it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text of our own, so that tests need no download."""
+    folder = tmp_path_factory.mktemp("play")
+    text = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. "
+    (folder / "play.txt").write_text(text * 200)
+    return folder

@@ -13,27 +13,10 @@ import pytest
 
 from sparsync.lab import cli
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("signal_handlers_are_put_back")]
 CLI = [sys.executable, "-m", "sparsync.lab.cli"]
 # Small enough to start fast; the batch of 4 windows gives each of 2 ranks two.
 SMALL = ["--option", "vocabulary=16", "--option", "width=4", "--option", "batch_size=4", "--option", "windows=4"]
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 200
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers_are_put_back():
-    """The command line takes SIGTERM over; called inside this process it must not keep it."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text of our own, so that these tests need no download."""
-    folder = tmp_path_factory.mktemp("play")
-    (folder / "play.txt").write_text(TEXT)
-    return folder
 
 
 def compare(play: Path, out: Path, *more: str) -> list[str]:

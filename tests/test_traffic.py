@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,17 @@ from sparsync.lab.traffic.observe import Observed
 from sparsync.lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
 from sparsync.lab.traffic.study import synthetic_study
 
+pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 200
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers_are_put_back():
-    """The command line takes SIGTERM over; called inside this process it must not keep it."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def training(play: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recorded gradients of four steps on two ranks."""
     folder = tmp_path_factory.mktemp("training")
-    (folder / "play.txt").write_text(TEXT)
     small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4", "windows=4")]
-    place = ["--data", str(folder), "--out", str(folder / "g.pt")]
+    place = ["--data", str(play), "--out", str(folder / "g.pt")]
     cli.main(["gradients", *small, *place, "--ranks", "2", "--steps", "4", "--precision", "float32"])
     return folder / "g.pt"
 
@@ -175,12 +165,10 @@ def test_layers_cover_every_element_once(n: int) -> None:
     assert {slot.name.split(".")[1] for slot in slots} == {"weight", "bias"}
 
 
-def test_recorded_gradients_are_those_of_the_dense_training(training: Path) -> None:
+def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play: Path) -> None:
     from sparsync.lab import workloads
 
-    workload = workloads.get(
-        "shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(training.parent)
-    )
+    workload = workloads.get("shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(play))
     stream, model = recorded(training), workload.model(0)
     assert [slot.name for slot in stream.layout] == [name for name, _ in model.named_parameters()]
     optimizer, schedule = workload.optimizer(model, 4)
@@ -223,7 +211,9 @@ def test_bad_input_is_told(arguments: list[str], message: str, capsys: pytest.Ca
     assert message in told(capsys, "traffic", *arguments)
 
 
-def test_recorded_gradients_that_do_not_fit_are_told(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_gradients_that_do_not_fit_are_told(
+    training: Path, play: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*arguments: str) -> str:
         return told(capsys, "traffic", "--gradients", str(training), *arguments)
 
@@ -236,7 +226,7 @@ def test_recorded_gradients_that_do_not_fit_are_told(training: Path, capsys: pyt
         capsys, "traffic", "--gradients", str(training.parent / "other.pt")
     )
     small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4")]
-    out = ["--data", str(training.parent), "--out", str(training.parent / "no.pt")]
+    out = ["--data", str(play), "--out", str(training.parent / "no.pt")]
     assert "cannot be split evenly over 3 ranks" in told(capsys, "gradients", *small, *out, "--ranks", "3")
     assert "--steps must be at least 1" in told(capsys, "gradients", *small, *out, "--steps", "0")
 

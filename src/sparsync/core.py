@@ -4,7 +4,7 @@ Nothing here communicates, selects or keeps state. Letters: P ranks, n elements 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -43,6 +43,16 @@ class Slot:
 
     name: str
     span: Span
+
+
+def laid_out(lengths: Iterable[tuple[str, int]]) -> tuple[Slot, ...]:
+    """Parameters of these names and numbers of elements, one after the other."""
+    slots: list[Slot] = []
+    start = 0
+    for name, length in lengths:
+        slots.append(Slot(name, Span(start, start + length)))
+        start += length
+    return tuple(slots)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.comm.group import GroupComm
-from sparsync.core import Bucket, Report, Slot, Span
+from sparsync.core import Bucket, Report, laid_out
 from sparsync.feedback import state_from
 from sparsync.hooks.dispatcher import Dispatcher
 from sparsync.hooks.doctor import doctor
@@ -88,21 +88,14 @@ class Handle:
             rescale = self._follow_rates() if bucket.index() == 0 else None
             if bucket.buffer().is_sparse:
                 return self._submit_sparse(bucket, rescale)
-            return self._dispatcher.submit(self._bucket(bucket), rescale)
+            return self._dispatcher.submit(self._bucket(bucket, bucket.buffer()), rescale)
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
             return _failed(error)
 
     def _submit_sparse(self, bucket: GradBucket, rescale: Callable[[], None] | None) -> torch.futures.Future[Tensor]:
         """A sparse gradient, which DDP puts into a bucket of its own, is reduced in full."""
         sparse = bucket.buffer()
-        (parameter,) = bucket.parameters()
-        slot = Slot(self._names[id(parameter)], Span(0, parameter.numel()))
-        whole = Bucket(
-            f"bucket{bucket.index()}",
-            torch.zeros(parameter.numel(), dtype=sparse.dtype, device=sparse.device),
-            self._step,
-            (slot,),
-        )
+        whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
 
         def prepare() -> None:  # on the dispatcher's thread, so that a failure ends the step on all ranks
             whole.grad.copy_(sparse.to_dense().flatten())
@@ -112,14 +105,9 @@ class Handle:
         reduced = self._dispatcher.submit(whole, prepare, scheme=Dense())
         return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
 
-    def _bucket(self, bucket: GradBucket) -> Bucket:
-        grad = bucket.buffer()
-        slots: list[Slot] = []
-        position = 0
-        for parameter in bucket.parameters():
-            slots.append(Slot(self._names[id(parameter)], Span(position, position + parameter.numel())))
-            position += parameter.numel()
-        return Bucket(f"bucket{bucket.index()}", grad, self._step, tuple(slots))
+    def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
+        slots = laid_out((self._names[id(parameter)], parameter.numel()) for parameter in bucket.parameters())
+        return Bucket(f"bucket{bucket.index()}", grad, self._step, slots)
 
     def _follow_rates(self) -> Callable[[], None] | None:
         """What puts the residuals in terms of the present learning rates, to be run before this step's first bucket."""

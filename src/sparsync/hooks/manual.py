@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Report, Slot, Span
+from sparsync.core import Bucket, Report, laid_out
 from sparsync.hooks.ddp import alike
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
@@ -98,7 +97,7 @@ def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connection, comm: MeteredComm) -> Report:
     began = time.perf_counter()
-    slots = tuple(_slots(parameters))
+    slots = laid_out((name, parameter.numel()) for name, parameter in parameters.items())
     with torch.no_grad(), stations.recorded() as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
@@ -108,13 +107,6 @@ def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connect
             _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
     sent, wait_s = comm.take()
     return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)
-
-
-def _slots(parameters: dict[str, nn.Parameter]) -> Iterator[Slot]:
-    position = 0
-    for name, parameter in parameters.items():
-        yield Slot(name, Span(position, position + parameter.numel()))
-        position += parameter.numel()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -95,11 +95,15 @@ def on_triton(*tensors: Tensor) -> ModuleType | None:
     return _triton()
 
 
-@cache
 def _triton() -> ModuleType | None:
-    """None where Triton is not installed, or there is nothing it could run on."""
+    """None where Triton is not installed, or there is nothing it could run on: asked anew each time, as interpreters get turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
+    return _triton_kernels()
+
+
+@cache
+def _triton_kernels() -> ModuleType | None:
     try:
         return import_module("sparsync.kernels.cuda")
     except ImportError:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.core import Bucket, Cost, Detail, Report, Slot, Span
+from sparsync.core import Bucket, Cost, Detail, Report, Slot, laid_out
 from sparsync.feedback import state_from
 from sparsync.protocols import Comm, Scheme
 from sparsync.selection.parameters import Part, matches
@@ -86,17 +86,12 @@ class PerParameter:
 
     def _reduce_part(self, bucket: Bucket, key: str, slots: Sequence[Slot], comm: Comm) -> Report:
         part = Part.of_slots(slots)
-        own = Bucket(f"{bucket.key}/{key}", part.take(bucket.grad), bucket.step, _closed_up(slots))
+        own = Bucket(
+            f"{bucket.key}/{key}",
+            part.take(bucket.grad),
+            bucket.step,
+            laid_out((slot.name, len(slot.span)) for slot in slots),
+        )
         report = self._schemes[key].reduce(own, comm)
         part.put_(bucket.grad, own.grad)
         return report
-
-
-def _closed_up(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The same slots, one after the other."""
-    closed: list[Slot] = []
-    position = 0
-    for slot in slots:
-        closed.append(Slot(slot.name, Span(position, position + len(slot.span))))
-        position += len(slot.span)
-    return tuple(closed)

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 
-from sparsync.core import Slot, Span
+from sparsync.lab import one_process
 from sparsync.lab.traffic.stream import FORMAT
 from sparsync.lab.workloads.base import Workload, share
 
@@ -29,13 +28,13 @@ def record(
     workload.prepare()
     model = workload.model(seed)
     optimizer, schedule = workload.optimizer(model, steps)
-    layout = _layout(model)
+    layout = one_process.layout(model)
     kept = torch.empty(-(-steps // every), ranks, layout[-1].span.stop, dtype=getattr(torch, precision))
     for step in range(steps):
-        gradients = [_gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
+        gradients = [one_process.gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
         if step % every == 0:
             kept[step // every].copy_(torch.stack(gradients))
-        _write(model, torch.stack(gradients).mean(0))
+        one_process.write(model, torch.stack(gradients).mean(0))
         workload.clip(model)
         optimizer.step()
         schedule.step()
@@ -50,24 +49,3 @@ def save(recorded: dict[str, Any], path: Path) -> None:  # Any: as `record`
         torch.save(recorded, path)
     except (OSError, RuntimeError) as error:
         raise RuntimeError(f"cannot write {path}: {error}; choose a folder that exists and has room") from error
-
-
-def _layout(model: nn.Module) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
-    start = 0
-    for name, parameter in model.named_parameters():
-        slots.append(Slot(name, Span(start, start + parameter.numel())))
-        start += parameter.numel()
-    return tuple(slots)
-
-
-def _gradient(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
-    model.zero_grad(set_to_none=True)
-    workload.loss(model, workload.batch(seed, step, rank, ranks)).backward()
-    zero = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
-    return torch.cat([each.flatten() for each in zero])
-
-
-def _write(model: nn.Module, mean: Tensor) -> None:
-    for slot, parameter in zip(_layout(model), model.parameters(), strict=True):
-        parameter.grad = slot.span.of(mean).view_as(parameter).clone()
