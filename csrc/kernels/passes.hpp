@@ -29,16 +29,28 @@ int32_t number_of(float value) {
     return bits_of(value) & kSign ? -magnitude : magnitude;
 }
 
+// The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
+constexpr int64_t kAhead = 1024;
+constexpr int64_t kLine = 64;
+
+template <class T>
+void fetch(const T *p, int64_t elements) {
+    const char *from = reinterpret_cast<const char *>(p + kAhead);
+    for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += kLine) __builtin_prefetch(from + byte);
+}
+
 struct Float32 {
     const float *p;
     float one(int64_t i) const { return p[i]; }
     Vec::F many(int64_t i) const { return Vec::load(p + i); }
+    void ahead(int64_t i, int64_t elements) const { fetch(p + i, elements); }
 };
 
 struct Bfloat16 {
     const uint16_t *p;
     float one(int64_t i) const { return float_of(static_cast<uint32_t>(p[i]) << 16); }
     Vec::F many(int64_t i) const { return Vec::load_bfloat16(p + i); }
+    void ahead(int64_t i, int64_t elements) const { fetch(p + i, elements); }
 };
 
 struct Float16 {
@@ -50,6 +62,7 @@ struct Float16 {
         return float_of(sign | bits_of(float_of(rest << 13) * 5.192296858534828e33f));
     }
     Vec::F many(int64_t i) const { return Vec::load_float16(p + i); }
+    void ahead(int64_t i, int64_t elements) const { fetch(p + i, elements); }
 };
 
 template <class Body>
@@ -108,6 +121,7 @@ int64_t compact(Source &shared, int64_t n, int32_t base, Test test, Sink sink) {
     for (; i + step <= n; i += step) {
         Vec::F value[kGroup];
         Vec::M wanted[kGroup];
+        source.ahead(i, step);
         for (int v = 0; v < kGroup; ++v) {
             value[v] = source.many(i + v * Vec::kWidth);
             wanted[v] = test.many(value[v]);
@@ -127,6 +141,7 @@ int64_t compact(Source &shared, int64_t n, int32_t base, Test test, Sink sink) {
 
 struct Plain {
     const float *x;
+    void ahead(int64_t i, int64_t elements) const { fetch(x + i, elements); }
     Vec::F many(int64_t i) const { return Vec::load(x + i); }
     float one(int64_t i) const { return x[i]; }
     void keep(int64_t, Vec::F, Vec::M) const {}
@@ -150,6 +165,10 @@ struct Adding {
     Grad grad;
     float *out;
     Largest largest{};
+    void ahead(int64_t i, int64_t elements) const {
+        fetch(residual + i, elements);
+        grad.ahead(i, elements);
+    }
     Vec::F many(int64_t i) const { return Vec::add(Vec::load(residual + i), grad.many(i)); }
     float one(int64_t i) const { return residual[i] + grad.one(i); }
     void keep(int64_t i, Vec::F value, Vec::M) {
@@ -167,6 +186,10 @@ struct Taking {
     float *residual;
     Grad grad;
     Largest largest{};
+    void ahead(int64_t i, int64_t elements) const {
+        fetch(residual + i, elements);
+        grad.ahead(i, elements);
+    }
     Vec::F many(int64_t i) const { return Vec::add(Vec::load(residual + i), grad.many(i)); }
     float one(int64_t i) const { return residual[i] + grad.one(i); }
     void keep(int64_t i, Vec::F value, Vec::M taken) {
@@ -183,8 +206,12 @@ struct Taking {
 uint32_t add(const float *residual, const void *grad, Type type, float *out, int64_t n) {
     return with_type(grad, type, [=](auto source) {
         Adding<decltype(source)> adding{residual, source, out};
+        constexpr int64_t step = kGroup * Vec::kWidth;
         int64_t i = 0;
-        for (; i + Vec::kWidth <= n; i += Vec::kWidth) adding.keep(i, adding.many(i), Vec::M{});
+        for (; i + step <= n; i += step) {
+            adding.ahead(i, step);
+            for (int v = 0; v < kGroup; ++v) adding.keep(i + v * Vec::kWidth, adding.many(i + v * Vec::kWidth), Vec::M{});
+        }
         for (; i < n; ++i) adding.keep_one(i, adding.one(i), false);
         return adding.largest.result();
     });
