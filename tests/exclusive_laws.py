@@ -1,4 +1,4 @@
-"""Gradient streams and a runner that the tests of MiCRO and ExDyna share."""
+"""Gradient streams and a runner that the tests of several sparse schemes share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,7 @@ from torch import Tensor
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, Slot, Span
-from sparsync.schemes.exdyna import ExDyna
-from sparsync.schemes.micro import MiCRO
-
-Exclusive = MiCRO | ExDyna
+from sparsync.protocols import Scheme
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ def layered(n: int, P: int, step: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def run(
-    make: Callable[[], Exclusive], P: int, steps: Sequence[list[Tensor]], first: int = 0, layout: tuple[Slot, ...] = ()
+    make: Callable[[], Scheme], P: int, steps: Sequence[list[Tensor]], first: int = 0, layout: tuple[Slot, ...] = ()
 ) -> list[list[Seen]]:
     """What each rank held after each step, [P][steps]; the counted traffic of every step is what its report says."""
 

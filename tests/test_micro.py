@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import exclusive_laws as streams
-from exclusive_laws import Exclusive, run, whole_numbers
+from exclusive_laws import run, whole_numbers
 from plain_micro import Restated
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 
+Exclusive = MiCRO | ExDyna
 KINDS = {
     "micro": MiCRO,
     "micro.published": MiCRO.published,

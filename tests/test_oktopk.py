@@ -15,6 +15,7 @@ from sparsync.kernels import sparse_reference
 from sparsync.schemes.oktopk import OkTopk, most_sent
 from sparsync.selection import regions
 from sparsync.wire import raw
+from sparsync.wire.elements import Elements
 
 Make = Callable[[], OkTopk]
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
@@ -366,7 +367,8 @@ def test_at_least_selects_what_is_level_but_never_zeros() -> None:
     assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
 
 
-def test_each_exchange_costs_what_it_says() -> None:
+@pytest.mark.parametrize("codec", [raw, Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
+def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.Codec) -> None:
     held, P = [7, 0, 3, 2], 4
 
     def body(comm: MeteredComm) -> bool:
@@ -374,15 +376,18 @@ def test_each_exchange_costs_what_it_says() -> None:
         mine = Sparse(torch.arange(count, dtype=torch.int32) + 10 * comm.rank, torch.ones(count), 40)
         cut = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)]
         region = torch.zeros(10)
-        outgoing, _ = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
-        assert comm.take()[0] == sparse_allreduce.split_and_reduce_cost(outgoing, torch.float32, comm.rank, raw)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
+        cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, torch.float32, comm.rank, codec)
+        assert comm.take()[0] == cost
         assert region.sum() == count
         wanted = sparse_allreduce.equal_holdings(held)
-        moved = sparse_allreduce.balance(mine, held, wanted, comm, raw)
-        assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, torch.float32, comm.rank, raw)
+        moved = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
+        assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, cut, torch.float32, comm.rank, codec)
         assert moved.index.numel() == 3
-        everything = sparse_allreduce.gather(moved, wanted, comm, raw)
-        assert comm.take()[0] == sparse_allreduce.gather_cost(wanted, torch.float32, comm.rank, raw)
+        places = [Span(0, 40)] * P
+        everything, read = sparse_allreduce.gather(moved, wanted, places, comm, codec)
+        assert comm.take()[0] == sparse_allreduce.gather_cost(wanted, places, torch.float32, comm.rank, codec)
+        assert torch.equal(read, moved.value)
         return everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
 
     assert LocalWorld(P).run(lambda comm: body(MeteredComm(comm))) == [True] * P

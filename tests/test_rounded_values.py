@@ -12,6 +12,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire.values import ValueCodec, Values
 
@@ -42,6 +43,32 @@ def test_an_element_of_top_k_takes_few_bytes(values: Values, nbytes: float) -> N
         assert seen[0].report.cost.nbytes <= nbytes * n // 100
 
 
+@pytest.mark.parametrize(("values", "nbytes"), [("float32", 8.0), ("bfloat16", 5.0), ("int8", 3.6), ("int4", 2.7)])
+def test_ok_topk_sends_at_most_so_many_bytes_for_an_element(values: Values, nbytes: float) -> None:
+    """3/4 of an element to its region, and 3/4 of it to all: 12 bytes as int32 and float32, of which less than half are left in 16 bits."""
+    P, n, source = 4, 200_000, torch.Generator().manual_seed(0)
+    steps = [[torch.randn(n, generator=source) for _ in range(P)] for _ in range(3)]
+    for seen in run(lambda: OkTopk(density=0.01, values=values), P, steps):
+        for step in seen:
+            assert step.report.cost.nbytes <= nbytes * n // 100
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("P", [1, 2, 4, 8])
+def test_what_ok_topk_rounds_away_stays_in_the_residuals(values: Values, P: int) -> None:
+    """Whole numbers, so that every sum is exact: what is written times P and what is kept back are what came in."""
+    n = 400
+    steps = [whole_numbers(n, P, seed) for seed in range(4)]
+    ranks = run(lambda: OkTopk(density=0.1, values=values), P, steps)
+    kept = torch.zeros(n, dtype=torch.float64)
+    for t, grads in enumerate(steps):
+        came = kept + torch.stack(grads).double().sum(0)
+        kept = torch.stack([seen[t].residual for seen in ranks]).double().sum(0)
+        for seen in ranks:
+            assert torch.equal(seen[t].grad, ranks[0][t].grad)
+        torch.testing.assert_close(P * ranks[0][t].grad.double() + kept, came, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("values", FORMATS)
 @pytest.mark.parametrize("K", [0, 1, 3, 1000])
@@ -69,13 +96,18 @@ def test_a_gradient_that_stays_is_written_in_full_over_time(values: Values) -> N
     """The mean over steps comes closer to the gradient as 1/steps, in 4 bits too: what rounding takes is sent later."""
     P, n, steps = 2, 64, 16
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
-    for kind in (TopK, MiCRO, ExDyna):
+    for kind in (TopK, MiCRO, ExDyna, OkTopk):
         seen = run(partial(kind, density=0.5, values=values), P, [grads] * steps)[0]  # pyright: ignore[reportArgumentType]
         mean = torch.stack([each.grad for each in seen]).mean(0)
         assert float((mean - sum(grads) / P).abs().max()) < 0.5
 
 
-@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna])
+@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])
 def test_unknown_formats_are_refused(kind: type) -> None:
     with pytest.raises(ValueError, match="values must be one of float32, bfloat16, float16, int8, int4, got 'sign'"):
         kind(values="sign")
+
+
+def test_the_published_ok_topk_sends_values_as_they_are() -> None:
+    with pytest.raises(ValueError, match="the published rules send float32 values, got values='int8'"):
+        OkTopk(rule="paper", values="int8")

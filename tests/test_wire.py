@@ -27,8 +27,8 @@ def test_a_packet_brings_back_what_went_in_to_the_bit(length: int, dtype: torch.
     part = sparse(positions, values, length, dtype)
     packet = raw.encode(part)
     assert packet.dtype == torch.uint8
-    assert packet.numel() == raw.nbytes(len(positions), dtype) == len(positions) * (4 + dtype.itemsize)
-    again = raw.decode(packet, length, dtype)
+    assert packet.numel() == raw.nbytes(len(positions), length, dtype) == len(positions) * (4 + dtype.itemsize)
+    again = raw.decode(packet, len(positions), length, dtype)
     assert again.index.tolist() == positions
     assert again.value.dtype == dtype
     assert torch.equal(again.value.view(torch.uint8), part.value.view(torch.uint8))
@@ -39,7 +39,7 @@ def test_a_packet_brings_back_what_went_in_to_the_bit(length: int, dtype: torch.
 def test_any_bytes_are_either_refused_or_a_valid_vector(packet: bytes, length: int, dtype: torch.dtype) -> None:
     received = torch.tensor(list(packet), dtype=torch.uint8)
     try:
-        part = raw.decode(received, length, dtype)
+        part = raw.decode(received, received.numel() // (4 + dtype.itemsize), length, dtype)
     except RuntimeError:
         return
     positions = part.index.tolist()
@@ -54,10 +54,10 @@ def test_positions_outside_twice_or_out_of_order_are_refused(positions: list[int
     valid = positions == sorted(set(positions)) and all(0 <= position < length for position in positions)
     packet = raw.encode(sparse(positions, [1.0] * len(positions), length, torch.float32))
     if valid:
-        assert raw.decode(packet, length, torch.float32).index.tolist() == positions
+        assert raw.decode(packet, len(positions), length, torch.float32).index.tolist() == positions
     else:
         with pytest.raises(RuntimeError, match="positions"):
-            raw.decode(packet, length, torch.float32)
+            raw.decode(packet, len(positions), length, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -73,25 +73,25 @@ def test_positions_outside_twice_or_out_of_order_are_refused(positions: list[int
 def test_a_bad_packet_says_what_is_wrong(positions: list[int], told: str) -> None:
     packet = raw.encode(sparse(positions, [1.0, 1.0], 5, torch.float32))
     with pytest.raises(RuntimeError, match=told):
-        raw.decode(packet, 5, torch.float32)
+        raw.decode(packet, 2, 5, torch.float32)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 9])
 def test_a_cut_packet_is_refused(nbytes: int) -> None:
-    with pytest.raises(RuntimeError, match=f"a packet of {nbytes} bytes does not hold whole elements of 8 bytes"):
-        raw.decode(torch.zeros(nbytes, dtype=torch.uint8), 5, torch.float32)
+    with pytest.raises(RuntimeError, match=f"1 elements of 8 bytes each do not make a packet of {nbytes} bytes"):
+        raw.decode(torch.zeros(nbytes, dtype=torch.uint8), 1, 5, torch.float32)
 
 
 def test_a_packet_may_start_anywhere_in_memory() -> None:
     """A slice of a receive buffer is not aligned to the types in it."""
     part = sparse([1, 4], [0.5, -2.0], 5, torch.float64)
     buffer = torch.cat([torch.zeros(3, dtype=torch.uint8), raw.encode(part)])
-    assert raw.decode(buffer[3:], 5, torch.float64).value.tolist() == [0.5, -2.0]
+    assert raw.decode(buffer[3:], 2, 5, torch.float64).value.tolist() == [0.5, -2.0]
 
 
 def test_a_decoded_packet_does_not_share_memory_with_what_was_received() -> None:
     packet = raw.encode(sparse([1], [0.5], 5, torch.float32))
-    part = raw.decode(packet, 5, torch.float32)
+    part = raw.decode(packet, 1, 5, torch.float32)
     packet.zero_()
     assert (part.index.tolist(), part.value.tolist()) == ([1], [0.5])
 

@@ -130,7 +130,12 @@ def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any)
 
 
 def _rounded_rows() -> list[Row]:
-    makes: list[tuple[str, Callable[..., Scheme]]] = [("topk", TopK), ("micro", MiCRO), ("exdyna", ExDyna)]
+    makes: list[tuple[str, Callable[..., Scheme]]] = [
+        ("topk", TopK),
+        ("micro", MiCRO),
+        ("exdyna", ExDyna),
+        ("oktopk", OkTopk),
+    ]
     formats = ("bfloat16", "float16", "int8", "int4")
     return [_rounded(make, name, values, density=0.1) for name, make in makes for values in formats]
 

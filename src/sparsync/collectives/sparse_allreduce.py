@@ -6,6 +6,7 @@ in a round of their own. Messages go out in rotated order where the transport do
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,45 +16,68 @@ from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.core import Cost, Span, Sparse
 from sparsync.kernels import scatter_add_, sorted_union, split
 from sparsync.protocols import Comm
+from sparsync.stations import station
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """Bytes out of a Sparse and back, of a length that the number of elements tells; the module `wire.raw` is one."""
+    """Bytes out of a Sparse and back, of a length that count and span tell; `wire.elements.Elements` is one, the module `wire.raw` too."""
+
+    @property
+    def exact(self) -> bool: ...
 
     def encode(self, part: Sparse) -> Tensor: ...
 
-    def decode(self, packet: Tensor, length: int, dtype: torch.dtype) -> Sparse: ...
+    def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse: ...
 
-    def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
+    def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int: ...
 
 
-def split_and_reduce_(
-    region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: Codec
-) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True)
+class Reduced:
+    """How many elements went to each rank's region, how many came from each rank, and what others did not learn of ours."""
+
+    outgoing: list[int]
+    incoming: list[int]
+    error: Tensor | None  # [k], of what this rank sent; None: others got it all
+
+
+def split_and_reduce_(region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: Codec) -> Reduced:
     """Adds to `region`, the part of the vector this rank owns, what all ranks selected there, in rank order.
 
-    Returns how many elements went to each rank's region, and how many came from each rank.
     Steps: 1 for the counts, 1 for the elements
     Bytes sent per rank: 4 (P-1), and the packets of its elements outside its own region
     """
-    parts = split(mine, regions)
-    outgoing = [part.index.numel() for part in parts]
+    n, dtype = region.numel(), region.dtype
+    with station("encode"):
+        parts = split(mine, regions)
+        outgoing = [part.index.numel() for part in parts]
+        packets = [codec.encode(part) for part in parts]
     told = torch.tensor(outgoing, dtype=torch.int32, device=region.device)
     heard = comm.all_to_all(list(told.split(1)), [1] * comm.size)
     incoming: list[int] = torch.cat(heard).tolist()  # a host sync: the sizes of the receive buffers depend on it
-    packets = comm.all_to_all([codec.encode(p) for p in parts], [codec.nbytes(k, region.dtype) for k in incoming])
-    for packet in packets:
-        scatter_add_(region, codec.decode(packet, region.numel(), region.dtype))
-    return outgoing, incoming
+    arrived = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
+    with station("decode"):
+        for packet, k in zip(arrived, incoming, strict=True):
+            scatter_add_(region, codec.decode(packet, k, n, dtype))
+        if codec.exact:
+            return Reduced(outgoing, incoming, None)
+        read = [
+            codec.decode(packet, k, len(span), dtype).value
+            for packet, k, span in zip(packets, outgoing, regions, strict=True)
+        ]
+        return Reduced(outgoing, incoming, mine.value - torch.cat(read))
 
 
-def split_and_reduce_cost(outgoing: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+def split_and_reduce_cost(
+    outgoing: Sequence[int], regions: Sequence[Span], dtype: torch.dtype, rank: int, codec: Codec
+) -> Cost:
     """What `split_and_reduce_` sends from this rank."""
     counts = all_to_all_cost([COUNT_NBYTES] * len(outgoing), rank)
-    return counts + all_to_all_cost([codec.nbytes(k, dtype) for k in outgoing], rank)
+    sizes = [codec.nbytes(k, len(span), dtype) for k, span in zip(outgoing, regions, strict=True)]
+    return counts + all_to_all_cost(sizes, rank)
 
 
 def equal_holdings(held: Sequence[int]) -> list[int]:
@@ -108,44 +132,69 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], i
     return plan
 
 
-def balance(mine: Sparse, held: Sequence[int], wanted: Sequence[int], comm: Comm, codec: Codec) -> Sparse:
+def balance(
+    mine: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: Codec
+) -> Sparse:
     """This rank's `wanted[rank]` elements once all have moved; `held` and `wanted` are the same on all ranks.
 
+    `mine` lies in this rank's region; positions are those in the whole vector. What moves must arrive as it is: the codec is exact.
     Steps: 1
     Bytes sent per rank: the packets of held - wanted elements, where that is positive
     """
     plan = moves(held, wanted)
-    dtype = mine.value.dtype
+    dtype, own = mine.value.dtype, regions[comm.rank]
     position = min(held[comm.rank], wanted[comm.rank])
     kept = Sparse(mine.index[:position], mine.value[:position], mine.length)
     parts: list[Tensor] = []
     for to in range(comm.size):
         count = plan.get((comm.rank, to), 0)
         a, b = position, position + count
-        parts.append(codec.encode(Sparse(mine.index[a:b], mine.value[a:b], mine.length)))
+        parts.append(codec.encode(Sparse(mine.index[a:b] - own.start, mine.value[a:b], len(own))))
         position = b
-    counts = [codec.nbytes(plan.get((source, comm.rank), 0), dtype) for source in range(comm.size)]
-    arrived = comm.all_to_all(parts, counts)
-    return sorted_union([kept, *(codec.decode(packet, mine.length, dtype) for packet in arrived)])
+    counts = [plan.get((source, comm.rank), 0) for source in range(comm.size)]
+    sizes = [codec.nbytes(count, len(span), dtype) for count, span in zip(counts, regions, strict=True)]
+    arrived = zip(comm.all_to_all(parts, sizes), counts, regions, strict=True)
+    return sorted_union([kept, *(_in_whole(packet, k, at, mine.length, dtype, codec) for packet, k, at in arrived)])
 
 
-def balance_cost(held: Sequence[int], wanted: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+def balance_cost(
+    held: Sequence[int],
+    wanted: Sequence[int],
+    regions: Sequence[Span],
+    dtype: torch.dtype,
+    rank: int,
+    codec: Codec,
+) -> Cost:
     """What `balance` sends from this rank."""
-    plan = moves(held, wanted)
-    return all_to_all_cost([codec.nbytes(plan.get((rank, to), 0), dtype) for to in range(len(held))], rank)
+    plan, length = moves(held, wanted), len(regions[rank])
+    return all_to_all_cost([codec.nbytes(plan.get((rank, to), 0), length, dtype) for to in range(len(held))], rank)
 
 
-def gather(mine: Sparse, held: Sequence[int], comm: Comm, codec: Codec) -> Sparse:
-    """The elements of all ranks, which have no position in common; `held`, how many each has, is known to all.
+def gather(
+    mine: Sparse, held: Sequence[int], places: Sequence[Span], comm: Comm, codec: Codec
+) -> tuple[Sparse, Tensor]:
+    """The elements of all ranks, which have no position in common, and what all read of this rank's values.
 
+    `held`, how many each rank has, and `places`, a span that these lie in, are known to all.
     Steps: P-1
     Bytes sent per rank: P-1 times the packet of its own elements
     """
-    dtype = mine.value.dtype
-    packets = comm.all_gather(codec.encode(mine), [codec.nbytes(k, dtype) for k in held])
-    return sorted_union([codec.decode(packet, mine.length, dtype) for packet in packets])
+    dtype, own = mine.value.dtype, places[comm.rank]
+    with station("encode"):
+        packet = codec.encode(Sparse(mine.index - own.start, mine.value, len(own)))
+    packets = comm.all_gather(packet, [codec.nbytes(k, len(at), dtype) for k, at in zip(held, places, strict=True)])
+    with station("decode"):
+        each = zip(packets, held, places, strict=True)
+        parts = [_in_whole(packet, k, at, mine.length, dtype, codec) for packet, k, at in each]
+        return sorted_union(parts), parts[comm.rank].value
 
 
-def gather_cost(held: Sequence[int], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
+def gather_cost(held: Sequence[int], places: Sequence[Span], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:
     """What `gather` sends from this rank."""
-    return all_gather_cost(codec.nbytes(held[rank], dtype), len(held))
+    return all_gather_cost(codec.nbytes(held[rank], len(places[rank]), dtype), len(held))
+
+
+def _in_whole(packet: Tensor, k: int, at: Span, length: int, dtype: torch.dtype, codec: Codec) -> Sparse:
+    """What a packet tells about the span `at`, as a part of the whole vector of `length` elements."""
+    part = codec.decode(packet, k, len(at), dtype)
+    return Sparse(part.index + at.start, part.value, length)

@@ -36,6 +36,8 @@ from sparsync.selection import regions
 from sparsync.selection.topk import check_density, count_for
 from sparsync.stations import station
 from sparsync.wire import raw
+from sparsync.wire.elements import Elements
+from sparsync.wire.values import Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
 SIZE_NBYTES = 4  # an int32: how many survivors a rank has, or POISONED
@@ -63,10 +65,11 @@ class _State:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One step: the surviving sums, the same on all ranks, and where this rank was part of them."""
+    """One step: the means that are written, the same on all ranks, and what this rank no longer keeps, and still keeps, of them."""
 
-    survivors: Sparse  # [G]
+    mean: Sparse  # [G]
     cleared: Tensor  # positions
+    errors: Sequence[Sparse]  # what others did not learn of the cleared, and readers not of this rank's sums
     selected: int
     control: _Control
     cost: Cost
@@ -92,10 +95,14 @@ class OkTopk:
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
     threshold_steps: int = 32  # tau', "paper" and "code" only: steps between two re-evaluations of the thresholds
     region_steps: int = 64  # tau, "paper" and "code" only: steps between two divisions into regions
+    values: Values = "float32"  # how values travel, "exact" only; what rounding takes away stays in the residuals
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_values(self.values)
+        if self.rule != "exact" and self.values != "float32":
+            raise ValueError(f'the published rules send float32 values, got values={self.values!r}; use rule="exact"')
         if self.rule not in get_args(Rule):
             raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}")
         if not self.imbalance >= 1:
@@ -135,11 +142,11 @@ class OkTopk:
             return self._dense(bucket, control, comm)
         total = self._state.feedback.accumulate(bucket, comm.rank)
         step = self._exact if self.rule == "exact" else self._published
-        outcome, spent = step(total.acc, control, comm)
+        outcome, spent = step(total.acc, control, comm, bucket.grad.dtype)
         if outcome is None:  # NaN or Inf on some rank; all ranks know
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"overflow": True})
-        mean = (outcome.survivors.value / P).to(bucket.grad.dtype)
+        mean = outcome.mean.value
         overflow = not bool(mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
         with station("apply"):
             if overflow:  # all ranks see it in the gradient, and nothing else changes
@@ -147,9 +154,11 @@ class OkTopk:
             else:
                 total.keep(bucket)
                 kernels.clear_(total.residual, outcome.cleared)
+                for error in outcome.errors:
+                    kernels.scatter_add_(total.residual, error)
                 self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
-            bucket.grad.index_copy_(0, outcome.survivors.index.long(), mean)
-        union = outcome.survivors.index.numel()
+            bucket.grad.index_copy_(0, outcome.mean.index.long(), mean.to(bucket.grad.dtype))
+        union = outcome.mean.index.numel()
         return Report(
             self.name,
             bucket.key,
@@ -179,7 +188,7 @@ class OkTopk:
         self._state.control.clear()
         self._state.control.update({key: _Control(**each) for key, each in control.items()})
 
-    def _exact(self, acc: Tensor, control: _Control, comm: Comm) -> tuple[_Outcome | None, Cost]:
+    def _exact(self, acc: Tensor, control: _Control, comm: Comm, written: torch.dtype) -> tuple[_Outcome | None, Cost]:
         """Our step; its four rounds are the counts and elements of split-and-reduce, the ladders, and the survivors."""
         n, P, rank = acc.numel(), comm.size, comm.rank
         k = count_for(self.density, n)
@@ -188,8 +197,9 @@ class OkTopk:
         with station("select"):
             mine = _largest_outside(acc, own.start, own.stop, most_sent(k, n, P))
         region = own.of(acc).clone()  # all of this rank's own region counts, at no cost
-        outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
-        cost = sparse_allreduce.split_and_reduce_cost(outgoing, acc.dtype, rank, raw)
+        codec = Elements(self.values)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
+        cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, codec)
 
         with station("select"):
             index, value = sparse_reference.largest_first(kernels.top_k_nonzero(region, k))
@@ -202,24 +212,35 @@ class OkTopk:
 
         held = regions.shares(ladders, k)  # of the survivors, by region
         index, order = index[: held[rank]].sort()
-        survivors = Sparse(index + own.start, value[: held[rank]][order], n)
+        sums = Sparse(index + own.start, value[: held[rank]][order], n)
         wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
-        survivors, gathered = _balance_and_gather(survivors, held, wanted, comm)
-        within = (survivors.index >= own.start) & (survivors.index < own.stop)
-        sent = kernels.among(survivors.index, mine.index)
-        boundaries = control.boundaries
-        if k < n:  # at full density regions of equal width are the balanced ones
-            boundaries = regions.balanced_boundaries(survivors.index, n, P)
-        details = _details(mine, survivors, held, wanted, incoming, rank)
+        sums, places, moved = _balanced(sums, held, wanted, cut, comm, Elements())
+        mean, read = sparse_allreduce.gather(replace(sums, value=sums.value / P), wanted, places, comm, codec)
+        cost += moved + sparse_allreduce.gather_cost(wanted, places, acc.dtype, rank, codec)
+
+        within = (mean.index >= own.start) & (mean.index < own.stop)
         selected = mine.index.numel() + int(within.sum())
-        cleared = survivors.index[within | sent]
+        cleared = mean.index[within | kernels.among(mean.index, mine.index)]
+        gone = kernels.among(mine.index, mean.index)
         if sum(held) < k or k == n:  # sums that did not survive are zero, which is what is written
             cleared = torch.cat([mine.index, torch.arange(own.start, own.stop, device=acc.device)])
-        return _Outcome(
-            survivors, cleared, selected, replace(control, boundaries=boundaries), cost + gathered, details
-        ), cost
+            gone.fill_(True)
+        errors: list[Sparse] = []
+        if reduced.error is not None:
+            errors.append(Sparse(mine.index[gone], reduced.error[gone], n))
+        if not codec.exact or written != acc.dtype:
+            errors.append(_unwritten(sums, read, written, P))
+        boundaries = control.boundaries
+        if k < n:  # at full density regions of equal width are the balanced ones
+            boundaries = regions.balanced_boundaries(mean.index, n, P)
+        following = replace(control, boundaries=boundaries)
+        details = _details(mine, mean, held, wanted, reduced.incoming, rank)
+        details["global_threshold"] = P * _smallest(mean)
+        return _Outcome(mean, cleared, errors, selected, following, cost, details), cost
 
-    def _published(self, acc: Tensor, control: _Control, comm: Comm) -> tuple[_Outcome | None, Cost]:
+    def _published(
+        self, acc: Tensor, control: _Control, comm: Comm, written: torch.dtype
+    ) -> tuple[_Outcome | None, Cost]:
         n, P, rank, t = acc.numel(), comm.size, comm.rank, control.t
         k = count_for(self.density, n)
         threshold, boundaries, cost = control.local_threshold, control.boundaries, Cost()
@@ -236,8 +257,8 @@ class OkTopk:
         # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
         cut = regions.between(boundaries, n)
         region = acc.new_zeros(len(cut[rank]))
-        outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
-        cost += sparse_allreduce.split_and_reduce_cost(outgoing, acc.dtype, rank, raw)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
+        cost += sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, raw)
         # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
         global_threshold = control.global_threshold
         evaluate = t % self.threshold_steps == 0 or global_threshold is None
@@ -251,7 +272,9 @@ class OkTopk:
         # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
         kept = Sparse(kept.index + cut[rank].start, kept.value, n)
         wanted = sparse_allreduce.equal_holdings(held) if not evaluate and self._unbalanced(held, k, n) else held
-        survivors, gathered = _balance_and_gather(kept, held, wanted, comm)
+        kept, places, moved = _balanced(kept, held, wanted, cut, comm, raw)
+        survivors, _ = sparse_allreduce.gather(kept, wanted, places, comm, raw)
+        cost += moved + sparse_allreduce.gather_cost(wanted, places, acc.dtype, rank, raw)
         if evaluate:
             survivors = _largest(survivors, k)
             global_threshold = _smallest(survivors)
@@ -259,7 +282,7 @@ class OkTopk:
         cleared = survivors.index[kernels.among(survivors.index, mine.index)]
         if evaluate and (sum(held) < k or k == n):  # sums that did not survive are zero, which is what is written
             cleared = mine.index
-        details = _details(mine, survivors, held, wanted, incoming, rank) | {"evaluated": evaluate}
+        details = _details(mine, survivors, held, wanted, reduced.incoming, rank) | {"evaluated": evaluate}
         if self.rule == "code":
             threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
         following = replace(
@@ -268,7 +291,13 @@ class OkTopk:
             local_threshold=threshold or None,
             global_threshold=global_threshold or None,
         )
-        return _Outcome(survivors, cleared, mine.index.numel(), following, cost + gathered, details), cost
+        mean = replace(survivors, value=survivors.value / P)
+        errors: list[Sparse] = []
+        if written != acc.dtype:
+            at = kernels.among(kept.index, survivors.index)
+            written_here = Sparse(kept.index[at], kept.value[at], n)
+            errors.append(_unwritten(written_here, written_here.value / P, written, P))
+        return _Outcome(mean, cleared, errors, mine.index.numel(), following, cost, details), cost
 
     def _unbalanced(self, held: Sequence[int], k: int, n: int) -> bool:
         """Whether survivors should move before they are gathered; the same on all ranks."""
@@ -313,16 +342,25 @@ def _largest_outside(acc: Tensor, start: int, stop: int, count: int) -> Sparse:
     return kernels.top_k_nonzero(acc, count, skip=Span(start, stop))
 
 
-def _balance_and_gather(
-    survivors: Sparse, held: Sequence[int], wanted: Sequence[int], comm: Comm
-) -> tuple[Sparse, Cost]:
-    """All survivors on every rank, and what it took."""
-    dtype, cost = survivors.value.dtype, Cost()
-    if list(wanted) != list(held):
-        survivors = sparse_allreduce.balance(survivors, held, wanted, comm, raw)
-        cost = sparse_allreduce.balance_cost(held, wanted, dtype, comm.rank, raw)
-    cost += sparse_allreduce.gather_cost(wanted, dtype, comm.rank, raw)
-    return sparse_allreduce.gather(survivors, wanted, comm, raw), cost
+def _balanced(
+    sums: Sparse,
+    held: Sequence[int],
+    wanted: Sequence[int],
+    cut: Sequence[Span],
+    comm: Comm,
+    codec: sparse_allreduce.Codec,
+) -> tuple[Sparse, Sequence[Span], Cost]:
+    """This rank's `wanted` survivors, the spans that those of each rank lie in, and what it took."""
+    if list(wanted) == list(held):
+        return sums, cut, Cost()
+    moved = sparse_allreduce.balance(sums, held, wanted, cut, comm, codec)
+    cost = sparse_allreduce.balance_cost(held, wanted, cut, sums.value.dtype, comm.rank, codec)
+    return moved, [Span(0, sums.length)] * comm.size, cost
+
+
+def _unwritten(sums: Sparse, read: Tensor, written: torch.dtype, P: int) -> Sparse:
+    """What P times the mean lacks of these sums, where the mean is `read` in the type `written`."""
+    return replace(sums, value=sums.value - P * read.to(written).to(sums.value.dtype))
 
 
 def _agreed(boundaries: list[int], comm: Comm, device: torch.device) -> list[int]:
@@ -376,7 +414,7 @@ def _times(threshold: float | None, factor: float | None) -> float | None:
 def _details(
     mine: Sparse, survivors: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
 ) -> dict[str, Detail]:
-    """What the report tells besides the counts; thresholds are the smallest magnitudes that were selected."""
+    """What the report tells besides the counts; thresholds are the smallest magnitudes that were selected, here and of the sums."""
     total = sum(held)
     return {
         "local_threshold": _smallest(mine),

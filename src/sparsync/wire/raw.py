@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sparsync.core import Sparse
 
+exact = True  # what is decoded is what was encoded
 INDEX_NBYTES = 4
 MAX_LENGTH = 2**31 - 1
 
@@ -16,12 +17,12 @@ def encode(part: Sparse) -> Tensor:
     return torch.cat([part.index.to(torch.int32).view(torch.uint8), part.value.contiguous().view(torch.uint8)])
 
 
-def decode(packet: Tensor, length: int, dtype: torch.dtype) -> Sparse:
-    """What was encoded. Raises RuntimeError when the packet cannot be one for a vector of `length` elements."""
-    element = INDEX_NBYTES + dtype.itemsize
-    k, rest = divmod(packet.numel(), element)
-    if rest:
-        raise RuntimeError(f"a packet of {packet.numel()} bytes does not hold whole elements of {element} bytes")
+def decode(packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
+    """What was encoded. Raises RuntimeError when the packet cannot be one of `k` elements of a vector of `length`."""
+    if packet.numel() != nbytes(k, length, dtype):
+        raise RuntimeError(
+            f"{k} elements of {INDEX_NBYTES + dtype.itemsize} bytes each do not make a packet of {packet.numel()} bytes"
+        )
     index = packet[: k * INDEX_NBYTES].clone().view(torch.int32)
     value = packet[k * INDEX_NBYTES :].clone().view(dtype)
     if k and not bool(((index >= 0) & (index < length)).all()):  # a host sync; a bad index would write out of bounds
@@ -31,6 +32,6 @@ def decode(packet: Tensor, length: int, dtype: torch.dtype) -> Sparse:
     return Sparse(index, value, length)
 
 
-def nbytes(k: int, dtype: torch.dtype) -> int:
+def nbytes(k: int, length: int, dtype: torch.dtype) -> int:  # other packets depend on the length
     """The bytes of a packet of k elements."""
     return k * (INDEX_NBYTES + dtype.itemsize)
