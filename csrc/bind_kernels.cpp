@@ -123,6 +123,16 @@ void bind_sparse(nb::module_ &m) {
         return wide ? scatter_add(at<float>(out), n, at<int64_t>(index), at<float>(value), k)
                     : scatter_add(at<float>(out), n, at<int32_t>(index), at<float>(value), k);
     });
+    m.def("put", [](Address out, int64_t n, Address index, bool wide, Address value, int64_t k) {
+        nb::gil_scoped_release release;
+        return wide ? put(at<float>(out), n, at<int64_t>(index), at<float>(value), k)
+                    : put(at<float>(out), n, at<int32_t>(index), at<float>(value), k);
+    });
+    m.def("gather", [](Address x, int64_t n, Address index, bool wide, Address value, int64_t k) {
+        nb::gil_scoped_release release;
+        return wide ? gather(at<float>(x), n, at<int64_t>(index), at<float>(value), k)
+                    : gather(at<float>(x), n, at<int32_t>(index), at<float>(value), k);
+    });
     m.def("move", [](Address to, Address from, int64_t n) {
         nb::gil_scoped_release release;
         move(at<float>(to), at<float>(from), n);

@@ -204,15 +204,19 @@ def test_merging_is_the_reference(P: int, n: int) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("n", SHORT)
-def test_scattering_and_clearing_are_the_reference(n: int, wide: bool) -> None:
+def test_adding_reading_clearing_and_writing_at_positions_are_the_reference(n: int, wide: bool) -> None:
     for part in pieces(n, 3, apart=False):
         index = part.index.long() if wide else part.index
         out, expected = made("special", n, seed=2).clone(), made("special", n, seed=2).clone()
         kernels.scatter_add_(out, Sparse(index, part.value, n))
         reference.scatter_add_(expected, part)
         assert torch.equal(bits(out), bits(expected))
+        assert torch.equal(bits(kernels.gather(out, index)), bits(reference.gather(expected, index)))
         kernels.clear_(out, index)
         reference.clear_(expected, index)
+        assert torch.equal(bits(out), bits(expected))
+        kernels.put_(out, index, part.value)
+        reference.put_(expected, index, part.value)
         assert torch.equal(bits(out), bits(expected))
 
 
@@ -223,6 +227,10 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
         kernels.scatter_add_(x, Sparse(index, torch.ones(2), 4))
     with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
         kernels.clear_(x, index)
+    with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
+        kernels.put_(x, index, torch.zeros(2))
+    with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
+        kernels.gather(x, index)
     assert x.tolist() == [1.0] * 4
 
 

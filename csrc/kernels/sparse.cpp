@@ -53,20 +53,57 @@ void histogram(const float *x, int64_t n, int64_t *counts) {
             counts[std::min(level, kLevels - 1)] += tables[static_cast<size_t>(table * 0x10000 + level)];
 }
 
+constexpr int64_t kAhead = 16;  // elements: as many lines are fetched at once, which a processor does not do by itself for stores
+
+template <bool Store, class Index>
+void fetch(const float *x, const Index *index, int64_t i, int64_t k) {
+    if (i + kAhead < k) __builtin_prefetch(x + index[i + kAhead], Store);
+}
+
 template <class Index>
 bool scatter_add(float *out, int64_t n, const Index *index, const float *value, int64_t k) {
     if (!inside(index, k, n)) return false;
-    for (int64_t i = 0; i < k; ++i) out[index[i]] += value[i];
+    for (int64_t i = 0; i < k; ++i) {
+        fetch<true>(out, index, i, k);
+        out[index[i]] += value[i];
+    }
     return true;
 }
 
 template <class Index>
 bool clear(float *out, int64_t n, const Index *index, int64_t k) {
     if (!inside(index, k, n)) return false;
-    for (int64_t i = 0; i < k; ++i) out[index[i]] = 0.0f;
+    for (int64_t i = 0; i < k; ++i) {
+        fetch<true>(out, index, i, k);
+        out[index[i]] = 0.0f;
+    }
     return true;
 }
 
+template <class Index>
+bool put(float *out, int64_t n, const Index *index, const float *value, int64_t k) {
+    if (!inside(index, k, n)) return false;
+    for (int64_t i = 0; i < k; ++i) {
+        fetch<true>(out, index, i, k);
+        out[index[i]] = value[i];
+    }
+    return true;
+}
+
+template <class Index>
+bool gather(const float *x, int64_t n, const Index *index, float *value, int64_t k) {
+    if (!inside(index, k, n)) return false;
+    for (int64_t i = 0; i < k; ++i) {
+        fetch<false>(x, index, i, k);
+        value[i] = x[index[i]];
+    }
+    return true;
+}
+
+template bool put(float *, int64_t, const int32_t *, const float *, int64_t);
+template bool put(float *, int64_t, const int64_t *, const float *, int64_t);
+template bool gather(const float *, int64_t, const int32_t *, float *, int64_t);
+template bool gather(const float *, int64_t, const int64_t *, float *, int64_t);
 template bool scatter_add(float *, int64_t, const int32_t *, const float *, int64_t);
 template bool scatter_add(float *, int64_t, const int64_t *, const float *, int64_t);
 template bool clear(float *, int64_t, const int32_t *, int64_t);

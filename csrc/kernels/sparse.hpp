@@ -19,6 +19,14 @@ bool scatter_add(float *out, int64_t n, const Index *index, const float *value, 
 template <class Index>
 bool clear(float *out, int64_t n, const Index *index, int64_t k);
 
+// out[index[i]] = value[i], in order. False, and nothing done, where a position is not in [0, n).
+template <class Index>
+bool put(float *out, int64_t n, const Index *index, const float *value, int64_t k);
+
+// value[i] = x[index[i]]. False, and nothing done, where a position is not in [0, n).
+template <class Index>
+bool gather(const float *x, int64_t n, const Index *index, float *value, int64_t k);
+
 struct SparseView {
     const int32_t *index;
     const float *value;

@@ -6,6 +6,7 @@ Nothing here communicates, selects or keeps state. Letters: P ranks, n elements 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -30,6 +31,7 @@ class Span:
         return x[self.start : self.stop]
 
 
+@lru_cache(maxsize=256)
 def spans(count: int, parts: int) -> tuple[Span, ...]:
     """`parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer, so some are empty when count < parts."""
     short, longer = divmod(count, parts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.rounded import Rounding, mean_rounded, mean_rounded_cost
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost
 from sparsync.core import Cost
@@ -75,7 +76,7 @@ def mean_at(acc: Tensor, index: Tensor, written: torch.dtype, comm: Comm, roundi
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the rounding may add
     """
     index = index.long()
-    value = acc[index]  # [K]
+    value = kernels.gather(acc, index)  # [K]
     if rounding is None:
         cost = all_reduce_cost(value.numel(), value.element_size(), comm.size, comm.rank)
         return Union(index, comm.all_reduce(value) / comm.size, torch.zeros_like(value), cost)

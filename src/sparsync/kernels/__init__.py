@@ -136,14 +136,16 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: i
     return cpu.top_k(found, x, k, bound, threads)
 
 
-def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, threads: int = 1) -> Sparse:
+def top_k_nonzero(
+    x: Float[Tensor, " n"], k: int, skip: Span | None = None, bound: float | None = None, threads: int = 1
+) -> Sparse:
     """What `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero."""
     _check_threads(threads)
     _check_span(skip or Span(0, 0), x.numel())
     found = _for(x)
     if found is None:
         return sparse_reference.top_k_nonzero(x, k, skip)
-    return cpu.top_k(found, x, k, None, threads, skip, zeros=False)
+    return cpu.top_k(found, x, k, bound, threads, skip, zeros=False)
 
 
 def largest(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
@@ -167,7 +169,7 @@ def histogram(magnitude: Float[Tensor, " n"]) -> Int[Tensor, " levels"]:
 
 def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
     """Adds the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
-    found = _for(out, part.value) if part.index.dtype in _INTEGERS and part.index.is_contiguous() else None
+    found = _for(out, part.value) if _plain(part.index) else None
     if found is None:
         reference.scatter_add_(out, part)
     else:
@@ -176,11 +178,26 @@ def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
 
 def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
     """Sets `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
-    found = _for(x) if index.dtype in _INTEGERS and index.is_contiguous() else None
+    found = _for(x) if _plain(index) else None
     if found is None:
         reference.clear_(x, index)
     else:
         cpu.clear_(found, x, index)
+
+
+def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, " k"]) -> None:
+    """Sets `x` to `value` at the distinct positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
+    found = _for(x, value) if _plain(index) else None
+    if found is None:
+        reference.put_(x, index, value)
+    else:
+        cpu.put_(found, x, index, value)
+
+
+def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " k"]:
+    """The elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
+    found = _for(x) if _plain(index) else None
+    return reference.gather(x, index) if found is None else cpu.gather(found, x, index)
 
 
 def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
@@ -220,6 +237,10 @@ def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
     """Whether each of `index` is one of the ascending `others`, bool [a]."""
     found = native(index, others) if index.dtype == others.dtype == torch.int32 else None
     return sparse_reference.among(index, others) if found is None else cpu.among(found, index, others)
+
+
+def _plain(index: Tensor) -> bool:
+    return index.dtype in _INTEGERS and index.is_contiguous() and index.device.type == "cpu"
 
 
 def _for(*tensors: Tensor) -> cpu.Native | None:

@@ -4,6 +4,8 @@ All bit streams begin with the lowest bit of the first byte and are filled up wi
 positions left out before one. Decoders take any bytes: what comes out ascends inside [0, span), or a RuntimeError says why not.
 """
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
@@ -144,9 +146,14 @@ def rice_decode(packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     return positions(zeros << bits | low, span, packet.numel())
 
 
+@lru_cache(maxsize=4096)
 def elias_fano_bits(k: int, span: int) -> int:
     """How many low bits the shortest Elias-Fano packet of any `k` positions inside [0, span) keeps apart; the fewest of equals."""
-    return min(range(MOST_BITS + 1), key=lambda bits: (_elias_fano_nbytes(k, span, bits), bits))
+    near = range(MOST_BITS + 1)
+    if k >= BLOCK:  # so many that rounding to bytes moves the best by one bit at most from where 2^bits is the mean gap
+        middle = (span // k).bit_length()
+        near = range(max(0, middle - 3), min(MOST_BITS, middle + 2) + 1)
+    return min(near, key=lambda bits: (_elias_fano_nbytes(k, span, bits), bits))
 
 
 def elias_fano_nbytes(k: int, span: int) -> int:

@@ -118,6 +118,20 @@ def clear_(native: Native, x: Tensor, index: Tensor) -> None:
         raise IndexError(_outside(index, x))
 
 
+def put_(native: Native, x: Tensor, index: Tensor, value: Tensor) -> None:
+    wide = index.dtype == torch.int64
+    if not native[0].put(x.data_ptr(), x.numel(), index.data_ptr(), wide, value.data_ptr(), index.numel()):
+        raise IndexError(_outside(index, x))
+
+
+def gather(native: Native, x: Tensor, index: Tensor) -> Tensor:
+    value = torch.empty(index.numel())
+    wide = index.dtype == torch.int64
+    if not native[0].gather(x.data_ptr(), x.numel(), index.data_ptr(), wide, value.data_ptr(), index.numel()):
+        raise IndexError(_outside(index, x))
+    return value
+
+
 def move_(native: Native, to: Tensor, source: Tensor) -> None:
     native[0].move(to.data_ptr(), source.data_ptr(), to.numel())
 

@@ -87,6 +87,16 @@ def clear_(x: Tensor, index: Tensor) -> None:
     x.index_fill_(0, index.long(), 0.0)
 
 
+def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
+    """Sets `x` [n] to `value` [k] at the positions `index` [k], which are distinct."""
+    x.index_copy_(0, index.long(), value)
+
+
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """The elements of `x` [n] at the positions `index` [k]."""
+    return x.index_select(0, index.long())
+
+
 def move_(to: Tensor, source: Tensor) -> None:
     """Copies `source` [n] to `to` and sets it to zero."""
     to.copy_(source)

@@ -38,12 +38,6 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None) -> S
     return Sparse(index[kept], top.value[kept], x.numel())
 
 
-def largest_first(part: Sparse) -> tuple[Tensor, Tensor]:
-    """Positions and values of `part` in descending magnitude, [k] each; among equal magnitudes the ones that come first."""
-    order = magnitude(part.value).sort(descending=True, stable=True).indices
-    return part.index[order], part.value[order]
-
-
 def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
     """`part` cut at adjacent `regions` that cover it; positions become relative to the start of their region."""
     stops = torch.tensor([region.stop for region in regions], dtype=torch.int32, device=part.index.device)

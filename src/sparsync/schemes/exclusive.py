@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives.partitioned import mean_at, padding
 from sparsync.core import Bucket, Cost, Detail, Report
 from sparsync.feedback import Accumulated
@@ -50,14 +51,14 @@ def reduce_choice(
     rounding = None if values == "float32" else ValueCodec(values)
     union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
     mean = union.mean.to(bucket.grad.dtype)
-    overflow = not bool(mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
+    overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
     with station("apply"):
         if overflow:
             bucket.grad.zero_()
         else:
             total.keep(bucket)
-            residual.index_copy_(0, union.index, union.error)
-        bucket.grad.index_copy_(0, union.index, mean)
+            kernels.put_(residual, union.index, union.error)
+        kernels.put_(bucket.grad, union.index, mean)
     details = {"threshold": choice.threshold, "padding": padding(choice.counts), "overflow": overflow}
     own = choice.counts[comm.rank] + choice.known.numel()
     return Report(

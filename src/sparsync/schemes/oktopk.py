@@ -11,7 +11,7 @@ sums of all regions survive and are gathered. A rank clears what it contributed 
 - A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
 
 The plain constructor differs more, so that traffic has a bound and nothing drifts:
-- Selections are exact in every step. No threshold is kept, so neither scale nor its changes matter.
+- Selections are exact in every step. What threshold is kept says where to look first, so neither scale nor its changes matter.
 - A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
 - Which survive is told by a few magnitudes of each region (`selection.regions`): exactly k, about the k largest sums.
 - Regions follow the survivors, whose positions all ranks know, at every step and without traffic.
@@ -33,7 +33,7 @@ from sparsync.feedback import ErrorFeedback, state_from
 from sparsync.kernels import sparse_reference
 from sparsync.protocols import Comm
 from sparsync.selection import regions
-from sparsync.selection.topk import check_density, count_for
+from sparsync.selection.topk import WARM, check_density, count_for
 from sparsync.stations import station
 from sparsync.wire import raw
 from sparsync.wire.elements import Elements
@@ -41,7 +41,7 @@ from sparsync.wire.values import Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
 SIZE_NBYTES = 4  # an int32: how many survivors a rank has, or POISONED
-WORDS = 2  # of an element on the wire: its position and its value
+WORDS = 2  # of an element on the wire, at most: its position and its value
 
 
 @dataclass
@@ -147,7 +147,7 @@ class OkTopk:
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"overflow": True})
         mean = outcome.mean.value
-        overflow = not bool(mean.isfinite().all())  # a host sync; what all ranks received, so all decide alike
+        overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
         with station("apply"):
             if overflow:  # all ranks see it in the gradient, and nothing else changes
                 bucket.grad.zero_()
@@ -157,7 +157,7 @@ class OkTopk:
                 for error in outcome.errors:
                     kernels.scatter_add_(total.residual, error)
                 self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
-            bucket.grad.index_copy_(0, outcome.mean.index.long(), mean.to(bucket.grad.dtype))
+            kernels.put_(bucket.grad, outcome.mean.index, mean.to(bucket.grad.dtype))
         union = outcome.mean.index.numel()
         return Report(
             self.name,
@@ -195,24 +195,24 @@ class OkTopk:
         cut = regions.between(control.boundaries, n)
         own = cut[rank]
         with station("select"):
-            mine = _largest_outside(acc, own.start, own.stop, most_sent(k, n, P))
+            mine = kernels.top_k_nonzero(acc, most_sent(k, n, P), skip=own, bound=control.local_threshold)
         region = own.of(acc).clone()  # all of this rank's own region counts, at no cost
         codec = Elements(self.values)
         reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
         cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, codec)
 
         with station("select"):
-            index, value = sparse_reference.largest_first(kernels.top_k_nonzero(region, k))
-        finite = bool(mine.value.isfinite().all()) and bool(region.isfinite().all())
-        rungs = regions.ladder(value.abs(), k, P, poisoned=not finite)
+            largest = kernels.top_k_nonzero(region, k)
+            finite = kernels.all_finite(mine.value) and kernels.all_finite(region)
+            rungs = regions.ladder(largest.value, k, P, poisoned=not finite)
         ladders = torch.stack(comm.all_gather(rungs, [regions.LADDER] * P))
         cost += all_gather_cost(rungs.nbytes, P)
         if bool((ladders[:, 0] == regions.POISONED).any()):
             return None, cost
 
         held = regions.shares(ladders, k)  # of the survivors, by region
-        index, order = index[: held[rank]].sort()
-        sums = Sparse(index + own.start, value[: held[rank]][order], n)
+        sums = _largest(largest, held[rank])
+        sums = Sparse(sums.index + own.start, sums.value, n)
         wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
         sums, places, moved = _balanced(sums, held, wanted, cut, comm, Elements())
         mean, read = sparse_allreduce.gather(replace(sums, value=sums.value / P), wanted, places, comm, codec)
@@ -233,7 +233,7 @@ class OkTopk:
         boundaries = control.boundaries
         if k < n:  # at full density regions of equal width are the balanced ones
             boundaries = regions.balanced_boundaries(mean.index, n, P)
-        following = replace(control, boundaries=boundaries)
+        following = replace(control, boundaries=boundaries, local_threshold=WARM * _smallest(mine) or None)
         details = _details(mine, mean, held, wanted, reduced.incoming, rank)
         details["global_threshold"] = P * _smallest(mean)
         return _Outcome(mean, cleared, errors, selected, following, cost, details), cost
@@ -263,7 +263,7 @@ class OkTopk:
         global_threshold = control.global_threshold
         evaluate = t % self.threshold_steps == 0 or global_threshold is None
         kept = kernels.at_least(region, 0.0 if evaluate else float(global_threshold or 0.0))
-        finite = bool(mine.value.isfinite().all()) and bool(region.isfinite().all())
+        finite = kernels.all_finite(mine.value) and kernels.all_finite(region)
         size = torch.tensor([kept.index.numel() if finite else regions.POISONED], dtype=torch.int32, device=acc.device)
         held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()  # a host sync: buffer sizes depend on it
         cost += all_gather_cost(SIZE_NBYTES, P)
@@ -335,11 +335,6 @@ def most_sent(k: int, n: int, P: int) -> int:
 def _words_left(k: int, n: int, P: int) -> int:
     """What counts and ladders leave of the bound 6k (P-1)/P, in words."""
     return 6 * k * (P - 1) // P - (1 + regions.LADDER) * (P - 1)
-
-
-def _largest_outside(acc: Tensor, start: int, stop: int, count: int) -> Sparse:
-    """The `count` largest non-zero elements of `acc` outside [start, stop)."""
-    return kernels.top_k_nonzero(acc, count, skip=Span(start, stop))
 
 
 def _balanced(

@@ -14,9 +14,9 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Cost, Report, Sparse, spans
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import Accumulated, ErrorFeedback, state_from
 from sparsync.protocols import Comm
-from sparsync.selection.topk import check_density, count_for
+from sparsync.selection.topk import WARM, check_density, count_for
 from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values, check_values
@@ -33,6 +33,7 @@ class TopK:
     density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     _feedback: ErrorFeedback = field(default_factory=ErrorFeedback, init=False, repr=False, compare=False)
+    _bounds: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # by bucket: guesses
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -51,23 +52,27 @@ class TopK:
         n, P = bucket.grad.numel(), comm.size
         k = count_for(self.density, n)
         residual = self._feedback.residual(bucket, comm.rank)
-        acc = torch.empty_like(residual)  # [n]
+        acc = bucket.grad if bucket.grad.dtype == residual.dtype else torch.empty_like(residual)  # [n]
         with station("select"):
-            own, _ = kernels.accumulate_top_k(residual, bucket.grad, k, out=acc)  # [k]
+            own, finite = kernels.accumulate_top_k(residual, bucket.grad, k, acc, self._bounds.get(bucket.key))  # [k]
         parts, error, cost = self._exchange(own, comm)
+        with station("decode"):
+            union = kernels.summed(parts)  # in rank order, the same bits on every rank
+            mean = union.value if self._rounds else union.value.div_(P)
+            written = mean.to(bucket.grad.dtype)
         with station("apply"):
-            total = torch.zeros_like(acc)
-            for part in parts:  # in rank order, the same bits on every rank
-                kernels.scatter_add_(total, part)
-            bucket.grad.copy_(total if self._rounds else total.div_(P))
-            if kernels.all_finite(bucket.grad):  # a host sync; the same bits on all ranks, so all decide alike
-                acc.index_copy_(0, own.index.long(), error)
+            if kernels.all_finite(written):  # a host sync; the same bits on all ranks, so all decide alike
+                Accumulated(acc, residual, finite).keep(bucket)
+                kernels.put_(residual, own.index, error)
                 if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
-                    mine = spans(n, P)[comm.rank]
-                    mine.of(acc).add_(P * (mine.of(total) - mine.of(bucket.grad)))
-                residual.copy_(acc)
-        union = n if k == n else int(torch.cat([part.index for part in parts]).unique().numel())
-        return Report(self.name, bucket.key, bucket.step, n, k, union, cost)
+                    mine = spans(mean.numel(), P)[comm.rank]
+                    lost = P * (mine.of(mean) - mine.of(written))
+                    kernels.scatter_add_(residual, Sparse(mine.of(union.index), lost, n))
+                self._bounds[bucket.key] = WARM * float(own.value.abs().min()) if k else 0.0
+            else:
+                bucket.grad.zero_()
+            kernels.put_(bucket.grad, union.index, written)
+        return Report(self.name, bucket.key, bucket.step, n, k, mean.numel(), cost)
 
     @property
     def _rounds(self) -> bool:

@@ -7,6 +7,7 @@ remembers where selected elements lie and cuts the vector so that every partitio
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -62,8 +63,7 @@ class Interleaved:
         """The elements of `x` [n] in partition `part`, copied."""
         rows, tail = self.groups * self.row, self._tails()[part]
         out = x.new_empty(rows + len(tail))
-        groups = torch.arange(self.groups, device=x.device)
-        chosen = self._rows(torch.tensor(part, device=x.device), groups)
+        chosen = _rows(self.groups, self.P, x.device)[part]
         torch.index_select(x[: rows * self.P].view(-1, self.row), 0, chosen, out=out[:rows].view(-1, self.row))
         out[rows:] = tail.of(x)
         return out
@@ -71,14 +71,17 @@ class Interleaved:
     def positions(self, part: Tensor, place: Tensor) -> Tensor:
         """Where the element at `place[i]` of partition `part[i]` stands in the vector, int64."""
         group = place // self.row
-        inside = self._rows(part, group) * self.row + place % self.row
+        if not self.groups:
+            return place + self._tail_starts(place.device)[part]
+        row = _rows(self.groups, self.P, place.device)[part, group.clamp(max=self.groups - 1)]
+        inside = row * self.row + place % self.row
         tail = place - self.groups * self.row + self._tail_starts(place.device)[part]
         return torch.where(group < self.groups, inside, tail)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """The partition and the place in it of each `position` [k], int64."""
         group = position // (self.row * self.P)
-        part = (position // self.row - self._turns(group)) % self.P
+        part = (position // self.row - _turns(group, self.P)) % self.P
         place = group * self.row + position % self.row
         starts = self._tail_starts(position.device)
         tail_part = torch.bucketize(position, starts, right=True) - 1
@@ -93,11 +96,17 @@ class Interleaved:
     def _tail_starts(self, device: torch.device) -> Tensor:
         return torch.tensor([span.start for span in self._tails()], device=device)
 
-    def _rows(self, part: Tensor, group: Tensor) -> Tensor:
-        return group * self.P + (part + self._turns(group)) % self.P
 
-    def _turns(self, group: Tensor) -> Tensor:
-        return (group * 2654435761 >> 16) % self.P  # Knuth's multiplicative hash
+@lru_cache(maxsize=64)
+def _rows(groups: int, P: int, device: torch.device) -> Tensor:
+    """Which row each group gives to each partition, int32 [P, groups]."""
+    group = torch.arange(groups, device=device)
+    part = torch.arange(P, device=device)[:, None]
+    return (group * P + (part + _turns(group, P)) % P).to(torch.int32)
+
+
+def _turns(group: Tensor, P: int) -> Tensor:
+    return (group * 2654435761 >> 16) % P  # Knuth's multiplicative hash
 
 
 def block_edges(n: int) -> list[int]:

@@ -18,6 +18,7 @@ LADDER_NBYTES = 2 * len(RUNGS)
 OCTAVE = 128.0  # levels between a magnitude and its double
 _TAIL = 2.0  # above the top of a ladder, twice the magnitude is taken to be reached by 2^-2 as many elements
 TOP = 0x7F7F  # the largest finite level
+_TRIED = 32  # levels that are looked at at once
 POISONED = -1  # in place of a level: this rank's gradient holds NaN or Inf
 
 
@@ -64,12 +65,14 @@ def quotas(ladders: Int[Tensor, "P rungs"], free: Sequence[int], total: int) -> 
     limit = torch.tensor(list(free), dtype=torch.float64)
     low, high = 0, TOP + 1  # the highest level that enough elements reach lies in [low, high)
     while high - low > 1:
-        middle = (low + high) // 2
-        if math.fsum(_reaching(middle, levels, counts, limit).tolist()) >= total:  # exact, in whatever order
-            low = middle
-        else:
-            high = middle
-    weights = _reaching(low, levels, counts, limit)
+        step = -(-(high - low) // _TRIED)
+        tried = range(low, high, step)
+        reaching = _reaching(torch.tensor(tried, dtype=torch.float64), levels, counts, limit).tolist()
+        enough = sum(
+            math.fsum(each) >= total for each in reaching
+        )  # exact, in whatever order; fewer reach a higher level
+        low, high = tried[max(0, enough - 1)], min(high, tried[max(0, enough - 1)] + step)
+    weights = _reaching(torch.tensor([low], dtype=torch.float64), levels, counts, limit)[0]
     return apportion([int(weight * 1024) for weight in weights.tolist()], free, total)
 
 
@@ -106,12 +109,13 @@ def _rounded(given: list[int], wanted: Mapping[int, tuple[int, int]], total: int
     return given
 
 
-def _reaching(level: int, levels: Tensor, counts: Tensor, limit: Tensor) -> Tensor:
-    """About how many elements of each partition reach `level`, [P]: straight lines through its ladder, in logarithms."""
-    reached = (levels >= level).sum(1)  # [P]
-    left = (reached - 1).clamp(0, levels.shape[1] - 2)[:, None]
-    upper, lower = levels.gather(1, left)[:, 0], levels.gather(1, left + 1)[:, 0]
-    few, many = counts.gather(1, left)[:, 0], counts.gather(1, left + 1)[:, 0]
+def _reaching(asked: Tensor, levels: Tensor, counts: Tensor, limit: Tensor) -> Tensor:
+    """About how many elements of each partition reach each level `asked`, [asked, P]: straight lines through its ladder, in logarithms."""
+    reached = (levels >= asked[:, None, None]).sum(2)  # [asked, P]
+    left = (reached - 1).clamp(0, levels.shape[1] - 2)
+    part, level = torch.arange(levels.shape[0]), asked[:, None]
+    upper, lower = levels[part, left], levels[part, left + 1]
+    few, many = counts[part, left], counts[part, left + 1]
     inside = few + (upper - level) * (many - few) / (upper - lower).clamp(min=0.5)
     above = few - (level - upper) / OCTAVE * _TAIL
     below = torch.maximum(inside, many)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.core import Span, spans
 
 RUNGS = 5
@@ -38,18 +39,21 @@ def balanced_boundaries(index: Int[Tensor, " k"], n: int, P: int) -> list[int]:
     return index[places].tolist()  # a host sync: they say how long the messages are
 
 
-def ladder(magnitudes: Tensor, k: int, P: int, poisoned: bool = False) -> Int[Tensor, " 6"]:
-    """How a region's sums fall off, from their `magnitudes` in descending order, none zero, at most k: int32 words.
+def ladder(sums: Tensor, k: int, P: int, poisoned: bool = False) -> Int[Tensor, " 6"]:
+    """How a region's `sums` fall off, none zero, at most k of them, in any order: int32 words.
 
     Magnitudes travel as the bits of a float32, which order as the numbers do and are about their logarithm.
     """
-    count = magnitudes.numel()
-    words = torch.zeros(LADDER, dtype=torch.int32, device=magnitudes.device)
+    count = sums.numel()
+    words = torch.zeros(LADDER, dtype=torch.int32, device=sums.device)
     words[0] = POISONED if poisoned else count
     if count and not poisoned:
-        places = [min(number, count) - 1 for number in _rungs(k, P)]
+        magnitudes: list[Tensor] = []
+        for number in reversed(_rungs(k, P)):  # each is among those of the next larger number
+            sums = kernels.top_k(sums, min(number, count)).value
+            magnitudes.insert(0, sums.abs().min())
         largest = torch.finfo(torch.float32).max
-        words[1:] = magnitudes[places].to(torch.float32).clamp(max=largest).view(torch.int32).clamp(min=1)
+        words[1:] = torch.stack(magnitudes).to(torch.float32).clamp(max=largest).view(torch.int32).clamp(min=1)
     return words
 
 

@@ -6,6 +6,8 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.core import Sparse
 
+WARM = 0.97  # of the smallest magnitude of a step, where to look first at the next; a guess, which changes no result
+
 
 def count_for(density: float, n: int) -> int:
     """k = density * n rounded down, but at least one element of a bucket that has any."""
