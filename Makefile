@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check sanitize fuzz clean
+.PHONY: setup demo test check sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -37,6 +37,14 @@ fuzz:
 	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wconversion -DSPARSYNC_NO_CLONES -fsanitize=address,undefined -fno-sanitize-recover=all \
 		-Icsrc csrc/tests/fuzz_codecs.cpp -o build/fuzz_codecs
 	build/fuzz_codecs $(EXECUTIONS) $(SEED)
+
+# The same decoders under libFuzzer, which wants clang and its runtime: make fuzz-coverage CLANGXX=clang++-14.
+CLANGXX ?= clang++
+fuzz-coverage:
+	mkdir -p build/corpus
+	$(CLANGXX) -std=c++17 -O1 -g -Wall -Wextra -DSPARSYNC_NO_CLONES -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+		-Icsrc csrc/tests/coverage_fuzz_codecs.cpp -o build/coverage_fuzz_codecs
+	build/coverage_fuzz_codecs -runs=$(EXECUTIONS) -seed=$(SEED) -max_len=600 -print_final_stats=1 build/corpus
 
 # The C++ kernels without Python, under the address and undefined-behaviour sanitizers.
 sanitize: $(READY)
