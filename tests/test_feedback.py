@@ -1,5 +1,8 @@
 """Error feedback: the residual by parameter, across layouts, ranks, files and worlds. Its balance is a law, tests/laws."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import Bucket, SkipReduce, Slot, Span, TopK
+from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.feedback import ErrorFeedback, redistributed, state_from
+from sparsync.protocols import Scheme
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import OkTopk
 
 SIZES = {"a": 3, "b": 0, "c": 1, "d": 5}
 
@@ -180,3 +188,29 @@ def test_a_state_that_lacks_something_says_what() -> None:
         ValueError, match=r"the state of TopK needs 'residual', this one has \['protected', 'shift'\]; load what"
     ):
         state_from({"shift": 1, "protected": 2}, "residual", "TopK")
+
+
+@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[..., Scheme], dtype: torch.dtype) -> None:
+    """Whole numbers of at most 8 bits all the way: residuals of either precision lead to the same bits."""
+
+    def body(comm: LocalComm, residuals: str) -> list[Tensor]:
+        scheme, seen = kind(density=0.1, residuals=residuals), []
+        for step in range(4):
+            source = torch.Generator().manual_seed(10 * step + comm.rank)
+            grad = 2.0 * torch.randint(-8, 9, (300,), generator=source)
+            bucket = Bucket("w", grad.to(dtype), step)
+            scheme.reduce(bucket, comm)
+            kept = scheme.state_dict()["residual"]["w"]
+            assert kept.dtype == getattr(torch, residuals)
+            seen += [bucket.grad, kept.float()]
+        return seen
+
+    wide, narrow = (LocalWorld(2).run(partial(body, residuals=each)) for each in ("float32", "bfloat16"))
+    assert all(torch.equal(a, b) for one, two in zip(wide, narrow, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_other_precisions_of_residuals_are_refused() -> None:
+    with pytest.raises(ValueError, match="residuals must be one of float32, bfloat16, got 'int8'"):
+        TopK(residuals="int8")  # pyright: ignore[reportArgumentType]

@@ -40,7 +40,7 @@ def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     for name in schemes.names():
         assert schemes.describe(name)
         assert "\n" not in schemes.describe(name)
-    assert schemes.settings("topk") == {"density": 0.01, "values": "float32"}
+    assert schemes.settings("topk") == {"density": 0.01, "values": "float32", "residuals": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
     assert "mode" not in schemes.settings("skip_reduce.published")
 

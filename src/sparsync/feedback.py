@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,18 +11,30 @@ from sparsync import kernels
 from sparsync.core import Bucket, Slot
 from sparsync.stations import station
 
+Residuals = Literal["float32", "bfloat16"]  # what residuals are kept in
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is to be added: `acc`, which may be the memory of `wide`, becomes wide + narrow, where `narrow` may be of 16 bits."""
+
+    residual: Tensor
+    wide: Tensor
+    narrow: Tensor
+    acc: Tensor
+
 
 @dataclass(frozen=True)
 class Accumulated:
     """What came in and was kept back before, together."""
 
-    acc: Tensor  # [n], in the residual's type; perhaps the memory of the gradient
+    acc: Tensor  # [n], float32, or float64 for float64 gradients; perhaps the memory of the gradient
     residual: Tensor  # [n], as it was; for writing
     finite: bool  # whether acc holds neither NaN nor Inf
 
     def keep(self, bucket: Bucket) -> None:
         """Ends the step: the residual becomes `acc` and the gradient zero, and what was sent is yet to go from one to the other."""
-        if self.acc is bucket.grad:
+        if self.acc is bucket.grad and self.acc.dtype == self.residual.dtype:
             kernels.move_(self.residual, bucket.grad)
         else:
             self.residual.copy_(self.acc)
@@ -33,8 +45,11 @@ class Accumulated:
 class ErrorFeedback:
     """The residual of one rank, keyed by parameter name: a new bucket layout lays it out anew and loses nothing.
 
-    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it).
+    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it). As "bfloat16" it
+    takes half the memory, and what rounding to 8 bits takes away is lost.
     """
+
+    precision: Residuals = "float32"
 
     by_name: dict[str, Tensor] = field(
         default_factory=dict
@@ -59,11 +74,18 @@ class ErrorFeedback:
         The sum takes the place of the gradient in `bucket.grad` where that has the residual's type, so that no memory is needed for it.
         Raises as `residual` does.
         """
-        residual = self.residual(bucket, rank)
+        terms = self.terms(bucket, rank)
         with station("accumulate"):
-            acc = bucket.grad if bucket.grad.dtype == residual.dtype else torch.empty_like(residual)
-            finite = kernels.accumulate(residual, bucket.grad, out=acc)
-        return Accumulated(acc, residual, finite)
+            finite = kernels.accumulate(terms.wide, terms.narrow, out=terms.acc)
+        return Accumulated(terms.acc, terms.residual, finite)
+
+    def terms(self, bucket: Bucket, rank: int) -> Terms:
+        """What `accumulate` adds, for a kernel that does more than adding in the same pass. Raises as `residual` does."""
+        residual, grad = self.residual(bucket, rank), bucket.grad
+        if residual.dtype == torch.bfloat16:
+            wide = grad if grad.dtype == torch.float32 else grad.float()
+            return Terms(residual, wide, residual, wide)
+        return Terms(residual, residual, grad, grad if grad.dtype == residual.dtype else torch.empty_like(residual))
 
     def serve(self, rank: int) -> None:
         """Takes the first rank that calls for the one whose state this is; raises RuntimeError when another one calls."""
@@ -91,6 +113,8 @@ class ErrorFeedback:
 
     def _lay_out(self, bucket: Bucket) -> Tensor:
         dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
+        if dtype == torch.float32 and self.precision == "bfloat16":
+            dtype = torch.bfloat16
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
         names = {slot.name for slot in bucket.layout}
         for layout in [old for old in self._flat if any(slot.name in names for slot in old)]:
@@ -107,6 +131,12 @@ class ErrorFeedback:
             self.by_name[slot.name] = slot.span.of(flat)
         self._flat[bucket.layout] = flat
         return flat
+
+
+def check_residuals(residuals: str) -> None:
+    """Raises ValueError for what residuals cannot be kept in."""
+    if residuals not in get_args(Residuals):
+        raise ValueError(f"residuals must be one of {', '.join(get_args(Residuals))}, got {residuals!r}")
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

@@ -89,7 +89,7 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
     """Sets `x` [n] to `value` [k] at the positions `index` [k], which are distinct."""
-    x.index_copy_(0, index.long(), value)
+    x.index_copy_(0, index.long(), value.to(x.dtype))
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:

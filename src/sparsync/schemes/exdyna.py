@@ -20,7 +20,7 @@ from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exc
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Detail, Report, Span, spans
-from sparsync.feedback import Accumulated, ErrorFeedback, state_from
+from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.protocols import Comm
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
@@ -80,10 +80,13 @@ class ExDyna:
     rule: Rule = "quotas"  # "quotas": equal ones, and free boundaries; "threshold": the paper's
     authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code, self.values)
+        check_residuals(self.residuals)
+        self._state.feedback.precision = self.residuals
 
     @classmethod
     def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:

@@ -29,7 +29,7 @@ from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost
 from sparsync.core import Bucket, Cost, Detail, Report, Span, Sparse
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.kernels import sparse_reference
 from sparsync.protocols import Comm
 from sparsync.selection import regions
@@ -96,11 +96,14 @@ class OkTopk:
     threshold_steps: int = 32  # tau', "paper" and "code" only: steps between two re-evaluations of the thresholds
     region_steps: int = 64  # tau, "paper" and "code" only: steps between two divisions into regions
     values: Values = "float32"  # how values travel, "exact" only; what rounding takes away stays in the residuals
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_density(self.density)
         check_values(self.values)
+        check_residuals(self.residuals)
+        self._state.feedback.precision = self.residuals
         if self.rule != "exact" and self.values != "float32":
             raise ValueError(f'the published rules send float32 values, got values={self.values!r}; use rule="exact"')
         if self.rule not in get_args(Rule):

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Cost, Report, Sparse, spans
-from sparsync.feedback import Accumulated, ErrorFeedback, state_from
+from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.protocols import Comm
 from sparsync.selection.topk import WARM, check_density, count_for
 from sparsync.stations import station
@@ -32,12 +32,17 @@ class TopK:
 
     density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
+    residuals: Residuals = (
+        "float32"  # what residuals are kept in; "bfloat16" halves their memory and loses what it rounds away
+    )
     _feedback: ErrorFeedback = field(default_factory=ErrorFeedback, init=False, repr=False, compare=False)
     _bounds: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # by bucket: guesses
 
     def __post_init__(self) -> None:
         check_density(self.density)
         check_values(self.values)
+        check_residuals(self.residuals)
+        self._feedback.precision = self.residuals
 
     @classmethod
     def published(cls, density: float = 0.01) -> Self:
@@ -51,10 +56,10 @@ class TopK:
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         n, P = bucket.grad.numel(), comm.size
         k = count_for(self.density, n)
-        residual = self._feedback.residual(bucket, comm.rank)
-        acc = bucket.grad if bucket.grad.dtype == residual.dtype else torch.empty_like(residual)  # [n]
+        terms = self._feedback.terms(bucket, comm.rank)
+        residual, bound = terms.residual, self._bounds.get(bucket.key)
         with station("select"):
-            own, finite = kernels.accumulate_top_k(residual, bucket.grad, k, acc, self._bounds.get(bucket.key))  # [k]
+            own, finite = kernels.accumulate_top_k(terms.wide, terms.narrow, k, terms.acc, bound)  # [k]
         parts, error, cost = self._exchange(own, comm)
         with station("decode"):
             union = kernels.summed(parts)  # in rank order, the same bits on every rank
@@ -62,7 +67,7 @@ class TopK:
             written = mean.to(bucket.grad.dtype)
         with station("apply"):
             if kernels.all_finite(written):  # a host sync; the same bits on all ranks, so all decide alike
-                Accumulated(acc, residual, finite).keep(bucket)
+                Accumulated(terms.acc, residual, finite).keep(bucket)
                 kernels.put_(residual, own.index, error)
                 if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
                     mine = spans(mean.numel(), P)[comm.rank]
