@@ -75,7 +75,7 @@ def test_a_name_like_no_other_is_told_what_there_is() -> None:
         (
             "topk",
             {"densty": 0.1},
-            r"scheme 'topk' has no setting 'densty'; it has density, values; did you mean 'density'\?",
+            r"scheme 'topk' has no setting 'densty'; it has density, values, residuals; did you mean 'density'\?",
         ),
         ("skip_reduce", {"skips": 1}, r"scheme 'skip_reduce' has no setting 'skips'; .*; did you mean 'skip'\?"),
         (
