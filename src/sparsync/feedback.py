@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Bucket, Slot
+from sparsync.core import Bucket, Report, Slot
 from sparsync.stations import station
 
 Residuals = Literal["float32", "bfloat16"]  # what residuals are kept in
@@ -87,6 +87,11 @@ class ErrorFeedback:
             return Terms(residual, wide, residual, wide)
         return Terms(residual, residual, grad, grad if grad.dtype == residual.dtype else torch.empty_like(residual))
 
+    def put_back(self, bucket: Bucket) -> None:
+        """Adds what was written to `bucket.grad`, P times the same over all ranks, so that together they keep again all that came in."""
+        if self._rank is not None:
+            self.residual(bucket, self._rank).add_(bucket.grad)
+
     def serve(self, rank: int) -> None:
         """Takes the first rank that calls for the one whose state this is; raises RuntimeError when another one calls."""
         if self._rank is None:
@@ -131,6 +136,12 @@ class ErrorFeedback:
             self.by_name[slot.name] = slot.span.of(flat)
         self._flat[bucket.layout] = flat
         return flat
+
+
+def overflowed(report: Report, grad: Tensor) -> bool:
+    """Whether what was written to `grad` holds NaN or Inf, alike on all ranks; what the report tells about it counts."""
+    told = report.details.get("overflow")
+    return not kernels.all_finite(grad) if told is None else bool(told)  # a host sync
 
 
 def check_residuals(residuals: str) -> None:

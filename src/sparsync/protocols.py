@@ -58,3 +58,12 @@ class Scheme(Protocol):
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Multiplies what is kept back for each named parameter; without effect in a scheme that keeps nothing back."""
         ...
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept back from step to step."""
+        ...
+
+    def put_back(self, bucket: Bucket) -> None:
+        """Keeps back what `reduce` has just written to `bucket`, alike on all ranks, because the step will not be applied."""
+        ...

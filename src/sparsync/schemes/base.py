@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from sparsync.core import Bucket
+
 
 class Stateless:
     """A scheme that keeps nothing from step to step."""
@@ -18,3 +20,10 @@ class Stateless:
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Nothing is kept back, so nothing is rescaled."""
+
+    @property
+    def keeps(self) -> bool:
+        return False
+
+    def put_back(self, bucket: Bucket) -> None:
+        """There is nowhere to put it."""

@@ -104,6 +104,13 @@ class ExDyna:
         reduce = self._reduce_by_quotas if self.rule == "quotas" else self._reduce_by_threshold
         return reduce(bucket, total, comm)
 
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def put_back(self, bucket: Bucket) -> None:
+        self._state.feedback.put_back(bucket)
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)
 

@@ -101,6 +101,13 @@ class MiCRO:
             scaling.accept(choice.threshold, report.union)
         return report
 
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def put_back(self, bucket: Bucket) -> None:
+        self._state.feedback.put_back(bucket)
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)
 

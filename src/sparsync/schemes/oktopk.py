@@ -173,6 +173,13 @@ class OkTopk:
             details=outcome.details | {"overflow": overflow},
         )
 
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def put_back(self, bucket: Bucket) -> None:
+        self._state.feedback.put_back(bucket)
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)
         for control in self._state.control.values():

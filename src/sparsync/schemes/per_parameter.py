@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsync.core import Bucket, Cost, Detail, Report, Slot, laid_out
-from sparsync.feedback import state_from
+from sparsync.feedback import overflowed, state_from
 from sparsync.protocols import Comm, Scheme
 from sparsync.selection.parameters import Part, matches
 
@@ -15,8 +15,8 @@ class PerParameter:
     """Each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
 
     For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so keep
-    the patterns as they are when training goes on. A scheme that finds NaN or Inf keeps its own residual as it was; the others have
-    taken their step, as with several buckets.
+    the patterns as they are when training goes on. Where a scheme finds NaN or Inf the step will be skipped, so the others keep what
+    they have written.
     Raises ValueError for an empty pattern or one scheme object in two places, whose states would mix.
     """
 
@@ -37,13 +37,29 @@ class PerParameter:
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         parts = self._parts(bucket.layout)
-        reports = {key: self._reduce_part(bucket, key, slots, comm) for key, slots in parts.items()}
+        own = {key: self._part(bucket, key, slots) for key, slots in parts.items()}
+        reports = {key: self._schemes[key].reduce(part, comm) for key, part in own.items()}
+        for key, slots in parts.items():
+            Part.of_slots(slots).put_(bucket.grad, own[key].grad)
+        poisoned = {key for key, report in reports.items() if overflowed(report, own[key].grad)} if self.keeps else ()
+        for key in set(own) - set(poisoned) if poisoned else ():
+            self._schemes[key].put_back(own[key])
         details: dict[str, Detail] = {f"{key or 'default'} density": report.density for key, report in reports.items()}
         selected = sum(report.selected for report in reports.values())
         union = sum(report.union for report in reports.values())
         cost = sum((report.cost for report in reports.values()), Cost())
         n = bucket.grad.numel()
+        if self.keeps:
+            details["overflow"] = bool(poisoned)
         return Report(self.name, bucket.key, bucket.step, n, selected, union, cost, details=details)
+
+    @property
+    def keeps(self) -> bool:
+        return any(scheme.keeps for scheme in self._schemes.values())
+
+    def put_back(self, bucket: Bucket) -> None:
+        for key, slots in self._parts(bucket.layout).items():
+            self._schemes[key].put_back(self._part(bucket, key, slots))
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         for scheme in self._schemes.values():
@@ -84,14 +100,7 @@ class PerParameter:
         """The first pattern that a parameter's name matches; "" where there is none."""
         return next((pattern for pattern in self.patterns if matches(name, [pattern])), "")
 
-    def _reduce_part(self, bucket: Bucket, key: str, slots: Sequence[Slot], comm: Comm) -> Report:
-        part = Part.of_slots(slots)
-        own = Bucket(
-            f"{bucket.key}/{key}",
-            part.take(bucket.grad),
-            bucket.step,
-            laid_out((slot.name, len(slot.span)) for slot in slots),
-        )
-        report = self._schemes[key].reduce(own, comm)
-        part.put_(bucket.grad, own.grad)
-        return report
+    def _part(self, bucket: Bucket, key: str, slots: Sequence[Slot]) -> Bucket:
+        """The parameters of one pattern as a bucket, copied."""
+        layout = laid_out((slot.name, len(slot.span)) for slot in slots)
+        return Bucket(f"{bucket.key}/{key}", Part.of_slots(slots).take(bucket.grad), bucket.step, layout)

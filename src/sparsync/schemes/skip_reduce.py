@@ -19,10 +19,11 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from sparsync import kernels
 from sparsync.collectives import direct, hierarchical, ring
 from sparsync.collectives.skipping import Plan, first_offsets, random_offsets, random_shift, skip_count
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Cost, Report, Slot, spans
+from sparsync.core import Bucket, Cost, Detail, Report, Slot, spans
 from sparsync.feedback import ErrorFeedback, state_from
 from sparsync.protocols import Comm
 from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
@@ -134,15 +135,25 @@ class SkipReduce:
         cost = self._reduce_part(sent, kept, dense, comm, Plan(shift=plan.shift))
         cost += self._reduce_part(sent, kept, skipping, comm, plan)
         bucket.grad.copy_(sent)
-        if residual is not None and kept is not None and bool(bucket.grad.isfinite().all()):  # alike on all ranks
+        details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
+        if residual is not None and kept is not None:
+            details["overflow"] = not kernels.all_finite(bucket.grad)  # a host sync; alike on all ranks
+        if residual is not None and kept is not None and not details["overflow"]:
             residual.copy_(torch.where(kept.isfinite(), kept, residual))
         if squares is not None:
             total = comm.all_reduce(squares)
             cost += all_reduce_cost(squares.numel(), squares.element_size(), P, comm.rank)
             self._state.disagreement.observe(bucket.layout, total / P, bucket.grad)
         lost = self._left_out(plan, len(skipping), comm)
-        details = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
+
+    @property
+    def keeps(self) -> bool:
+        return self.feedback
+
+    def put_back(self, bucket: Bucket) -> None:
+        if self.feedback:
+            self._state.feedback.put_back(bucket)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)

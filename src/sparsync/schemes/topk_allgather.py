@@ -65,8 +65,9 @@ class TopK:
             union = kernels.summed(parts)  # in rank order, the same bits on every rank
             mean = union.value if self._rounds else union.value.div_(P)
             written = mean.to(bucket.grad.dtype)
+        finite_mean = kernels.all_finite(written)  # a host sync; the same bits on all ranks, so all decide alike
         with station("apply"):
-            if kernels.all_finite(written):  # a host sync; the same bits on all ranks, so all decide alike
+            if finite_mean:
                 Accumulated(terms.acc, residual, finite).keep(bucket)
                 kernels.put_(residual, own.index, error)
                 if self._rounds:  # what the gradient's type does not hold of the mean, each rank keeps for a slice
@@ -77,7 +78,9 @@ class TopK:
             else:
                 bucket.grad.zero_()
             kernels.put_(bucket.grad, union.index, written)
-        return Report(self.name, bucket.key, bucket.step, n, k, mean.numel(), cost)
+        return Report(
+            self.name, bucket.key, bucket.step, n, k, mean.numel(), cost, details={"overflow": not finite_mean}
+        )
 
     @property
     def _rounds(self) -> bool:
@@ -102,6 +105,13 @@ class TopK:
             values = [codec.decode(each[head:], k, dtype) for each in packets]
         parts = [Sparse(place, value, n) for place, value in zip(places, values, strict=True)]
         return parts, error, all_gather_cost(head + codec.nbytes(k, dtype), comm.size)
+
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def put_back(self, bucket: Bucket) -> None:
+        self._feedback.put_back(bucket)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._feedback.rescale(factors)

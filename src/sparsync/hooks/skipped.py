@@ -1,0 +1,35 @@
+"""Steps that a loss scaler will skip: what their finite buckets have written is kept back again, so that nothing is lost."""
+
+from sparsync.core import Bucket, Report
+from sparsync.feedback import overflowed
+from sparsync.protocols import Scheme
+
+
+class SkippedSteps:
+    """Looks at each bucket once it is reduced. All ranks see the same and do the same, so no message is needed.
+
+    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. Other buckets of that step, before it and
+    after it, have sent from their residuals what nobody will apply: each rank keeps the mean that was written, P times in all.
+    """
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._finite: list[tuple[Scheme, Bucket]] = []
+        self._skipped = False
+
+    def reduced(self, scheme: Scheme, bucket: Bucket, report: Report) -> None:
+        """To be called after each bucket of a step, in the same order on all ranks, while no gradient of the step has been touched yet."""
+        if bucket.step != self._step:
+            self._step, self._finite, self._skipped = bucket.step, [], False
+        if not overflowed(report, bucket.grad):
+            self._finite.append((scheme, bucket))
+        else:
+            self._skipped = True
+        if self._skipped:
+            for each, written in self._finite:
+                each.put_back(written)
+            self._finite = []
+
+    def forget(self) -> None:
+        """Lets go of the step's gradients."""
+        self._step, self._finite = None, []
