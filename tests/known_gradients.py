@@ -119,6 +119,13 @@ class Recorder:
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.inner.rescale_residual(factors)
 
+    @property
+    def keeps(self) -> bool:
+        return self.inner.keeps
+
+    def put_back(self, bucket: Bucket) -> None:
+        self.inner.put_back(bucket)
+
 
 @dataclass
 class Expected:

@@ -1,0 +1,119 @@
+"""Steps that will be skipped: whatever was kept back before and came in with them is still there, summed over ranks."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from exclusive_laws import whole_numbers
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket, generator, laid_out
+from sparsync.hooks.skipped import SkippedSteps
+from sparsync.protocols import Scheme
+from sparsync.schemes.dense import Dense
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.per_parameter import PerParameter
+from sparsync.schemes.skip_reduce import SkipReduce
+from sparsync.schemes.topk_allgather import TopK
+
+N = 96
+KEYS = ("first", "second", "third")
+MAKES: dict[str, Callable[[], Scheme]] = {
+    "topk": lambda: TopK(0.1),
+    "micro": lambda: MiCRO(0.1),
+    "micro in 16 bits": lambda: MiCRO(0.1, values="bfloat16"),
+    "micro published": lambda: MiCRO.published(0.1),
+    "exdyna": lambda: ExDyna(0.1),
+    "oktopk": lambda: OkTopk(0.1),
+    "skip_reduce": lambda: SkipReduce(skip=0.5, feedback=True),
+    "per_parameter": lambda: PerParameter(TopK(0.1), {"second": MiCRO(0.2)}),
+}
+
+
+def train(
+    comm: LocalComm,
+    make: Callable[[], Scheme],
+    steps: int,
+    poison: Callable[[int], tuple[int, str] | None],
+    keys: Sequence[str] = KEYS,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What was applied of each bucket over all steps, and what is kept back; `poison` names a rank and a bucket, or nobody."""
+    scheme, skipped = make(), SkippedSteps()
+    applied = {key: torch.zeros(N) for key in KEYS}
+    for step in range(steps):
+        grads = {}
+        for number, key in enumerate(keys):
+            grad = whole_numbers(N, comm.size, 10 * step + number)[comm.rank]
+            if poison(step) == (comm.rank, key):
+                where = (
+                    slice(0, N) if isinstance(scheme, SkipReduce) else N // 2
+                )  # a rank may be left out of some slices
+                grad[where] = torch.inf if step % 2 else torch.nan
+            bucket = Bucket(key, grad, step)
+            report = scheme.reduce(bucket, comm)
+            skipped.reduced(scheme, bucket, report)
+            grads[key] = bucket.grad
+        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # as a loss scaler decides
+            for key, grad in grads.items():
+                applied[key] += grad
+    kept = scheme.state_dict()["residual"]
+    return applied, {key: kept.get(key, torch.zeros(N)) for key in KEYS}
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("P", [1, 2, 4])
+@pytest.mark.parametrize("where", KEYS)
+def test_a_skipped_step_loses_nothing(name: str, P: int, where: str) -> None:
+    """Whole numbers, so that sums are exact: P times what was applied and what all keep back are what came in, but the poisoned bucket."""
+    ranks = LocalWorld(P).run(
+        partial(train, make=MAKES[name], steps=5, poison=lambda step: (P - 1, where) if step == 2 else None)
+    )
+    for number, key in enumerate(KEYS):
+        came = torch.zeros(N)
+        for step in range(5):
+            if (step, key) != (2, where):
+                came += torch.stack(whole_numbers(N, P, 10 * step + number)).sum(0)
+        for applied, _ in ranks:
+            assert torch.equal(applied[key], ranks[0][0][key])
+        kept = torch.stack([residual[key] for _, residual in ranks]).sum(0)
+        assert torch.equal(P * ranks[0][0][key] + kept, came)
+
+
+@pytest.mark.timeout(300)
+def test_infinities_at_random_steps_for_ten_thousand_steps_leave_no_trace() -> None:
+    """On either rank, in either bucket, in a tenth of the steps."""
+    P, steps, keys = 2, 10_000, KEYS[:2]
+    draws = torch.randint(0, 10 * P * len(keys), (steps,), generator=generator(0, "poison", 0)).tolist()
+
+    def poison(step: int) -> tuple[int, str] | None:
+        draw = draws[step]
+        return (draw % P, keys[draw // P]) if draw < P * len(keys) else None
+
+    ranks = LocalWorld(P).run(partial(train, make=MAKES["topk"], steps=steps, poison=poison, keys=keys))
+    poisoned = {(step, place[1]) for step in range(steps) if (place := poison(step))}
+    assert len(poisoned) > steps / 20
+    for number, key in enumerate(keys):
+        came = torch.zeros(N, dtype=torch.float64)
+        for step in range(steps):
+            if (step, key) not in poisoned:
+                came += torch.stack(whole_numbers(N, P, 10 * step + number)).double().sum(0)
+        kept = torch.stack([residual[key] for _, residual in ranks]).sum(0)
+        assert torch.equal((P * ranks[0][0][key] + kept).double(), came)
+        assert kept.abs().max() < 1e4
+
+
+def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        scheme = PerParameter(TopK(0.5), {"*.bias": Dense()})
+        grad = torch.ones(4) * (comm.rank + 1)
+        layout = laid_out([("a.weight", 3), ("a.bias", 1)])
+        grad[3] = torch.inf
+        report = scheme.reduce(Bucket("b", grad, 0, layout), comm)
+        assert report.details["overflow"]
+        return scheme.state_dict()["residual"]["a.weight"]
+
+    assert torch.equal(torch.stack(LocalWorld(2).run(body)).sum(0), torch.full((3,), 3.0))
