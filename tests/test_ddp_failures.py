@@ -214,7 +214,10 @@ def test_a_residual_that_cannot_be_rescaled_fails_the_step_and_not_the_thread() 
 
 def refusals() -> None:
     plain = nn.Linear(3, 3)
-    with pytest.raises(TypeError, match=r"attach takes a DistributedDataParallel model, got Linear; wrap it first"):
+    with pytest.raises(
+        TypeError,
+        match=r"attach takes a model wrapped by DistributedDataParallel or fully_shard, got Linear; wrap it first",
+    ):
         sparsync.attach(plain, Dense())  # pyright: ignore[reportArgumentType]
     ddp = DistributedDataParallel(plain)
     with pytest.raises(TypeError, match=r"attach takes a scheme such as sparsync\.TopK\(density=0\.01\), got 'topk'"):

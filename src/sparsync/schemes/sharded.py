@@ -6,7 +6,7 @@ come from the scheme that reduces whole buckets: `sharded(scheme)`. Replicas do 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from sparsync.wire import raw
 FLAG_NBYTES = 4  # an int32 to each rank: whether this one met NaN or Inf
 
 
+@runtime_checkable
 class ShardedScheme(Protocol):
     """One way to reduce-scatter gradients. Holds the state of one rank."""
 
@@ -144,10 +145,9 @@ class Skipping(_KeptByPiece):
         _divide_(out, others, P if by_ranks else P - plan.skip, P, average)
         left_out = [_at(others, owner, len(out)) for owner in range(P) if owned.skips(comm.rank, owner, P, plan)]
         if residual is not None and kept is not None:
-            rounding = kept - sent  # what rounding to the wire's type drops, and all of what was left out
+            torch.sub(kept, sent, out=residual)  # what rounding to the wire's type drops
             for span in (span for chunk in left_out for span in chunk):
-                span.of(rounding).copy_(span.of(kept))
-            residual.copy_(rounding)
+                span.of(residual).copy_(span.of(kept))
         lost = sum(len(span) for chunk in left_out for span in chunk)
         details = {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, always))}
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
@@ -190,7 +190,7 @@ class Splitting(_KeptByPiece):
         own = Span(comm.rank * m, (comm.rank + 1) * m)
         chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
         with station("select"):
-            mine = self._selected(total.acc, own, count_for(density, n), P) if total.finite else _alarm(n, m, own)
+            mine = self._selected(total.acc, own, count_for(density, n), P) if total.finite else _alarm(total.acc, own)
         region = own.of(total.acc).clone()
         outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, raw)
         cost = sparse_allreduce.split_and_reduce_cost(outgoing, region.dtype, comm.rank, raw)
@@ -209,11 +209,12 @@ class Splitting(_KeptByPiece):
         return kernels.top_k_nonzero(acc, max(1, k - k // P), skip=own)
 
 
-def _alarm(n: int, m: int, own: Span) -> Sparse:
+def _alarm(acc: Tensor, own: Span) -> Sparse:
     """A NaN for each other rank, in place of what was selected: so all of them hear of it without another message."""
-    index = torch.arange(0, n, max(1, m), dtype=torch.int32)
-    index = index[index != own.start] if m else index[:0]
-    return Sparse(index, torch.full(index.shape, torch.nan), n)
+    n, m = acc.numel(), len(own)
+    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
+    index = first[first != own.start]
+    return Sparse(index, acc.new_full(index.shape, torch.nan), n)
 
 
 def _any_poisoned(here: bool, comm: Comm, device: torch.device) -> bool:
