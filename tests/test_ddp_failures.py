@@ -21,6 +21,7 @@ from ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
 from distributed import run
 from known_gradients import KnownGradients
 from sparsync import Bucket, Dense, Report, TopK
+from sparsync.hooks.ddp import DdpHandle
 from sparsync.protocols import Comm
 from sparsync.schemes.base import Stateless
 
@@ -179,6 +180,7 @@ class NoBucket:
 
 def hand_over_nothing() -> None:
     training = Training("dense")
+    assert isinstance(training.handle, DdpHandle)
     promised = training.handle.submit(NoBucket())  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuntimeError, match="ValueError: there is no gradient"):
         promised.wait()

@@ -1,12 +1,11 @@
 """The door by the model's type."""
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsync.hooks import ddp, fsdp2
-from sparsync.hooks.fsdp2_units import Axis
+from sparsync.hooks import ddp
+from sparsync.hooks.findings import Axis, is_fsdp2
 from sparsync.hooks.handle import Handle
 from sparsync.protocols import Scheme
 
@@ -30,7 +29,9 @@ def attach(
     """
     if not callable(getattr(scheme, "reduce", None)):
         raise TypeError(f"attach takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
-    if isinstance(model, FSDPModule):
+    if is_fsdp2(model):
+        from sparsync.hooks import fsdp2  # loads torch's FSDP
+
         return fsdp2.attach_fsdp2(model, scheme, replicate=replicate, optimizer=optimizer, timeout_s=timeout_s)
     if isinstance(model, DistributedDataParallel) and replicate is not None:
         raise ValueError("replicate names an axis of an FSDP2 model; leave it out for a DistributedDataParallel one")

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.hooks import findings, fsdp2_doctor
-from sparsync.hooks.findings import Finding
-from sparsync.hooks.fsdp2_units import Axis
+from sparsync.hooks import findings
+from sparsync.hooks.findings import Axis, Finding
 from sparsync.protocols import Scheme
 
 
@@ -20,7 +18,9 @@ def doctor(model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None) -
     """
     if isinstance(model, DistributedDataParallel):
         found = list(_ddp(model, scheme))
-    elif isinstance(model, FSDPModule):
+    elif findings.is_fsdp2(model):
+        from sparsync.hooks import fsdp2_doctor  # loads torch's FSDP
+
         found = fsdp2_doctor.examined(model, scheme, replicate)
     else:
         raise TypeError(

@@ -1,14 +1,18 @@
 """What a preflight finds, and the findings that all doors share."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.protocols import Scheme
 from sparsync.selection.parameters import matches
 
+Axis = DeviceMesh | dist.ProcessGroup
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # what send, recv and all_reduce were tried or read on
 
 
@@ -57,3 +61,9 @@ def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
                     f"{setting}={pattern!r} matches no parameter",
                     f"parameters are called {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
                 )
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Whether fully_shard was called on this model; told without loading torch's FSDP, which takes half a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)

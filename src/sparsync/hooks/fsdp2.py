@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Report, laid_out
+from sparsync.hooks.findings import Axis
 from sparsync.hooks.fsdp2_doctor import examined
-from sparsync.hooks.fsdp2_units import Axis, ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
+from sparsync.hooks.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
 from sparsync.hooks.handle import Handle, Stateful, alike
 from sparsync.protocols import Comm, Scheme
 from sparsync.schemes.sharded import ShardedScheme, piece, pieces, sharded
@@ -240,7 +240,7 @@ class _Into:
 
 
 def attach_fsdp2(
-    model: FSDPModule,
+    model: nn.Module,
     scheme: Scheme,
     *,
     replicate: Axis | None = None,

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from sparsync.hooks import findings
-from sparsync.hooks.findings import Finding
-from sparsync.hooks.fsdp2_units import Axis, Unit, process_group, units_of
+from sparsync.hooks.findings import Axis, Finding
+from sparsync.hooks.fsdp2_units import Unit, process_group, units_of
 from sparsync.protocols import Scheme
 from sparsync.schemes.sharded import sharded
 
@@ -18,7 +17,7 @@ _ONE_AXIS = (
 )
 
 
-def examined(model: FSDPModule, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
+def examined(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
     """What `attach(model, scheme, replicate=replicate)` would refuse or warn of."""
     units = units_of(model)
     found = list(_meshes(units))
@@ -68,8 +67,7 @@ def _meshes(units: list[Unit]) -> Iterator[Finding]:
         )
 
 
-def _left_alone(model: FSDPModule, names: list[str]) -> Iterator[Finding]:
-    assert isinstance(model, nn.Module)
+def _left_alone(model: nn.Module, names: list[str]) -> Iterator[Finding]:
     others = [name for name, each in model.named_parameters() if each.requires_grad and name not in names]
     if others and len(others) + len(names) > len(dict(model.named_parameters())):
         return  # names that a wrapper changed; then nobody can tell

@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-Axis = DeviceMesh | dist.ProcessGroup
+from sparsync.hooks.findings import Axis
+
 ROOT = "(root)"  # the key of the outermost unit
 _REDUCED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
 
@@ -156,9 +157,8 @@ class Unit:
         return as_they_are and not group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
 
 
-def units_of(model: FSDPModule) -> list[Unit]:
+def units_of(model: nn.Module) -> list[Unit]:
     """The units of a model, outer modules first, called after their modules; those without parameters are left out."""
-    assert isinstance(model, nn.Module)
     modules = dict(model.named_modules())
     prefixes = {id(module): f"{name}." if name else "" for name, module in modules.items()}
     found: dict[int, Unit] = {}

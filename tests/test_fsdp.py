@@ -1,0 +1,534 @@
+"""attach on models under fully_shard over gloo: what is exact stays exact, what is kept back is kept, and what is sent is counted."""
+
+import ast
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import sparsync
+from distributed import case, run
+from fsdp_training import (
+    COUNT,
+    KEYS,
+    SHAPES,
+    TIMEOUT_S,
+    Net,
+    as_fsdp,
+    backward,
+    each_unit,
+    everywhere,
+    flat,
+    gradients,
+    inputs,
+    known,
+    made,
+    mean,
+    same,
+)
+from laws.world import same_bits
+from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
+from sparsync.hooks import checkpoint
+from sparsync.hooks.handle import Handle
+from sparsync.protocols import Comm, Scheme
+from sparsync.schemes.base import Stateless
+
+pytestmark = pytest.mark.distributed
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def on(net: Net, scheme: Scheme, **options: Any) -> Handle:
+    return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def offsets(report: Report) -> list[int]:
+    found = ast.literal_eval(str(report.details["offsets"]))
+    assert isinstance(found, list)
+    return found
+
+
+def mean_over_contributors(name: str, step: int, left_out: list[int], protected: bool = False) -> Tensor:
+    """What a reduce-scatter over all ranks should leave: the rows of each owner's shard, averaged over those it heard."""
+    P = dist.get_world_size()
+    rows = torch.arange(SHAPES[name][0])
+    owners = rows // -(-SHAPES[name][0] // P)
+    result = torch.empty(SHAPES[name])
+    for owner in range(P):
+        there = [r for r in range(P) if protected or (r - owner) % P not in left_out]
+        total = torch.stack([known(r, step, name) for r in there]).sum(0)
+        result[owners == owner] = (total / len(there))[owners == owner]
+    return result
+
+
+def exact_on_the_shard_axis() -> None:
+    P = dist.get_world_size()
+    for dtype in TYPES:
+        with case(dtype):
+            plain, ours = made(dtype=dtype), made(dtype=dtype)
+            handle = on(ours, SkipReduce(skip=0) if dtype == torch.bfloat16 else Dense())
+            for step in range(2):
+                wanted = backward(plain, inputs(step, dtype))
+                assert same(wanted, mean(P, step, dtype))
+                assert same(backward(ours, inputs(step, dtype)), wanted)
+            assert {report.key for report in handle.reports()} == set(KEYS)
+            assert [report.step for report in handle.reports()] == [0] * 4 + [1] * 4
+            assert all(report.sent == report.cost for report in handle.reports())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain, ours = made(mp_policy=policy), made(mp_policy=policy)
+    on(ours, Dense())
+    assert same(backward(ours, inputs(0)), backward(plain, inputs(0)))
+    for factor in (8.0, 3.0):
+        plain, ours = made(), made()
+        for net in (plain, ours):
+            each_unit(net, lambda unit, factor=factor: unit.set_gradient_divide_factor(factor))
+            each_unit(net, lambda unit: unit.set_force_sum_reduction_for_comms(True))
+        on(ours, Dense())
+        assert same(backward(ours, inputs(0)), backward(plain, inputs(0)))
+
+
+def skipping_on_the_shard_axis() -> None:
+    P = dist.get_world_size()
+    for skip in (1, 2, P - 1):
+        net = made()
+        handle = on(net, SkipReduce(skip=skip, protect=["first.bias"] if skip == 2 else ()))
+        drawn: dict[str, list[int]] = {}
+        for step in range(3):
+            found = backward(net, inputs(step))
+            reports = {report.key: report for report in handle.take_reports()}
+            for name, grad in found.items():
+                key = name.partition(".")[0] if "." in name else "(root)"
+                protected = skip == 2 and name == "first.bias"
+                assert torch.equal(grad, mean_over_contributors(name, step, offsets(reports[key]), protected))
+            for key, report in reports.items():
+                assert len(offsets(report)) == skip
+                assert report.sent == report.cost
+                drawn[key] = drawn.get(key, []) + offsets(report)
+                chunk = 4 * report.elements // P
+                kept = 4 * 2 if skip == 2 and key == "first" else 0  # two elements of the bias on each rank
+                assert report.cost.nbytes == (P - 1 - skip) * chunk + skip * kept
+        assert everywhere(torch.tensor(sum(drawn.values(), []))) == [torch.tensor(sum(drawn.values(), []))] * P or all(
+            torch.equal(each, torch.tensor(sum(drawn.values(), [])))
+            for each in everywhere(torch.tensor(sum(drawn.values(), [])))
+        )
+        assert all(sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values())  # P-1 steps: all alike
+    scaled = made()
+    each_unit(scaled, lambda unit: unit.set_force_sum_reduction_for_comms(True))
+    handle = on(scaled, SkipReduce(skip=2))
+    found = backward(scaled, inputs(0))
+    for report in handle.reports():
+        for name in (name for name in found if name.startswith(report.key)):
+            assert torch.equal(found[name], mean_over_contributors(name, 0, offsets(report)))
+
+
+def conserved(handle: Handle, net: Net, steps: int) -> None:
+    """Sum of residuals + P x what was written = what came in; all of it."""
+    P = dist.get_world_size()
+    came, written = torch.zeros(COUNT), torch.zeros(COUNT)
+    for step in range(steps):
+        came += flat({name: sum((known(r, step, name) for r in range(P)), torch.zeros(())) for name in SHAPES})
+        written += P * flat(backward(net, inputs(step)))
+        kept = flat(handle.state_dict()["scheme"]["residual"])
+        assert torch.equal(sum(everywhere(kept), torch.zeros(COUNT)) + written, came)
+    assert all(report.sent == report.cost for report in handle.reports())
+
+
+def kept_on_the_shard_axis() -> None:
+    for scheme in (SkipReduce(skip=2, feedback=True), OkTopk(density=0.1), OkTopk(density=0.1, dense_steps=1)):
+        with case(scheme):
+            net = made()
+            handle = on(net, scheme)
+            conserved(handle, net, 4)
+            assert flat(handle.state_dict()["scheme"]["residual"]).any()
+    net = made()
+    handle = on(net, OkTopk(density=1.0))
+    for step in range(2):
+        assert same(backward(net, inputs(step)), mean(dist.get_world_size(), step))
+    for report in handle.reports():
+        assert report.details["sent_count"] <= report.elements - report.elements // 4
+
+
+def changing_sizes() -> None:
+    """A parameter that nobody uses at some steps: where names do not matter FSDP2 leaves it out, else it counts as zero."""
+    P = dist.get_world_size()
+    net = made()
+    handle = on(net, SkipReduce(skip=1))
+    for step in range(4):
+        found = backward(net, inputs(step, leave_out="middle.weight" if step % 2 else ""))
+        assert ("middle.weight" in found) == (step % 2 == 0)
+        report = next(report for report in handle.take_reports() if report.key == "middle")
+        assert report.elements == P * (2 if step % 2 else 2 + 6)
+        assert torch.equal(found["middle.bias"], mean_over_contributors("middle.bias", step, offsets(report)))
+    net = made()
+    handle = on(net, OkTopk(density=1.0))
+    found = backward(net, inputs(0, leave_out="middle.weight"))
+    assert not found["middle.weight"].any()
+    each_unit(net, lambda unit: unit.set_reduce_scatter_unused_params(False))
+    with pytest.raises(RuntimeError, match="module 'middle' came with 2 elements a shard, and its .* have 8"):
+        backward(net, inputs(1, leave_out="middle.weight"))
+    as_fsdp(net).reset_iter_state()
+    assert same(backward(net, inputs(2)), mean(P, 2))
+
+
+def accumulated() -> None:
+    P = dist.get_world_size()
+    for scheme in (Dense(), OkTopk(density=1.0)):
+        net = made()
+        handle = on(net, scheme)
+        for step in range(2):
+            net.zero_grad()
+            for part in range(3):
+                as_fsdp(net).set_requires_gradient_sync(part == 2)
+                net(inputs(3 * step + part)).backward()
+            parts = [mean(P, 3 * step + part) for part in range(3)]
+            assert same(gradients(net), {name: parts[0][name] + parts[1][name] + parts[2][name] for name in SHAPES})
+        assert len(handle.reports()) == 8
+        net(inputs(6)).backward()  # without zero_grad: added to what is there
+        wanted = {name: sum(mean(P, step)[name] for step in (3, 4, 5, 6)) for name in SHAPES}
+        assert all(torch.equal(gradients(net)[name], wanted[name]) for name in SHAPES)
+
+
+def overflow_on_the_shard_axis() -> None:
+    for scheme in (SkipReduce(skip=1, feedback=True), OkTopk(density=0.1)):
+        net = made()
+        handle = on(net, scheme)
+        backward(net, inputs(0))
+        before = handle.state_dict()["scheme"]["residual"]
+        bad = inputs(1)
+        if dist.get_rank() == 1:
+            bad["middle.weight"][3, 1] = torch.inf
+        found = backward(net, bad)
+        assert all(grad.isnan().all() for name, grad in found.items() if name.startswith("middle"))
+        assert all(grad.isfinite().all() for name, grad in found.items() if not name.startswith("middle"))
+        after = handle.state_dict()["scheme"]["residual"]
+        assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("middle"))
+        assert backward(net, inputs(2))["middle.weight"].isfinite().all()
+
+
+def shard_axis() -> None:
+    for part in (
+        exact_on_the_shard_axis,
+        skipping_on_the_shard_axis,
+        kept_on_the_shard_axis,
+        changing_sizes,
+        accumulated,
+        overflow_on_the_shard_axis,
+    ):
+        with case(part.__name__):
+            part()
+
+
+def test_on_the_shard_axis_the_mean_is_over_contributors_and_nothing_kept_back_is_lost() -> None:
+    run(shard_axis, 4)
+
+
+def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 40), nn.Tanh(), nn.Linear(40, 3))
+    for module in (model[0], model[2], model[4], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any) -> list[Tensor]:
+    model = perceptron(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if scheme is not None:
+        sparsync.attach(model, scheme, optimizer=optimizer, timeout_s=TIMEOUT_S, **options)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    return [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def real_numbers() -> None:
+    plain = train(None)
+    assert all(map(same_bits, train(Dense()), plain))
+    assert all(map(same_bits, train(SkipReduce(skip=0)), plain))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for scheme in (Dense(), TopK(density=1.0), OkTopk(density=1.0)):
+        found = train(scheme, mesh["shard"], replicate=mesh["replicate"])
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plain, strict=True))
+        assert all(same_bits(*everywhere(parameter)) for parameter in found)
+
+
+def test_training_with_everything_sent_is_that_of_fsdp_itself() -> None:
+    run(real_numbers, 2)
+
+
+SPARSE = (
+    TopK(density=0.1),
+    OkTopk(density=0.1),
+    MiCRO(density=0.1),
+    ExDyna(density=0.1),
+    SkipReduce(skip=1),
+    SkipReduce(skip=1, feedback=True),
+    PerParameter(TopK(density=0.1), {"*.bias": Dense()}),
+)
+
+
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sparse_on_replicas() -> None:
+    mesh = grid()
+    group = mesh["replicate"].get_group()
+    for scheme in SPARSE:
+        with case(scheme):
+            net = made(mesh["shard"])
+            handle = on(net, scheme, replicate=mesh["replicate"])
+            assert handle.part == f"shard{mesh['shard'].get_local_rank()}of2"
+            came, written = 0.0, 0.0
+            for step in range(4):
+                found = flat(backward(net, inputs(step)))
+                assert same_bits(*everywhere(found, group))
+                came += float(sum(mean(4, step)[name].sum() for name in SHAPES))
+                written += float(found.sum())
+            kept = handle.state_dict()["scheme"].get("residual", {})
+            assert all(report.sent == report.cost for report in handle.reports())
+            if kept:
+                assert set(kept) <= set(SHAPES)
+                total = torch.stack([part.sum() for part in kept.values()]).sum()
+                dist.all_reduce(total)
+                assert float(total) / 2 + written == came  # halves, exact
+            if isinstance(scheme, PerParameter):
+                wanted = mean(4, 3)
+                assert all(torch.equal(gradients(net)[name], wanted[name]) for name in SHAPES if "bias" in name)
+
+
+def accumulated_on_replicas() -> None:
+    mesh = grid()
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        for scheme in (Dense(), TopK(density=1.0)):
+            net = made(mesh["shard"])
+            handle = on(net, scheme, replicate=mesh["replicate"])
+            for step in range(2):
+                net.zero_grad()
+                for part in range(2):
+                    getattr(net, switch)(part == 1)
+                    net(inputs(2 * step + part)).backward()
+                both = [mean(4, 2 * step), mean(4, 2 * step + 1)]
+                assert same(gradients(net), {name: both[0][name] + both[1][name] for name in SHAPES})
+            assert len(handle.reports()) == 8
+
+
+def both_axes() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    across = on(net, TopK(density=1.0), replicate=mesh["replicate"])
+    inside = on(net, OkTopk(density=1.0))
+    assert same(backward(net, inputs(0)), mean(4, 0))
+    assert [len(handle.reports()) for handle in (across, inside)] == [4, 4]
+
+
+def saved(handle: Handle) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(folder: Path) -> None:
+    mesh = grid()
+    for number, (scheme, axes, shard) in enumerate(
+        [
+            (OkTopk, {"replicate": mesh["replicate"]}, mesh["shard"]),
+            (MiCRO, {"replicate": mesh["replicate"]}, mesh["shard"]),
+            (OkTopk, {}, None),
+        ]
+    ):
+        first, second, third = made(shard), made(shard), made(shard)
+        a = on(first, scheme(density=0.1), **axes)
+        for step in range(3):
+            backward(first, inputs(step))
+        b, c = on(second, scheme(density=0.1), **axes), on(third, scheme(density=0.1), **axes)
+        b.load_state_dict(saved(a))
+        checkpoint.save(a, folder / str(number))
+        dist.barrier()
+        checkpoint.load(c, folder / str(number))
+        for step in range(3, 6):
+            wanted = backward(first, inputs(step))
+            for net in (second, third):
+                assert all(same_bits(found, wanted[name]) for name, found in backward(net, inputs(step)).items())
+        assert [r.details for r in b.reports()] == [r.details for r in a.reports()[-12:]]
+    wrong = saved(a)
+    wrong["rank"] = (wrong["rank"] + 1) % 4
+    with pytest.raises(ValueError, match="this is the state of rank"):
+        b.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="keeps something of 'else', which is no trained parameter"):
+        b.load_state_dict({**saved(a), "scheme": {"residual": {"else": torch.ones(3)}}})
+
+
+def detached() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    before = backward(net, inputs(0))
+    states = [vars(module._get_fsdp_state()._fsdp_param_groups[0]).copy() for module in _units(net)]
+    for options in ({}, {"replicate": mesh["replicate"]}):
+        if not options:
+            with pytest.warns(UserWarning, match="has 2 copies of each shard, and nothing reduces over them"):
+                handle = on(net, OkTopk(density=0.5), **options)
+        else:
+            handle = on(net, OkTopk(density=0.5), **options)
+        backward(net, inputs(0))
+        handle.detach()
+        assert same(backward(net, inputs(0)), before)
+        for module, state in zip(_units(net), states, strict=True):
+            now = vars(module._get_fsdp_state()._fsdp_param_groups[0])
+            for name in ("_reduce_scatter_comm", "_all_reduce_hook", "reduce_scatter_unused_params"):
+                assert now[name] is state[name]
+        assert len(handle.reports()) == 4
+
+
+def _units(net: Net) -> list[FSDPModule]:
+    return [module for module in net.modules() if isinstance(module, FSDPModule)]
+
+
+def overflow_on_replicas() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    handle = on(net, OkTopk(density=0.1), replicate=mesh["replicate"])
+    backward(net, inputs(0))
+    before = handle.state_dict()["scheme"]["residual"]
+    bad = inputs(1)
+    if dist.get_rank() == 1:
+        bad["last.bias"][0] = torch.nan  # of shard 0
+    found = backward(net, bad)
+    assert same_bits(*everywhere(flat(found).nan_to_num(99.0), mesh["replicate"].get_group()))
+    assert found["last.bias"][:4].isnan().all()
+    assert found["last.bias"][4:].isfinite().all()
+    after = handle.state_dict()["scheme"]["residual"]
+    if mesh["shard"].get_local_rank() == 0:
+        assert all(torch.equal(after[name], before[name]) for name in ("last.bias", "last.weight"))
+    assert backward(net, inputs(2))["last.bias"].isfinite().all()
+
+
+def replicas(folder: Path) -> None:
+    for part in (sparse_on_replicas, accumulated_on_replicas, both_axes, detached, overflow_on_replicas):
+        with case(part.__name__):
+            part()
+    resumed(folder)
+
+
+def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing(tmp_path: Path) -> None:
+    run(replicas, 4, folder=tmp_path)
+
+
+class Unlucky(Stateless):
+    """A dense reduction that fails on rank 1 at step 1 in one module."""
+
+    name = "unlucky"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if (bucket.step, bucket.key, comm.rank) == (1, "middle", 1):
+            raise ValueError("no luck today")
+        return Dense(form="ring").reduce(bucket, comm)
+
+
+def followed(optimizer: torch.optim.Optimizer, net: Net, handle: Handle) -> None:
+    """When the learning rate halves, residuals double: before they join the next gradient."""
+    backward(net, inputs(0))
+    before = handle.state_dict()["scheme"]["residual"]
+    optimizer.param_groups[0]["lr"] = 0.25
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    written = backward(net, zeros)
+    after = handle.state_dict()["scheme"]["residual"]
+    total = flat(after)
+    for each in (total, before_total := flat(before)):
+        dist.all_reduce(each)
+    assert torch.equal(total + 2 * flat(written), 2 * before_total)
+
+
+def failures_and_rates() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net = made(mesh["shard"])
+    on(net, Unlucky(), replicate=mesh["replicate"])
+    for step in range(4):
+        if step == 1:
+            with pytest.raises(RuntimeError, match="unlucky failed on bucket|was not reduced"):
+                backward(net, inputs(step))
+            as_fsdp(net).reset_iter_state()
+        else:
+            assert same(backward(net, inputs(step)), mean(2, step))
+    for shard, axes in ((mesh["shard"], {"replicate": mesh["replicate"]}), (None, {})):
+        net = made(shard)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        followed(optimizer, net, on(net, OkTopk(density=0.1), optimizer=optimizer, **axes))
+    premultiplied = made()
+    on(premultiplied, Dense())
+    each_unit(premultiplied, lambda unit: unit.set_gradient_divide_factor(3.0))
+    with pytest.raises(
+        ValueError, match=r"asked for PREMUL_SUM in module .* set_force_sum_reduction_for_comms\(True\)"
+    ):
+        backward(premultiplied, inputs(0))
+
+
+def refused(words: str, net: nn.Module, scheme: Scheme, error: type[Exception], **options: Any) -> None:
+    """The doctor finds it, and attach refuses it with the same words."""
+    assert words in str(sparsync.doctor(net, scheme, **options)[0])
+    with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
+        sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net, single = made(), made(mesh["shard"])
+    refused("micro has no reduce-scatter", net, MiCRO(), ValueError)
+    refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
+    refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
+    refused("node_size must be 1 on a shard axis, got 2", net, SkipReduce(node_size=2), ValueError)
+    refused("give names or patterns", net, SkipReduce(protect="auto"), ValueError)
+    refused("the shard axis has 1 rank", single, SkipReduce(), ValueError)
+    refused("give it the shard axis only", made(mesh), TopK(), RuntimeError)
+    refused(
+        "ranks [0, 1] are on the shard axis and on the replicate axis".replace("[", "").replace("]", "")[:5],
+        net,
+        TopK(),
+        ValueError,
+        replicate=mesh["replicate"],
+    )
+    with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
+        sparsync.attach(single, TopK(), replicate=mesh)
+    factored = made()
+    each_unit(factored, lambda unit: unit.set_gradient_divide_factor(3.0))
+    refused("call set_force_sum_reduction_for_comms(True)", factored, Dense(), RuntimeError)
+    allocating = made()
+    each_unit(allocating, lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True))
+    refused("a module has a reduce-scatter of its own already", allocating, Dense(), RuntimeError)
+    on(net, Dense())
+    refused("call detach() on the other handle", net, Dense(), RuntimeError)
+    on(single, Dense(), replicate=mesh["replicate"])
+    refused("a module has an all-reduce hook already", single, Dense(), RuntimeError, replicate=mesh["replicate"])
+    with pytest.raises(TypeError, match="wrapped by DistributedDataParallel or fully_shard, got Linear"):
+        sparsync.doctor(nn.Linear(2, 2), Dense())
+    with pytest.warns(UserWarning, match=r"protect='\*\.bais' matches no parameter"):
+        on(made(), SkipReduce(protect=["*.bais"]))
+    apart = made(mesh["shard"])
+    with torch.no_grad():
+        next(apart.parameters()).to_local()[0, 0] += dist.get_rank()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RuntimeError, match="ranks must agree, but rank . has .* and parameters .*same checkpoint"):
+        on(apart, TopK(), replicate=mesh["replicate"])
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has SkipReduce\(skip="):
+        on(made(), SkipReduce(skip=dist.get_rank()))
+
+
+def pair() -> None:
+    for part in (failures_and_rates, refusals):
+        with case(part.__name__):
+            part()
+
+
+def test_failures_reach_every_rank_and_what_cannot_work_is_refused_with_its_cure() -> None:
+    run(pair, 2)
