@@ -53,7 +53,7 @@ class Fsdp2Handle(Handle):
         """Has a bucket reduced; returns when that is done, or at once where nobody reads `into` before the backward pass ends."""
         prepare = self._follow_rates() if len(self._seen) == 1 else None
         self._late.append(self._dispatcher.submit(bucket, scheme, prepare))
-        allowed = self._in_flight(bucket.grad) if unit.reads_late(into.dtype) else 0
+        allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.dtype) else 0
         try:
             while len(self._late) > allowed:
                 self._late.pop(0).wait()
@@ -61,7 +61,7 @@ class Fsdp2Handle(Handle):
             self._abandon()
             raise
 
-    def _in_flight(self, buffer: Tensor) -> int:
+    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
         """How many buffers like this one may be under way at once."""
         return len(self._units)
 
@@ -86,6 +86,15 @@ class Fsdp2Handle(Handle):
             self._late = late  # all of them have ended or will soon: a failed step fails as a whole
             self._abandon()
             raise
+
+    def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
+        """The error of a step that ends because a buffer lacks parameters."""
+        self._abandon()
+        wanted = sum(each.length for each in unit.sharded())
+        return RuntimeError(
+            f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
+            "gradient, and this scheme must know which; leave set_reduce_scatter_unused_params(True), as attach set it"
+        )
 
     def _abandon(self) -> None:
         """Forgets a step that failed; the next unit opens another."""
@@ -138,6 +147,7 @@ class ShardHandle(Fsdp2Handle):
     def reduce_scatter(self, unit: Unit, x: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
         """Fills `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            self._abandon()
             raise ValueError(
                 f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
@@ -145,14 +155,17 @@ class ShardHandle(Fsdp2Handle):
         _, P = self.place
         lengths = unit.lengths(out.numel())
         if lengths is None and self.scheme.by_name:
-            raise _incomplete(unit, out)
+            raise self._incomplete(unit, out)
         layout = pieces([("parameters", out.numel())] if lengths is None else lengths, P)
         bucket = Bucket(unit.key, x, self._open(unit), layout)
         self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG), out)
 
-    def _in_flight(self, buffer: Tensor) -> int:
-        """One while the next is made: each is a whole gradient. On CUDA none, as FSDP2 gives its memory away once this returns."""
-        return 1 if buffer.device.type == "cpu" else 0
+    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """One while the next is made: each is a whole gradient. None where an all-reduce hook reads the result at once.
+
+        On CUDA none either, as FSDP2 gives the buffer's memory away once this returns.
+        """
+        return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
 
     def _pieces(self, kept: Mapping[str, Tensor]) -> list[tuple[Sharded, list[Tensor]]]:
         _, owners = self.place
@@ -193,14 +206,14 @@ class ReplicateHandle(Fsdp2Handle):
         if before is not None and before.shape == shard.shape:
             shard += before
         elif before is not None:
-            raise _incomplete(unit, shard)
+            raise self._incomplete(unit, shard)
         if not unit.all_reduces_now:
             self._partial[unit.key] = shard.clone()
             shard.zero_()
             return
         lengths = unit.lengths(shard.numel())
         if lengths is None:
-            raise _incomplete(unit, shard)
+            raise self._incomplete(unit, shard)
         self._submit(unit, Bucket(unit.key, shard, self._open(unit), laid_out(lengths)), self.scheme, shard)
 
     def _abandon(self) -> None:
@@ -270,11 +283,3 @@ def attach_fsdp2(
 
 def _named(op: Any) -> str:
     return "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)
-
-
-def _incomplete(unit: Unit, shard: Tensor) -> RuntimeError:
-    wanted = sum(each.length for each in unit.sharded())
-    return RuntimeError(
-        f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no gradient, "
-        "and this scheme must know which; leave set_reduce_scatter_unused_params(True), as attach set it"
-    )
