@@ -1,5 +1,6 @@
 """A model under fully_shard whose gradients are known beforehand, small whole numbers, and what can be seen of it from outside."""
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+import sparsync
 from known_gradients import whole_numbers
+from sparsync.hooks.handle import Handle
+from sparsync.protocols import Scheme
 
 TIMEOUT_S = 20.0  # longer than any step that works
 Inputs = Mapping[str, Tensor]
@@ -121,3 +125,28 @@ def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             do(module)
+
+
+def on(net: Net, scheme: Scheme, **options: Any) -> Handle:
+    """attach, with a timeout for tests."""
+    return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def conserved(handle: Handle, net: Net, steps: int) -> None:
+    """Sum of residuals + P x what was written = what came in; all of it."""
+    P = dist.get_world_size()
+    came, written = torch.zeros(COUNT), torch.zeros(COUNT)
+    for step in range(steps):
+        came += flat({name: sum((known(r, step, name) for r in range(P)), torch.zeros(())) for name in SHAPES})
+        written += P * flat(backward(net, inputs(step)))
+        kept = flat(handle.state_dict()["scheme"]["residual"])
+        assert torch.equal(sum(everywhere(kept), torch.zeros(COUNT)) + written, came)
+    assert all(report.sent == report.cost for report in handle.reports())
+
+
+def saved(handle: Handle) -> dict[str, Any]:
+    """What a checkpoint gives back."""
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -1,8 +1,7 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, what is kept back is kept, and what is sent is counted."""
 
-import ast
-import io
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +9,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import sparsync
 from distributed import case, run
 from fsdp_training import (
-    COUNT,
-    KEYS,
     SHAPES,
     TIMEOUT_S,
     Net,
     as_fsdp,
     backward,
+    conserved,
     each_unit,
     everywhere,
     flat,
     gradients,
     inputs,
-    known,
     made,
     mean,
+    on,
     same,
+    saved,
 )
 from laws.world import same_bits
 from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
@@ -43,191 +42,6 @@ from sparsync.protocols import Comm, Scheme
 from sparsync.schemes.base import Stateless
 
 pytestmark = pytest.mark.distributed
-
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def on(net: Net, scheme: Scheme, **options: Any) -> Handle:
-    return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
-
-
-def offsets(report: Report) -> list[int]:
-    found = ast.literal_eval(str(report.details["offsets"]))
-    assert isinstance(found, list)
-    return found
-
-
-def mean_over_contributors(name: str, step: int, left_out: list[int], protected: bool = False) -> Tensor:
-    """What a reduce-scatter over all ranks should leave: the rows of each owner's shard, averaged over those it heard."""
-    P = dist.get_world_size()
-    rows = torch.arange(SHAPES[name][0])
-    owners = rows // -(-SHAPES[name][0] // P)
-    result = torch.empty(SHAPES[name])
-    for owner in range(P):
-        there = [r for r in range(P) if protected or (r - owner) % P not in left_out]
-        total = torch.stack([known(r, step, name) for r in there]).sum(0)
-        result[owners == owner] = (total / len(there))[owners == owner]
-    return result
-
-
-def exact_on_the_shard_axis() -> None:
-    P = dist.get_world_size()
-    for dtype in TYPES:
-        with case(dtype):
-            plain, ours = made(dtype=dtype), made(dtype=dtype)
-            handle = on(ours, SkipReduce(skip=0) if dtype == torch.bfloat16 else Dense())
-            for step in range(2):
-                wanted = backward(plain, inputs(step, dtype))
-                assert same(wanted, mean(P, step, dtype))
-                assert same(backward(ours, inputs(step, dtype)), wanted)
-            assert {report.key for report in handle.reports()} == set(KEYS)
-            assert [report.step for report in handle.reports()] == [0] * 4 + [1] * 4
-            assert all(report.sent == report.cost for report in handle.reports())
-    for reduced in (torch.float32, torch.bfloat16, torch.float16):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-        plain, ours = made(mp_policy=policy), made(mp_policy=policy)
-        on(ours, Dense())
-        assert same(backward(ours, inputs(0)), backward(plain, inputs(0)))
-    for factor in (8.0, 3.0):
-        plain, ours = made(), made()
-        for net in (plain, ours):
-            each_unit(net, lambda unit, factor=factor: unit.set_gradient_divide_factor(factor))
-            each_unit(net, lambda unit: unit.set_force_sum_reduction_for_comms(True))
-        on(ours, Dense())
-        assert same(backward(ours, inputs(0)), backward(plain, inputs(0)))
-
-
-def skipping_on_the_shard_axis() -> None:
-    P = dist.get_world_size()
-    for skip in (1, 2, P - 1):
-        net = made()
-        handle = on(net, SkipReduce(skip=skip, protect=["first.bias"] if skip == 2 else ()))
-        drawn: dict[str, list[int]] = {}
-        for step in range(3):
-            found = backward(net, inputs(step))
-            reports = {report.key: report for report in handle.take_reports()}
-            for name, grad in found.items():
-                key = name.partition(".")[0] if "." in name else "(root)"
-                protected = skip == 2 and name == "first.bias"
-                assert torch.equal(grad, mean_over_contributors(name, step, offsets(reports[key]), protected))
-            for key, report in reports.items():
-                assert len(offsets(report)) == skip
-                assert report.sent == report.cost
-                drawn[key] = drawn.get(key, []) + offsets(report)
-                chunk = 4 * report.elements // P
-                kept = 4 * 2 if skip == 2 and key == "first" else 0  # two elements of the bias on each rank
-                assert report.cost.nbytes == (P - 1 - skip) * chunk + skip * kept
-        mine = torch.tensor([offset for each in drawn.values() for offset in each])
-        assert all(torch.equal(theirs, mine) for theirs in everywhere(mine))
-        assert all(sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values())  # P-1 steps: all alike
-    scaled = made()
-    each_unit(scaled, lambda unit: unit.set_force_sum_reduction_for_comms(True))
-    handle = on(scaled, SkipReduce(skip=2))
-    found = backward(scaled, inputs(0))
-    for report in handle.reports():
-        for name in (name for name in found if name.startswith(report.key)):
-            assert torch.equal(found[name], mean_over_contributors(name, 0, offsets(report)))
-
-
-def conserved(handle: Handle, net: Net, steps: int) -> None:
-    """Sum of residuals + P x what was written = what came in; all of it."""
-    P = dist.get_world_size()
-    came, written = torch.zeros(COUNT), torch.zeros(COUNT)
-    for step in range(steps):
-        came += flat({name: sum((known(r, step, name) for r in range(P)), torch.zeros(())) for name in SHAPES})
-        written += P * flat(backward(net, inputs(step)))
-        kept = flat(handle.state_dict()["scheme"]["residual"])
-        assert torch.equal(sum(everywhere(kept), torch.zeros(COUNT)) + written, came)
-    assert all(report.sent == report.cost for report in handle.reports())
-
-
-def kept_on_the_shard_axis() -> None:
-    for scheme in (SkipReduce(skip=2, feedback=True), OkTopk(density=0.1), OkTopk(density=0.1, dense_steps=1)):
-        with case(scheme):
-            net = made()
-            handle = on(net, scheme)
-            conserved(handle, net, 4)
-            assert flat(handle.state_dict()["scheme"]["residual"]).any()
-    net = made()
-    handle = on(net, OkTopk(density=1.0))
-    for step in range(2):
-        assert same(backward(net, inputs(step)), mean(dist.get_world_size(), step))
-    for report in handle.reports():
-        assert report.details["sent_count"] <= report.elements - report.elements // 4
-
-
-def changing_sizes() -> None:
-    """A parameter that nobody uses at some steps: where names do not matter FSDP2 leaves it out, else it counts as zero."""
-    P = dist.get_world_size()
-    net = made()
-    handle = on(net, SkipReduce(skip=1))
-    for step in range(4):
-        found = backward(net, inputs(step, leave_out="middle.weight" if step % 2 else ""))
-        assert ("middle.weight" in found) == (step % 2 == 0)
-        report = next(report for report in handle.take_reports() if report.key == "middle")
-        assert report.elements == P * (2 if step % 2 else 2 + 6)
-        assert torch.equal(found["middle.bias"], mean_over_contributors("middle.bias", step, offsets(report)))
-    net = made()
-    handle = on(net, OkTopk(density=1.0))
-    found = backward(net, inputs(0, leave_out="middle.weight"))
-    assert not found["middle.weight"].any()
-    each_unit(net, lambda unit: unit.set_reduce_scatter_unused_params(False))
-    with pytest.raises(RuntimeError, match="module 'middle' came with 2 elements a shard, and its .* have 8"):
-        backward(net, inputs(1, leave_out="middle.weight"))
-    as_fsdp(net).reset_iter_state()
-    assert same(backward(net, inputs(2)), mean(P, 2))
-
-
-def accumulated() -> None:
-    P = dist.get_world_size()
-    for scheme in (Dense(), OkTopk(density=1.0)):
-        net = made()
-        handle = on(net, scheme)
-        for step in range(2):
-            net.zero_grad()
-            for part in range(3):
-                as_fsdp(net).set_requires_gradient_sync(part == 2)
-                net(inputs(3 * step + part)).backward()
-            parts = [mean(P, 3 * step + part) for part in range(3)]
-            assert same(gradients(net), {name: parts[0][name] + parts[1][name] + parts[2][name] for name in SHAPES})
-        assert len(handle.reports()) == 8
-        net(inputs(6)).backward()  # without zero_grad: added to what is there
-        wanted = {name: sum(mean(P, step)[name] for step in (3, 4, 5, 6)) for name in SHAPES}
-        assert all(torch.equal(gradients(net)[name], wanted[name]) for name in SHAPES)
-
-
-def overflow_on_the_shard_axis() -> None:
-    for scheme in (SkipReduce(skip=1, feedback=True), OkTopk(density=0.1)):
-        net = made()
-        handle = on(net, scheme)
-        backward(net, inputs(0))
-        before = handle.state_dict()["scheme"]["residual"]
-        bad = inputs(1)
-        if dist.get_rank() == 1:
-            bad["middle.weight"][3, 1] = torch.inf
-        found = backward(net, bad)
-        assert all(grad.isnan().all() for name, grad in found.items() if name.startswith("middle"))
-        assert all(grad.isfinite().all() for name, grad in found.items() if not name.startswith("middle"))
-        after = handle.state_dict()["scheme"]["residual"]
-        assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("middle"))
-        assert backward(net, inputs(2))["middle.weight"].isfinite().all()
-
-
-def shard_axis() -> None:
-    for part in (
-        exact_on_the_shard_axis,
-        skipping_on_the_shard_axis,
-        kept_on_the_shard_axis,
-        changing_sizes,
-        accumulated,
-        overflow_on_the_shard_axis,
-    ):
-        with case(part.__name__):
-            part()
-
-
-def test_on_the_shard_axis_the_mean_is_over_contributors_and_nothing_kept_back_is_lost() -> None:
-    run(shard_axis, 4)
 
 
 def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
@@ -335,42 +149,39 @@ def both_axes() -> None:
     assert [len(handle.reports()) for handle in (across, inside)] == [4, 4]
 
 
-def saved(handle: Handle) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(handle.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def resumed(folder: Path) -> None:
     mesh = grid()
-    for number, (scheme, axes, shard) in enumerate(
-        [
-            (OkTopk, {"replicate": mesh["replicate"]}, mesh["shard"]),
-            (MiCRO, {"replicate": mesh["replicate"]}, mesh["shard"]),
-            (OkTopk, {}, None),
-        ]
-    ):
-        first, second, third = made(shard), made(shard), made(shard)
-        a = on(first, scheme(density=0.1), **axes)
-        for step in range(3):
-            backward(first, inputs(step))
-        b, c = on(second, scheme(density=0.1), **axes), on(third, scheme(density=0.1), **axes)
-        b.load_state_dict(saved(a))
-        checkpoint.save(a, folder / str(number))
-        dist.barrier()
-        checkpoint.load(c, folder / str(number))
-        for step in range(3, 6):
-            wanted = backward(first, inputs(step))
-            for net in (second, third):
-                assert all(same_bits(found, wanted[name]) for name, found in backward(net, inputs(step)).items())
-        assert [r.details for r in b.reports()] == [r.details for r in a.reports()[-12:]]
+    axes = {"replicate": mesh["replicate"]}
+    go_on(folder / "shards", MiCRO, mesh["shard"], axes)
+    go_on(folder / "replicas", OkTopk, mesh["shard"], axes)
+    a, b = go_on(folder / "alone", OkTopk, None, {})
     wrong = saved(a)
     wrong["rank"] = (wrong["rank"] + 1) % 4
     with pytest.raises(ValueError, match="this is the state of rank"):
         b.load_state_dict(wrong)
     with pytest.raises(ValueError, match="keeps something of 'else', which is no trained parameter"):
         b.load_state_dict({**saved(a), "scheme": {"residual": {"else": torch.ones(3)}}})
+
+
+def go_on(
+    folder: Path, scheme: Callable[..., Scheme], shard: DeviceMesh | None, axes: dict[str, Any]
+) -> tuple[Handle, Handle]:
+    """Three steps, then three with the state that was saved; by hand and in a checkpoint."""
+    first, second, third = made(shard), made(shard), made(shard)
+    a = on(first, scheme(density=0.1), **axes)
+    for step in range(3):
+        backward(first, inputs(step))
+    b, c = on(second, scheme(density=0.1), **axes), on(third, scheme(density=0.1), **axes)
+    b.load_state_dict(saved(a))
+    checkpoint.save(a, folder)
+    dist.barrier()
+    checkpoint.load(c, folder)
+    for step in range(3, 6):
+        wanted = backward(first, inputs(step))
+        for net in (second, third):
+            assert all(same_bits(found, wanted[name]) for name, found in backward(net, inputs(step)).items())
+    assert [report.details for report in b.reports()] == [report.details for report in a.reports()[-12:]]
+    return a, b
 
 
 def detached() -> None:
@@ -508,7 +319,7 @@ def failures_and_rates() -> None:
     on(net, Unlucky(), replicate=mesh["replicate"])
     for step in range(4):
         if step == 1:
-            with pytest.raises(RuntimeError, match="unlucky failed on bucket|was not reduced"):
+            with pytest.raises(RuntimeError, match=r"unlucky failed on bucket|was not reduced"):
                 backward(net, inputs(step))
             as_fsdp(net).reset_iter_state()
         else:
@@ -535,7 +346,8 @@ def refused(words: str, net: nn.Module, scheme: Scheme, error: type[Exception], 
 
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    net, single = made(), made(mesh["shard"])
+    net, single, copied = made(), made(mesh["shard"]), Net()
+    replicate(copied, mesh=mesh["replicate"])  # which changes its type
     refused("micro has no reduce-scatter", net, MiCRO(), ValueError)
     refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
     refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
@@ -566,7 +378,7 @@ def refusals() -> None:
     apart = made(mesh["shard"])
     with torch.no_grad():
         next(apart.parameters()).to_local()[0, 0] += dist.get_rank()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RuntimeError, match="ranks must agree, but rank . has .* and parameters .*same checkpoint"):
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has .* and parameters .*same checkpoint"):
         on(apart, TopK(), replicate=mesh["replicate"])
     with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has SkipReduce\(skip="):
         on(made(), SkipReduce(skip=dist.get_rank()))

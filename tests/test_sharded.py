@@ -21,26 +21,26 @@ LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
 
 @pytest.mark.parametrize("P", WORLDS)
 def test_each_chunk_has_the_sum_of_its_contributors_and_of_everybody_where_nobody_is_left_out(P: int) -> None:
-    always = (Span(1, 3),)
-    for m in (0, 4):
+    for m, always in ((0, ()), (4, ()), (4, (Span(1, 3),))):
         for skip in range(min(P, 4)):
             for offsets in combinations(range(1, P), skip):
-                for spans in ((), always if m else ()):
+                for owner, out in enumerate(summed(P, m, Plan(offsets), always)):
+                    wanted = torch.full((m,), sum(2.0**r for r in range(P) if (r - owner) % P not in offsets))
+                    for span in always:
+                        span.of(wanted).fill_(2.0**P - 1)
+                    assert torch.equal(out, wanted)
 
-                    def program(
-                        comm: MeteredComm, m: int = m, plan: Plan = Plan(offsets), spans: tuple = spans
-                    ) -> Tensor:
-                        x, out = torch.full((P * m,), 2.0**comm.rank), torch.full((m,), torch.nan)
-                        owned.reduce_scatter(x, out, comm, plan, spans)
-                        assert comm.take()[0] == owned.cost(m, 4, P, comm.rank, plan, spans)
-                        return out
 
-                    for owner, out in enumerate(LocalWorld(P).run(lambda comm, run=program: run(MeteredComm(comm)))):
-                        there = sum(2.0**r for r in range(P) if (r - owner) % P not in offsets)
-                        wanted = torch.full((m,), there)
-                        for span in spans:
-                            span.of(wanted).fill_(2.0**P - 1)
-                        assert torch.equal(out, wanted)
+def summed(P: int, m: int, plan: Plan, always: tuple[Span, ...]) -> list[Tensor]:
+    """What each owner gets when rank r has 2^r everywhere."""
+
+    def program(comm: MeteredComm) -> Tensor:
+        x, out = torch.full((P * m,), 2.0**comm.rank), torch.full((m,), torch.nan)
+        owned.reduce_scatter(x, out, comm, plan, always)
+        assert comm.take()[0] == owned.cost(m, 4, P, comm.rank, plan, always)
+        return out
+
+    return LocalWorld(P).run(lambda comm: program(MeteredComm(comm)))
 
 
 @pytest.mark.parametrize("P", WORLDS[1:])

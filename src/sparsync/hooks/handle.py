@@ -101,6 +101,10 @@ class Handle:
         if self._rates:
             self._rates.applied = dict(rates)
 
+    def detach(self) -> None:
+        """Gives the model back as it was before `attach`. Only FSDP2 can: raises RuntimeError for DistributedDataParallel."""
+        raise RuntimeError("DistributedDataParallel keeps a hook for good; wrap the module anew to train without one")
+
     def _follow_rates(self) -> Callable[[], None] | None:
         """What puts the residuals in terms of the present learning rates, to be run before this step's first bucket."""
         factors = self._rates.factors() if self._rates is not None else {}
