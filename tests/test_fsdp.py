@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sparsync
 from distributed import case, run
@@ -228,8 +228,14 @@ def overflow_on_replicas() -> None:
     assert backward(net, inputs(2))["last.bias"].isfinite().all()
 
 
+def documented() -> None:
+    """What docs/fsdp2.md shows runs as it stands."""
+    text = (Path(__file__).parent.parent / "docs" / "fsdp2.md").read_text()
+    exec(text.partition("```python\n")[2].partition("```")[0], {})
+
+
 def replicas(folder: Path) -> None:
-    for part in (sparse_on_replicas, accumulated_on_replicas, both_axes, detached, overflow_on_replicas):
+    for part in (sparse_on_replicas, accumulated_on_replicas, both_axes, detached, overflow_on_replicas, documented):
         with case(part.__name__):
             part()
     resumed(folder)
@@ -337,7 +343,7 @@ def failures_and_rates() -> None:
         backward(premultiplied, inputs(0))
 
 
-def refused(words: str, net: nn.Module, scheme: Scheme, error: type[Exception], **options: Any) -> None:
+def refused(words: str, net: Any, scheme: Scheme, error: type[Exception], **options: Any) -> None:  # Any: torch's stubs
     """The doctor finds it, and attach refuses it with the same words."""
     assert words in str(sparsync.doctor(net, scheme, **options)[0])
     with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
@@ -347,7 +353,7 @@ def refused(words: str, net: nn.Module, scheme: Scheme, error: type[Exception], 
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net, single, copied = made(), made(mesh["shard"]), Net()
-    replicate(copied, mesh=mesh["replicate"])  # which changes its type
+    replicate(copied, mesh=mesh["replicate"])
     refused("micro has no reduce-scatter", net, MiCRO(), ValueError)
     refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
     refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
@@ -361,6 +367,10 @@ def refusals() -> None:
     refused("which may share only this rank", net, TopK(), ValueError, replicate=mesh["replicate"])
     with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
         sparsync.attach(single, TopK(), replicate=mesh)
+    parallel = nn.Linear(4, 4)
+    parallel.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["shard"], [Shard(0)]))
+    parallel.bias = nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]))
+    refused("tensor parallelism", fully_shard(parallel, mesh=mesh["replicate"]), Dense(), RuntimeError)
     factored = made()
     each_unit(factored, lambda unit: unit.set_gradient_divide_factor(3.0))
     refused("call set_force_sum_reduction_for_comms(True)", factored, Dense(), RuntimeError)

@@ -88,6 +88,8 @@ KEEPING = (
     OkTopk(density=0.2),
     OkTopk(density=0.01),
     OkTopk(density=1.0),
+    OkTopk(density=0.2, values="int8"),
+    OkTopk(density=0.2, values="bfloat16"),
 )
 
 
@@ -139,13 +141,29 @@ def test_overflow_on_one_rank_is_nan_on_all_and_changes_nothing_kept() -> None:
             found[4] = torch.inf
         return found
 
-    for scheme in (SkipReduce(skip=1, feedback=True), OkTopk(density=0.2)):
+    for scheme in (
+        SkipReduce(skip=1, feedback=True),
+        OkTopk(density=0.2),
+        OkTopk(density=0.2, values="int4"),
+        OkTopk(density=0.2, values="float16"),
+    ):
         for before, after in zip(
             world(scheme, P, 2, True, torch.float32, good), world(scheme, P, 3, True, torch.float32, bad), strict=True
         ):
             assert after[0][2].isnan().all()
             assert torch.equal(before[2], after[2])
             assert after[1][2].details == {"overflow": True}
+
+
+def test_what_float16_cannot_carry_is_overflow_on_all_ranks() -> None:
+    P, good = 3, whole(3)
+
+    def large(rank: int, step: int) -> Tensor:
+        return good(rank, step) + (1e6 if (rank, step) == (1, 1) else 0.0) * (torch.arange(15) == 1)
+
+    for chunks, reports, _ in world(OkTopk(density=0.2, values="float16"), P, 2, True, torch.float32, large):
+        assert chunks[1].isnan().all()
+        assert reports[1].details == {"overflow": True}
 
 
 def test_oktopk_sends_no_more_than_its_share() -> None:

@@ -24,7 +24,7 @@ from sparsync.schemes.skip_reduce import SkipReduce
 from sparsync.selection.parameters import Part, matches
 from sparsync.selection.topk import count_for
 from sparsync.stations import station
-from sparsync.wire import raw
+from sparsync.wire.elements import Elements
 
 FLAG_NBYTES = 4  # an int32 to each rank: whether this one met NaN or Inf
 
@@ -185,28 +185,41 @@ class Splitting(_KeptByPiece):
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         n, P, m = bucket.grad.numel(), comm.size, out.numel()
-        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
         total = self.feedback.accumulate(bucket, comm.rank)
-        own = Span(comm.rank * m, (comm.rank + 1) * m)
         chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
+        own = chunks[comm.rank]
         with station("select"):
-            mine = self._selected(total.acc, own, count_for(density, n), P) if total.finite else _alarm(total.acc, own)
-        region = own.of(total.acc).clone()
-        outgoing, incoming = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, raw)
-        cost = sparse_allreduce.split_and_reduce_cost(outgoing, region.dtype, comm.rank, raw)
-        if not total.finite or not bool(region.isfinite().all()):  # a host sync: nothing must be cleared then
+            mine = self._selected(total.acc, own, bucket.step, P) if total.finite else None
+        if mine is None or not self._fits(mine.value):
+            mine = _alarm(total.acc, own)
+        region, codec = own.of(total.acc).clone(), Elements(self.config.values)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
+        cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, chunks, region.dtype, comm.rank, codec)
+        share = P if average else 1
+        out.copy_(region / share)
+        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
             return _poisoned(self.name, bucket, out, cost)
         with station("apply"):
-            out.copy_(region / P if average else region)
             total.keep(bucket)
             own.of(total.residual).zero_()
             kernels.clear_(total.residual, mine.index)
+            if reduced.error is not None:
+                kernels.scatter_add_(total.residual, Sparse(mine.index, reduced.error, n))
+            if out.dtype != region.dtype:
+                own.of(total.residual).copy_(region - out.to(region.dtype) * share)  # what rounding to its type drops
         sent = mine.index.numel()
-        details = {"sent_count": sent, "received_count": sum(incoming), "overflow": False}
+        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
+        details = {"sent_count": sent, "received_count": received, "overflow": False}
         return Report(self.name, bucket.key, bucket.step, n, sent + m, n, cost, details=details)
 
-    def _selected(self, acc: Tensor, own: Span, k: int, P: int) -> Sparse:
+    def _selected(self, acc: Tensor, own: Span, step: int, P: int) -> Sparse:
+        density = 1.0 if step < self.config.dense_steps else self.config.density
+        k = count_for(density, acc.numel())
         return kernels.top_k_nonzero(acc, max(1, k - k // P), skip=own)
+
+    def _fits(self, value: Tensor) -> bool:
+        """Whether values arrive finite: float16 makes Inf of what is too large for it, which only one owner would see."""
+        return self.config.values != "float16" or kernels.all_finite(value.to(torch.float16))
 
 
 def _alarm(acc: Tensor, own: Span) -> Sparse:
