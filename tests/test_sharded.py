@@ -90,6 +90,7 @@ KEEPING = (
     OkTopk(density=1.0),
     OkTopk(density=0.2, values="int8"),
     OkTopk(density=0.2, values="bfloat16"),
+    OkTopk(density=0.2, residuals="bfloat16"),  # whole numbers this small fit
 )
 
 

@@ -182,6 +182,7 @@ class Splitting(_KeptByPiece):
             raise ValueError(f'rule must be "exact" on a shard axis, got {config.rule!r}; use OkTopk(density=...)')
         self.config = config
         self.name = config.name
+        self.feedback.precision = config.residuals
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         n, P, m = bucket.grad.numel(), comm.size, out.numel()
