@@ -1,6 +1,7 @@
 """attach on the shard axis of models under fully_shard over gloo: exact means, known contributors, nothing kept back is lost."""
 
 import ast
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from fsdp_training import (
     same,
 )
 from sparsync import Dense, OkTopk, Report, SkipReduce
+from sparsync.hooks import checkpoint
 
 pytestmark = pytest.mark.distributed
 
@@ -198,3 +200,30 @@ def shard_axis() -> None:
 
 def test_on_the_shard_axis_the_mean_is_over_contributors_and_nothing_kept_back_is_lost() -> None:
     run(shard_axis, 4)
+
+
+def keep(folder: Path) -> dict[str, Tensor]:
+    net = made()
+    handle = on(net, OkTopk(density=0.1))
+    backward(net, inputs(dist.get_world_size()))
+    checkpoint.save(handle, folder)
+    return handle.state_dict()["scheme"]["residual"]
+
+
+def take_up(folder: Path) -> dict[str, Tensor]:
+    net = made()
+    handle = on(net, OkTopk(density=0.1))
+    checkpoint.load(handle, folder)
+    backward(net, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    return {name: dist.get_world_size() * grad for name, grad in gradients(net).items()} | {
+        f"kept {name}": part for name, part in handle.state_dict()["scheme"]["residual"].items()
+    }
+
+
+def test_on_another_number_of_shards_nothing_kept_back_is_lost(tmp_path: Path) -> None:
+    old, new = run(keep, 4, folder=tmp_path), run(take_up, 2, folder=tmp_path)
+    for name in SHAPES:
+        kept = torch.stack([rank[name] for rank in old]).sum(0)
+        still = torch.stack([rank[f"kept {name}"] for rank in new]).sum(0)
+        assert kept.any()
+        assert torch.equal(new[0][name].flatten() + still, kept)
