@@ -203,6 +203,7 @@ def detached() -> None:
             for name in ("_reduce_scatter_comm", "_all_reduce_hook", "reduce_scatter_unused_params"):
                 assert now[name] is state[name]
         assert len(handle.reports()) == 4
+        assert handle.state_dict()["scheme"]["residual"].keys() == SHAPES.keys()
 
 
 def _units(net: Net) -> list[FSDPModule]:

@@ -100,6 +100,7 @@ class Dispatcher:
         """Ends the thread when all that was handed over is done; does not wait for that."""
         if self._thread is not None:
             self._jobs.put(None)
+            self._thread = None  # another one begins with the next job, if there is any
 
     def _put(self, job: _Job | threading.Event) -> None:
         if self._thread is None:
