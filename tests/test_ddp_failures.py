@@ -21,6 +21,7 @@ from ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
 from distributed import run
 from known_gradients import KnownGradients
 from sparsync import Bucket, Dense, Report, TopK
+from sparsync.hooks.ddp import DdpHandle
 from sparsync.protocols import Comm
 from sparsync.schemes.base import Stateless
 
@@ -179,6 +180,7 @@ class NoBucket:
 
 def hand_over_nothing() -> None:
     training = Training("dense")
+    assert isinstance(training.handle, DdpHandle)
     promised = training.handle.submit(NoBucket())  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuntimeError, match="ValueError: there is no gradient"):
         promised.wait()
@@ -214,7 +216,10 @@ def test_a_residual_that_cannot_be_rescaled_fails_the_step_and_not_the_thread() 
 
 def refusals() -> None:
     plain = nn.Linear(3, 3)
-    with pytest.raises(TypeError, match=r"attach takes a DistributedDataParallel model, got Linear; wrap it first"):
+    with pytest.raises(
+        TypeError,
+        match=r"attach takes a model wrapped by DistributedDataParallel or fully_shard, got Linear; wrap it first",
+    ):
         sparsync.attach(plain, Dense())  # pyright: ignore[reportArgumentType]
     ddp = DistributedDataParallel(plain)
     with pytest.raises(TypeError, match=r"attach takes a scheme such as sparsync\.TopK\(density=0\.01\), got 'topk'"):

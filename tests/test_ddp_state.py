@@ -19,8 +19,8 @@ from distributed import case, run
 from known_gradients import FEW, KnownGradients, row
 from laws.world import same_bits
 from sparsync import Report
-from sparsync.hooks import ddp as ddp_module
-from sparsync.hooks.ddp import Handle, _Rates
+from sparsync.hooks import handle as handle_module
+from sparsync.hooks.handle import Handle, _Rates
 
 pytestmark = pytest.mark.distributed
 
@@ -158,7 +158,7 @@ def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> No
 
 
 def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[Report]]:
-    ddp_module.KEPT_REPORTS = 12
+    handle_module.KEPT_REPORTS = 12
     training = Training("skip-default")
     training.step()
     training.step()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparsync.core import Report as Report
     from sparsync.core import Slot as Slot
     from sparsync.core import Span as Span
-    from sparsync.hooks.ddp import attach as attach
+    from sparsync.hooks.attach import attach as attach
     from sparsync.hooks.doctor import doctor as doctor
     from sparsync.hooks.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.dense import Dense as Dense
@@ -43,7 +43,7 @@ _HOME = {
     "Slot": "sparsync.core",
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
-    "attach": "sparsync.hooks.ddp",
+    "attach": "sparsync.hooks.attach",
     "doctor": "sparsync.hooks.doctor",
     "reduce_gradients": "sparsync.hooks.manual",
 }

@@ -65,6 +65,19 @@ def random_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[i
     return tuple(sorted(int(i) + 1 for i in draw[:skip]))
 
 
+def turning_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
+    """`skip` of the offsets 1..P-1, the same on all ranks, for where the owners of slices cannot change.
+
+    Every run of P-1 steps that starts at a multiple of P-1 leaves out each offset `skip` times, in random order: so each owner misses
+    all others equally often, not only in expectation.
+    """
+    if skip == 0:
+        return ()
+    turn, place = divmod(step, P - 1)
+    order = torch.randperm(P - 1, generator=generator(seed, f"turn/{key}", turn)).tolist()
+    return tuple(sorted(order[(place + j) % (P - 1)] + 1 for j in range(skip)))
+
+
 def random_shift(P: int, seed: int, key: str, step: int) -> int:
     """A shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
 

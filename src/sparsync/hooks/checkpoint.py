@@ -15,10 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from sparsync.feedback import redistributed
-from sparsync.hooks.ddp import Handle
+from sparsync.hooks.handle import Handle
 
-_NAME = "sparsync.rank{rank}of{ranks}"
-_PATTERN = re.compile(r"sparsync\.rank(\d+)of(\d+)")
 _SUFFIX = ".pt"
 
 
@@ -27,7 +25,7 @@ def save(handle: Handle, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = handle.state_dict()
-    file = folder / (_NAME.format(rank=state["rank"], ranks=state["ranks"]) + _SUFFIX)
+    file = folder / (_name(handle.part, state["rank"], state["ranks"]) + _SUFFIX)
     partly = file.with_suffix(".partly")
     torch.save(state, partly)
     partly.replace(file)
@@ -40,11 +38,12 @@ def load(handle: Handle, folder: str | Path) -> None:
     With the number of ranks of then, every rank gets its own state. With another one, new rank r gets the sum of the residuals of old
     ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; what cannot be carried over, such as
     thresholds of partitions, starts anew.
+    Under FSDP2 with a replicate axis this holds for the ranks with the same shard, whose number must stay.
     Raises ValueError when the folder lacks the states of some rank, or holds those of several numbers of ranks or of
     different steps.
     """
     folder = Path(folder)
-    files = {file.stem: file for file in folder.glob("*" + _SUFFIX) if _PATTERN.fullmatch(file.stem)}
+    files = {file.stem: file for file in folder.glob("sparsync.*" + _SUFFIX)}
     if files:
         _load(
             handle,
@@ -61,7 +60,7 @@ def entries(handle: Handle) -> dict[str, bytes]:
     state = handle.state_dict()
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return {_NAME.format(rank=state["rank"], ranks=state["ranks"]): buffer.getvalue()}
+    return {_name(handle.part, state["rank"], state["ranks"]): buffer.getvalue()}
 
 
 def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as Handle.state_dict
@@ -74,25 +73,31 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[
 
 
 def _load(handle: Handle, names: Sequence[str], read: Callable[[str], Mapping[str, Any]], folder: Path) -> None:
-    found = {(int(match[1]), int(match[2])) for match in map(_PATTERN.fullmatch, names) if match}
+    pattern = re.compile(_name(re.escape(handle.part), r"(\d+)", r"(\d+)"))
+    found = {(int(match[1]), int(match[2])) for match in map(pattern.fullmatch, names) if match}
     worlds = {then for _, then in found}
     if len(worlds) != 1:
         raise ValueError(
             f"{folder} holds the states of worlds of {sorted(worlds)} ranks; leave one of them there"
             if worlds
-            else f"{folder} holds no state of sparsync; save one there with sparsync.hooks.checkpoint.save on every rank"
+            else f"{folder} holds no state of sparsync{handle.part and f' for {handle.part}'}; save one there with "
+            "sparsync.hooks.checkpoint.save on every rank"
         )
     (then,) = worlds
     if missing := sorted(set(range(then)) - {rank for rank, _ in found}):
         raise ValueError(f"{folder} lacks the states of ranks {missing} of {then}; save on every rank, into one folder")
     rank, ranks = handle.place
-    states = [read(_NAME.format(rank=old, ranks=then)) for old in range(then)]
+    states = [read(_name(handle.part, old, then)) for old in range(then)]
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(
             f"the states in {folder} are of different steps, {sorted(steps)}; save on every rank between the same steps"
         )
     handle.load_state_dict(states[rank] if then == ranks else resized(states, rank, ranks))
+
+
+def _name(part: str, rank: int | str, ranks: int | str) -> str:
+    return f"sparsync.{part + '.' if part else ''}rank{rank}of{ranks}"
 
 
 def _entry_names(folder: Path) -> list[str]:

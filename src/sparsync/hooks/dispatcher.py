@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,16 +22,26 @@ from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report
-from sparsync.protocols import Scheme
+from sparsync.protocols import Comm
 
 EXIT_S = 5.0  # how long a process that ends waits for its dispatchers to close their connections
 ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
 
 
+@runtime_checkable
+class Reducer(Protocol):
+    """The part of a scheme that a dispatcher needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report: ...
+
+
 @dataclass
 class _Job:
     bucket: Bucket
-    scheme: Scheme
+    scheme: Reducer
     prepare: Callable[[], None] | None
     done: Future
     ready: Any  # the CUDA event after which the gradient is there; None on CPU. torch's stubs know two unrelated Event classes
@@ -39,15 +49,14 @@ class _Job:
 
 
 class Dispatcher:
-    """Reduces buckets with `scheme` over `comm` on a thread of its own, and hands each Report to `on_report` on that thread.
+    """Reduces buckets over `comm` on a thread of its own, and hands each Report to `on_report` on that thread.
 
     After a failure the ranks no longer agree on what comes next on the wire. So the failing rank closes its connections, which makes
     the others fail at once instead of waiting; on each of them the other buckets of that step fail too, with the same cause; and the
     next step starts on fresh connections, provided that all ranks come to the same one.
     """
 
-    def __init__(self, scheme: Scheme, comm: GroupComm, on_report: Callable[[Report], None]) -> None:
-        self._scheme = scheme
+    def __init__(self, comm: GroupComm, on_report: Callable[[Report], None]) -> None:
         self._group = comm
         self._comm = MeteredComm(comm)
         self._on_report = on_report
@@ -57,16 +66,15 @@ class Dispatcher:
         # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
         self._failure: tuple[int, str] | None = None
 
-    def submit(self, bucket: Bucket, prepare: Callable[[], None] | None = None, scheme: Scheme | None = None) -> Future:
-        """A future that becomes `bucket.grad` once it is reduced, after `prepare` has run on the dispatcher's thread.
+    def submit(self, bucket: Bucket, scheme: Reducer, prepare: Callable[[], None] | None = None) -> Future:
+        """A future that becomes `bucket.grad` once `scheme` has reduced it, after `prepare` has run on the dispatcher's thread.
 
-        `scheme` takes the place of the dispatcher's own for this bucket. Returns at once; what goes wrong, in `prepare` too, is raised
-        by the future.
+        Returns at once; what goes wrong, in `prepare` too, is raised by the future.
         """
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        job = _Job(bucket, scheme or self._scheme, prepare, done, ready)
+        job = _Job(bucket, scheme, prepare, done, ready)
 
         # HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
         def result(finished: Future) -> Tensor:
@@ -92,6 +100,7 @@ class Dispatcher:
         """Ends the thread when all that was handed over is done; does not wait for that."""
         if self._thread is not None:
             self._jobs.put(None)
+            self._thread = None  # another one begins with the next job, if there is any
 
     def _put(self, job: _Job | threading.Event) -> None:
         if self._thread is None:

@@ -1,36 +1,38 @@
-"""Preflight for DistributedDataParallel: what would break, or quietly do something else than expected, and the cure."""
+"""Preflight: what would break, or quietly do something else than expected, and the cure. DistributedDataParallel's is here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.hooks import findings
+from sparsync.hooks.findings import Axis, Finding
 from sparsync.protocols import Scheme
-from sparsync.selection.parameters import matches
-
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # what send, recv and all_reduce were tried or read on
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing wrong with a model or a scheme. `refused`: `attach` raises this; None: it warns."""
+def doctor(model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None) -> list[Finding]:
+    """What `attach(model, scheme)` would refuse or warn of, worst first; empty when all is well. Changes nothing, sends nothing.
 
-    what: str
-    cure: str
-    refused: type[Exception] | None = None
+    Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's.
+    """
+    if isinstance(model, DistributedDataParallel):
+        found = list(_ddp(model, scheme))
+    elif findings.is_fsdp2(model):
+        from sparsync.hooks import fsdp2_doctor  # loads torch's FSDP
 
-    def __str__(self) -> str:
-        return f"{self.what}; {self.cure}"
-
-
-def doctor(ddp_model: DistributedDataParallel, scheme: Scheme) -> list[Finding]:
-    """What `attach(ddp_model, scheme)` would refuse or warn of, worst first; empty when all is well. Changes nothing, sends nothing."""
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(f"doctor takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
-    found = [*_hooks(ddp_model), *_gradients(ddp_model), *_patterns(ddp_model, scheme)]
+        found = fsdp2_doctor.examined(model, scheme, replicate)
+    else:
+        raise TypeError(
+            f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"
+        )
     return sorted(found, key=lambda finding: finding.refused is None)
+
+
+def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
+    yield from _hooks(model)
+    yield from _gradients(model)
+    yield from findings.patterns([name for name, _ in model.module.named_parameters()], scheme)
 
 
 def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
@@ -71,35 +73,4 @@ def _gradients(model: DistributedDataParallel) -> Iterator[Finding]:
                 "make it with sparse=False for the scheme to reduce it",
             )
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
-    for device in sorted(devices):
-        backend = _backend(model.process_group, device)
-        if backend not in _BACKENDS.get(device, ()):
-            yield Finding(
-                f"gradients on {device} would be sent by {backend}, which lacks operations that schemes need, or was never tried",
-                "make a group with gloo for CPU models and nccl for CUDA models",
-                RuntimeError,
-            )
-
-
-def _backend(group: dist.ProcessGroup | None, device: str) -> str:
-    """The name of what serves tensors on this device; a group may have a backend for each."""
-    try:
-        assert group is not None
-        return group._get_backend(torch.device(device)).name()
-    except RuntimeError:
-        return "no backend"
-
-
-def _patterns(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
-    """Names that somebody gave and that no parameter has; a scheme's own default patterns need not match."""
-    names = [name for name, _ in model.module.named_parameters()]
-    for setting in ("protect", "dense", "patterns"):
-        given = getattr(scheme, setting, ())
-        if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
-            continue
-        for pattern in given:
-            if not any(matches(name, [pattern]) for name in names):
-                yield Finding(
-                    f"{setting}={pattern!r} matches no parameter",
-                    f"parameters are called {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
-                )
+    yield from findings.backends(model.process_group, devices)

@@ -14,7 +14,7 @@ from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.hooks.ddp import alike
+from sparsync.hooks.handle import alike
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
 

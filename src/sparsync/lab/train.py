@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync.hooks.ddp import Handle, attach
+from sparsync.hooks.ddp import attach
+from sparsync.hooks.handle import Handle
 from sparsync.lab.netlab import interface_counters
 from sparsync.lab.settings import SchemeChoice, Settings
 from sparsync.lab.workloads.base import Workload

@@ -1,0 +1,149 @@
+"""What every attached model has in common: reports, state, learning rates, and the thread that reduces."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch.optim import Optimizer
+
+from sparsync.comm.group import GroupComm
+from sparsync.core import Report
+from sparsync.feedback import state_from
+from sparsync.hooks.dispatcher import Dispatcher
+from sparsync.protocols import Scheme
+from sparsync.schemes.per_parameter import PerParameter
+
+KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a handle asks of a scheme, whatever it reduces."""
+
+    @property
+    def name(self) -> str: ...
+
+    def state_dict(self) -> dict[str, Any]: ...  # Any: as Scheme
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None: ...
+
+
+class Handle:
+    """What `attach` returns: the reports, and the state to save with a checkpoint. State differs from rank to rank: save each one's.
+
+    `names` gives each parameter's name by its id. `part` names the piece of the model that this rank's group of ranks has, "" where that
+    is all of it; states of different parts have nothing in common.
+    """
+
+    def __init__(
+        self,
+        scheme: Stateful,
+        comm: GroupComm,
+        names: Mapping[int, str],
+        optimizer: Optimizer | None,
+        part: str = "",
+    ) -> None:
+        self.scheme = scheme
+        self.part = part
+        self._names = names
+        self._rates = _Rates(optimizer, names) if optimizer is not None else None
+        self._place = {"rank": comm.rank, "ranks": comm.size}
+        self._step = -1
+        self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
+        self._dispatcher = Dispatcher(comm, self._reports.append)
+        weakref.finalize(self, self._dispatcher.stop)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many ranks there are."""
+        return self._place["rank"], self._place["ranks"]
+
+    def reports(self) -> list[Report]:
+        """One report for each bucket and step so far, oldest first; the newest 10 000 are kept."""
+        return list(self._reports)
+
+    def take_reports(self) -> list[Report]:
+        """The reports since the last call, and forgets them."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
+        """This rank's state; call it between steps."""
+        self._dispatcher.flush()
+        rates = dict(self._rates.applied) if self._rates else {}
+        return {
+            **self._place,
+            "part": self.part,
+            "step": self._step,
+            "rates": rates,
+            "scheme": self.scheme.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` returned on this rank; call it on all ranks, with states of the same step.
+
+        Raises ValueError for another rank's state, whose residual would count twice, or for that of a world of another size.
+        """
+        step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
+        place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
+        if place != self._place or state.get("part", "") != self.part:
+            raise ValueError(
+                f"this is the state of {_called(place, state.get('part', ''))}, and this is {_called(self._place, self.part)}; "
+                "load each rank's own. sparsync.hooks.checkpoint.load finds it, and deals residuals out to another number of ranks"
+            )
+        self._dispatcher.flush()
+        self.scheme.load_state_dict(scheme)
+        self._step = step
+        if self._rates:
+            self._rates.applied = dict(rates)
+
+    def detach(self) -> None:
+        """Gives the model back as it was before `attach`. Only FSDP2 can: raises RuntimeError for DistributedDataParallel."""
+        raise RuntimeError("DistributedDataParallel keeps a hook for good; wrap the module anew to train without one")
+
+    def _follow_rates(self) -> Callable[[], None] | None:
+        """What puts the residuals in terms of the present learning rates, to be run before this step's first bucket."""
+        factors = self._rates.factors() if self._rates is not None else {}
+        return partial(self.scheme.rescale_residual, factors) if factors else None
+
+
+class _Rates:
+    """The learning rate that each parameter's residual was last put in terms of."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self.applied: dict[str, float] = {}
+
+    def factors(self) -> dict[str, float]:
+        """old rate / new rate for each parameter whose rate has changed, so that rate * residual stays the same.
+
+        A rate of zero applies nothing, so it leaves the residual as it is until a rate comes that does.
+        """
+        changed: dict[str, float] = {}
+        for group in self._optimizer.param_groups:
+            rate = float(group["lr"])
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or rate == 0.0:
+                    continue
+                before = self.applied.get(name, rate)
+                if before != rate:
+                    changed[name] = before / rate
+                self.applied[name] = rate
+        return changed
+
+
+def alike(scheme: Scheme) -> str:
+    """What all ranks must have alike; of a scheme that is no dataclass only the kind is known."""
+    if isinstance(scheme, PerParameter):
+        return f"{alike(scheme.default)}, { ({pattern: alike(each) for pattern, each in scheme.patterns.items()}) }"
+    return repr(scheme) if is_dataclass(scheme) else type(scheme).__qualname__
+
+
+def _called(place: Mapping[str, int], part: str) -> str:
+    return f"rank {place['rank']} of {place['ranks']}" + (f" of {part}" if part else "")

@@ -1,0 +1,405 @@
+"""attach on models under fully_shard over gloo: what is exact stays exact, what is kept back is kept, and what is sent is counted."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import sparsync
+from distributed import case, run
+from fsdp_training import (
+    SHAPES,
+    TIMEOUT_S,
+    Net,
+    as_fsdp,
+    backward,
+    conserved,
+    each_unit,
+    everywhere,
+    flat,
+    gradients,
+    inputs,
+    made,
+    mean,
+    on,
+    same,
+    saved,
+)
+from laws.world import same_bits
+from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
+from sparsync.hooks import checkpoint
+from sparsync.hooks.handle import Handle
+from sparsync.protocols import Comm, Scheme
+from sparsync.schemes.base import Stateless
+
+pytestmark = pytest.mark.distributed
+
+
+def perceptron(mesh: DeviceMesh | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 41), nn.Tanh(), nn.Linear(41, 40), nn.Tanh(), nn.Linear(40, 3))
+    for module in (model[0], model[2], model[4], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(scheme: Scheme | None, mesh: DeviceMesh | None = None, **options: Any) -> list[Tensor]:
+    model = perceptron(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if scheme is not None:
+        sparsync.attach(model, scheme, optimizer=optimizer, timeout_s=TIMEOUT_S, **options)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    return [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def real_numbers() -> None:
+    plain = train(None)
+    assert all(map(same_bits, train(Dense()), plain))
+    assert all(map(same_bits, train(SkipReduce(skip=0)), plain))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for scheme in (Dense(), TopK(density=1.0), OkTopk(density=1.0)):
+        found = train(scheme, mesh["shard"], replicate=mesh["replicate"])
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plain, strict=True))
+        assert all(same_bits(*everywhere(parameter)) for parameter in found)
+
+
+def test_training_with_everything_sent_is_that_of_fsdp_itself() -> None:
+    run(real_numbers, 2)
+
+
+SPARSE = (
+    TopK(density=0.1),
+    OkTopk(density=0.1),
+    MiCRO(density=0.1),
+    ExDyna(density=0.1),
+    SkipReduce(skip=1),
+    SkipReduce(skip=1, feedback=True),
+    PerParameter(TopK(density=0.1), {"*.bias": Dense()}),
+)
+
+
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sparse_on_replicas() -> None:
+    mesh = grid()
+    group = mesh["replicate"].get_group()
+    for scheme in SPARSE:
+        with case(scheme):
+            net = made(mesh["shard"])
+            handle = on(net, scheme, replicate=mesh["replicate"])
+            assert handle.part == f"shard{mesh['shard'].get_local_rank()}of2"
+            came, written = 0.0, 0.0
+            for step in range(4):
+                found = flat(backward(net, inputs(step)))
+                assert same_bits(*everywhere(found, group))
+                came += float(sum(mean(4, step)[name].sum() for name in SHAPES))
+                written += float(found.sum())
+            kept = handle.state_dict()["scheme"].get("residual", {})
+            assert all(report.sent == report.cost for report in handle.reports())
+            if kept:
+                assert set(kept) <= set(SHAPES)
+                total = torch.stack([part.sum() for part in kept.values()]).sum()
+                dist.all_reduce(total)
+                assert float(total) / 2 + written == came  # halves, exact
+            if isinstance(scheme, PerParameter):
+                wanted = mean(4, 3)
+                assert all(torch.equal(gradients(net)[name], wanted[name]) for name in SHAPES if "bias" in name)
+
+
+def accumulated_on_replicas() -> None:
+    mesh = grid()
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        for scheme in (Dense(), TopK(density=1.0)):
+            net = made(mesh["shard"])
+            handle = on(net, scheme, replicate=mesh["replicate"])
+            for step in range(2):
+                net.zero_grad()
+                for part in range(2):
+                    getattr(net, switch)(part == 1)
+                    net(inputs(2 * step + part)).backward()
+                both = [mean(4, 2 * step), mean(4, 2 * step + 1)]
+                assert same(gradients(net), {name: both[0][name] + both[1][name] for name in SHAPES})
+            assert len(handle.reports()) == 8
+
+
+def both_axes() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    across = on(net, TopK(density=1.0), replicate=mesh["replicate"])
+    inside = on(net, OkTopk(density=1.0))
+    assert same(backward(net, inputs(0)), mean(4, 0))
+    assert [len(handle.reports()) for handle in (across, inside)] == [4, 4]
+
+
+def resumed(folder: Path) -> None:
+    mesh = grid()
+    axes = {"replicate": mesh["replicate"]}
+    go_on(folder / "shards", MiCRO, mesh["shard"], axes)
+    go_on(folder / "replicas", OkTopk, mesh["shard"], axes)
+    a, b = go_on(folder / "alone", OkTopk, None, {})
+    wrong = saved(a)
+    wrong["rank"] = (wrong["rank"] + 1) % 4
+    with pytest.raises(ValueError, match="this is the state of rank"):
+        b.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="keeps something of 'else', which is no trained parameter"):
+        b.load_state_dict({**saved(a), "scheme": {"residual": {"else": torch.ones(3)}}})
+
+
+def go_on(
+    folder: Path, scheme: Callable[..., Scheme], shard: DeviceMesh | None, axes: dict[str, Any]
+) -> tuple[Handle, Handle]:
+    """Three steps, then three with the state that was saved; by hand and in a checkpoint."""
+    first, second, third = made(shard), made(shard), made(shard)
+    a = on(first, scheme(density=0.1), **axes)
+    for step in range(3):
+        backward(first, inputs(step))
+    b, c = on(second, scheme(density=0.1), **axes), on(third, scheme(density=0.1), **axes)
+    b.load_state_dict(saved(a))
+    checkpoint.save(a, folder)
+    dist.barrier()
+    checkpoint.load(c, folder)
+    for step in range(3, 6):
+        wanted = backward(first, inputs(step))
+        for net in (second, third):
+            assert all(same_bits(found, wanted[name]) for name, found in backward(net, inputs(step)).items())
+    assert [report.details for report in b.reports()] == [report.details for report in a.reports()[-12:]]
+    return a, b
+
+
+def detached() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    before = backward(net, inputs(0))
+    states = [vars(module._get_fsdp_state()._fsdp_param_groups[0]).copy() for module in _units(net)]
+    for options in ({}, {"replicate": mesh["replicate"]}):
+        if not options:
+            with pytest.warns(UserWarning, match="has 2 copies of each shard, and nothing reduces over them"):
+                handle = on(net, OkTopk(density=0.5), **options)
+        else:
+            handle = on(net, OkTopk(density=0.5), **options)
+        backward(net, inputs(0))
+        handle.detach()
+        assert same(backward(net, inputs(0)), before)
+        for module, state in zip(_units(net), states, strict=True):
+            now = vars(module._get_fsdp_state()._fsdp_param_groups[0])
+            for name in ("_reduce_scatter_comm", "_all_reduce_hook", "reduce_scatter_unused_params"):
+                assert now[name] is state[name]
+        assert len(handle.reports()) == 4
+        assert handle.state_dict()["scheme"]["residual"].keys() == SHAPES.keys()
+
+
+def _units(net: Net) -> list[FSDPModule]:
+    return [module for module in net.modules() if isinstance(module, FSDPModule)]
+
+
+def overflow_on_replicas() -> None:
+    mesh = grid()
+    net = made(mesh["shard"])
+    handle = on(net, OkTopk(density=0.1), replicate=mesh["replicate"])
+    backward(net, inputs(0))
+    before = handle.state_dict()["scheme"]["residual"]
+    bad = inputs(1)
+    if dist.get_rank() == 1:
+        bad["last.bias"][0] = torch.nan  # of shard 0
+    found = backward(net, bad)
+    assert same_bits(*everywhere(flat(found).nan_to_num(99.0), mesh["replicate"].get_group()))
+    assert found["last.bias"][:4].isnan().all()
+    assert found["last.bias"][4:].isfinite().all()
+    after = handle.state_dict()["scheme"]["residual"]
+    if mesh["shard"].get_local_rank() == 0:
+        assert all(torch.equal(after[name], before[name]) for name in ("last.bias", "last.weight"))
+    assert backward(net, inputs(2))["last.bias"].isfinite().all()
+
+
+def documented() -> None:
+    """What docs/fsdp2.md shows runs as it stands."""
+    text = (Path(__file__).parent.parent / "docs" / "fsdp2.md").read_text()
+    exec(text.partition("```python\n")[2].partition("```")[0], {})
+
+
+def replicas(folder: Path) -> None:
+    for part in (sparse_on_replicas, accumulated_on_replicas, both_axes, detached, overflow_on_replicas, documented):
+        with case(part.__name__):
+            part()
+    resumed(folder)
+
+
+def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing(tmp_path: Path) -> None:
+    run(replicas, 4, folder=tmp_path)
+
+
+class Unlucky(Stateless):
+    """A dense reduction that fails on rank 1 at step 1 in one module."""
+
+    name = "unlucky"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if (bucket.step, bucket.key, comm.rank) == (1, "middle", 1):
+            raise ValueError("no luck today")
+        return Dense(form="ring").reduce(bucket, comm)
+
+
+def followed(optimizer: torch.optim.Optimizer, net: Net, handle: Handle) -> None:
+    """When the learning rate halves, residuals double: before they join the next gradient."""
+    backward(net, inputs(0))
+    before = handle.state_dict()["scheme"]["residual"]
+    optimizer.param_groups[0]["lr"] = 0.25
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    written = backward(net, zeros)
+    after = handle.state_dict()["scheme"]["residual"]
+    total = flat(after)
+    for each in (total, before_total := flat(before)):
+        dist.all_reduce(each)
+    assert torch.equal(total + 2 * flat(written), 2 * before_total)
+
+
+def sharded_along_columns() -> None:
+    """The residual of a parameter is in its own order, however it is cut."""
+    net = made(shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (6, 2) else None)
+    handle = on(net, OkTopk(density=0.1))
+    conserved(handle, net, 3)
+    state = saved(handle)
+    handle.load_state_dict(state)
+    again = saved(handle)["scheme"]["residual"]
+    assert same(again, state["scheme"]["residual"])
+    assert {name: part.numel() for name, part in again.items()} == {
+        name: torch.Size(SHAPES[name]).numel() for name in SHAPES
+    }
+
+
+class Overlapping(Stateless):
+    """Holds the last layer until the first one's gradient is there, and that until the last layer is on its way."""
+
+    name = "overlapping"
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.begun, self.computed = threading.Event(), threading.Event()
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.key != "last":
+            return Dense().reduce(bucket, comm)
+        self.events.append("communication begins")
+        self.begun.set()
+        if not self.computed.wait(TIMEOUT_S / 2):
+            raise RuntimeError("the backward pass did not go on during communication")
+        report = Dense().reduce(bucket, comm)
+        self.events.append("communication ends")
+        return report
+
+    def first_layer(self, _: Tensor) -> None:
+        assert self.begun.wait(TIMEOUT_S / 2), "communication did not begin during the backward pass"
+        self.events.append("the first layer's gradient is there")
+        self.computed.set()
+
+
+def overlapping() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net, scheme, given = made(mesh["shard"]), Overlapping(), inputs(0)
+    given["first.weight"].requires_grad_().register_hook(scheme.first_layer)
+    on(net, scheme, replicate=mesh["replicate"])
+    assert same(backward(net, given), mean(2, 0))
+    assert scheme.events == ["communication begins", "the first layer's gradient is there", "communication ends"]
+
+
+def failures_and_rates() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net = made(mesh["shard"])
+    on(net, Unlucky(), replicate=mesh["replicate"])
+    for step in range(4):
+        if step == 1:
+            with pytest.raises(RuntimeError, match=r"unlucky failed on bucket|was not reduced"):
+                backward(net, inputs(step))
+            as_fsdp(net).reset_iter_state()
+        else:
+            assert same(backward(net, inputs(step)), mean(2, step))
+    for shard, axes in ((mesh["shard"], {"replicate": mesh["replicate"]}), (None, {})):
+        net = made(shard)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        followed(optimizer, net, on(net, OkTopk(density=0.1), optimizer=optimizer, **axes))
+    premultiplied = made()
+    on(premultiplied, Dense())
+    each_unit(premultiplied, lambda unit: unit.set_gradient_divide_factor(3.0))
+    with pytest.raises(
+        ValueError, match=r"asked for PREMUL_SUM in module .* set_force_sum_reduction_for_comms\(True\)"
+    ):
+        backward(premultiplied, inputs(0))
+
+
+def refused(words: str, net: Any, scheme: Scheme, error: type[Exception], **options: Any) -> None:  # Any: torch's stubs
+    """The doctor finds it, and attach refuses it with the same words."""
+    assert words in str(sparsync.doctor(net, scheme, **options)[0])
+    with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
+        sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net, single, copied = made(), made(mesh["shard"]), Net()
+    replicate(copied, mesh=mesh["replicate"])
+    refused("micro has no reduce-scatter", net, MiCRO(), ValueError)
+    refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
+    refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
+    refused("node_size must be 1 on a shard axis, got 2", net, SkipReduce(node_size=2), ValueError)
+    refused("give names or patterns", net, SkipReduce(protect="auto"), ValueError)
+    refused(
+        "use fully_shard over a shard axis of 1 rank", replicate(Net(), mesh=mesh["replicate"]), TopK(), RuntimeError
+    )
+    refused("the shard axis has 1 rank", single, SkipReduce(), ValueError)
+    refused("give it the shard axis only", made(mesh), TopK(), RuntimeError)
+    refused("which may share only this rank", net, TopK(), ValueError, replicate=mesh["replicate"])
+    with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
+        sparsync.attach(single, TopK(), replicate=mesh)
+    parallel = nn.Linear(4, 4)
+    parallel.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["shard"], [Shard(0)]))
+    parallel.bias = nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]))
+    refused("tensor parallelism", fully_shard(parallel, mesh=mesh["replicate"]), Dense(), RuntimeError)
+    factored = made()
+    each_unit(factored, lambda unit: unit.set_gradient_divide_factor(3.0))
+    refused("call set_force_sum_reduction_for_comms(True)", factored, Dense(), RuntimeError)
+    allocating = made()
+    each_unit(allocating, lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True))
+    refused("a module has a reduce-scatter of its own already", allocating, Dense(), RuntimeError)
+    on(net, Dense())
+    refused("call detach() on the other handle", net, Dense(), RuntimeError)
+    on(single, Dense(), replicate=mesh["replicate"])
+    refused("a module has an all-reduce hook already", single, Dense(), RuntimeError, replicate=mesh["replicate"])
+    with pytest.raises(TypeError, match="wrapped by DistributedDataParallel or fully_shard, got Linear"):
+        sparsync.doctor(nn.Linear(2, 2), Dense())
+    with pytest.warns(UserWarning, match=r"protect='\*\.bais' matches no parameter"):
+        on(made(), SkipReduce(protect=["*.bais"]))
+    apart = made(mesh["shard"])
+    with torch.no_grad():
+        next(apart.parameters()).to_local()[0, 0] += dist.get_rank()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has .* and parameters .*same checkpoint"):
+        on(apart, TopK(), replicate=mesh["replicate"])
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has SkipReduce\(skip="):
+        on(made(), SkipReduce(skip=dist.get_rank()))
+
+
+def pair() -> None:
+    for part in (failures_and_rates, sharded_along_columns, overlapping, refusals):
+        with case(part.__name__):
+            part()
+
+
+def test_failures_reach_every_rank_and_what_cannot_work_is_refused_with_its_cure() -> None:
+    run(pair, 2)
