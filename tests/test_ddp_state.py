@@ -20,7 +20,8 @@ from known_gradients import FEW, KnownGradients, row
 from laws.world import same_bits
 from sparsync import Report
 from sparsync.hooks import handle as handle_module
-from sparsync.hooks.handle import Handle, _Rates
+from sparsync.hooks.handle import Handle
+from sparsync.hooks.terms import Terms
 
 pytestmark = pytest.mark.distributed
 
@@ -149,11 +150,11 @@ def test_with_an_optimizer_every_gradient_is_applied_at_its_own_learning_rate_an
 def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    rates = _Rates(optimizer, {id(parameter): "weight"})
+    rates = Terms(optimizer)
     found = []
     for rate in (1.0, 0.0, 0.0, 0.25, 0.25, 0.5):
         optimizer.param_groups[0]["lr"] = rate
-        found.append(rates.factors())
+        found.append(rates.factors({id(parameter): "weight"}))
     assert found == [{}, {}, {}, {"weight": 4.0}, {}, {"weight": 0.5}]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
 from sparsync.hooks.doctor import doctor
 from sparsync.hooks.handle import Handle, alike
+from sparsync.hooks.terms import Terms
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
 
@@ -24,18 +26,16 @@ class DdpHandle(Handle):
 
     scheme: Scheme
 
-    def __init__(
-        self, model: DistributedDataParallel, scheme: Scheme, comm: GroupComm, optimizer: Optimizer | None
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, scheme: Scheme, comm: GroupComm, terms: Terms) -> None:
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        super().__init__(scheme, comm, names, optimizer)
+        super().__init__(scheme, comm, names, terms)
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The future of one bucket of DDP's; every failure reaches the caller through it."""
         try:
             if bucket.index() == 0:  # buckets count up within a backward pass, so this one opens a step
                 self._step += 1
-            rescale = self._follow_rates() if bucket.index() == 0 else None
+            rescale = self._follow_terms if bucket.index() == 0 else None
             if bucket.buffer().is_sparse:
                 return self._submit_sparse(bucket, rescale)
             return self._dispatcher.submit(self._bucket(bucket, bucket.buffer()), self.scheme, rescale)
@@ -65,16 +65,19 @@ def attach(
     scheme: Scheme,
     *,
     optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
 ) -> DdpHandle:
     """Makes `ddp_model` reduce its gradients with `scheme`, and returns the handle to its reports and state.
 
     Collective over the ranks of the model's process group: call it on all of them, each with a scheme of its own, set alike. Buckets are
     reduced in order by one thread on a private process group while the backward pass goes on. With `optimizer`, residuals follow its
-    learning rate: what was learnt at one rate is applied at that rate. After `timeout_s` seconds without an answer a rank gives up.
+    learning rate: what was learnt at one rate is applied at that rate; with `scaler`, its loss scale. A step in which any bucket holds NaN
+    or Inf counts as skipped, as a loss scaler does: what its other buckets sent is kept back again. After `timeout_s` seconds without an
+    answer a rank gives up.
     When a step fails, on whatever rank, its backward pass raises on all ranks; where all fail in the same
     step the next one starts afresh, without what the failed step had taken from residuals. Under `join()` a rank that has run out of data
-    still sends its residual, and the mean still divides by all ranks. Loss scalers: see docs/schemes.md. A parameter that no rank
+    still sends its residual, and the mean still divides by all ranks. A parameter that no rank
     used in a step (find_unused_parameters=True) keeps its gradient as it was: what the scheme sent for it from its residual is lost.
     A sparse gradient of an embedding is reduced in full: its report is one of "dense".
     Warns of what `doctor` warns of. Raises what it would refuse, TypeError for anything but a DistributedDataParallel model and a
@@ -89,7 +92,7 @@ def attach(
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)
     comm = GroupComm.private(ddp_model.process_group, timeout_s, alike=alike(scheme))
-    handle = DdpHandle(ddp_model, scheme, comm, optimizer)
+    handle = DdpHandle(ddp_model, scheme, comm, Terms(optimizer, scaler))
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
 

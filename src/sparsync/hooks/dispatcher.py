@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +22,10 @@ from sparsync import stations
 from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report
-from sparsync.protocols import Comm
+from sparsync.hooks.skipped import Reducer, SkippedSteps
 
 EXIT_S = 5.0  # how long a process that ends waits for its dispatchers to close their connections
 ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
-
-
-@runtime_checkable
-class Reducer(Protocol):
-    """The part of a scheme that a dispatcher needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report: ...
 
 
 @dataclass
@@ -51,13 +41,18 @@ class _Job:
 class Dispatcher:
     """Reduces buckets over `comm` on a thread of its own, and hands each Report to `on_report` on that thread.
 
+    With `skipped`, buckets of a step in which one overflowed keep what they have written.
+
     After a failure the ranks no longer agree on what comes next on the wire. So the failing rank closes its connections, which makes
     the others fail at once instead of waiting; on each of them the other buckets of that step fail too, with the same cause; and the
     next step starts on fresh connections, provided that all ranks come to the same one.
     """
 
-    def __init__(self, comm: GroupComm, on_report: Callable[[Report], None]) -> None:
+    def __init__(
+        self, comm: GroupComm, on_report: Callable[[Report], None], skipped: SkippedSteps | None = None
+    ) -> None:
         self._group = comm
+        self._skipped = skipped
         self._comm = MeteredComm(comm)
         self._on_report = on_report
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
@@ -110,11 +105,17 @@ class Dispatcher:
         self._jobs.put(job)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, _Job):
-                self._reduce(job)
-            else:
-                job.set()
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Waits for a job and does it; False for the end. In a frame of its own, which keeps nothing of the model while waiting again."""
+        job = self._jobs.get()
+        if isinstance(job, _Job):
+            self._reduce(job)
+        elif job is not None:
+            job.set()
+        return job is not None
 
     def _reduce(self, job: _Job) -> None:
         if job.ready is None:
@@ -138,7 +139,11 @@ class Dispatcher:
                 job.prepare()
             if self._failure is not None:
                 self._reconnect(bucket.step)
-            self._on_report(self._reported(job))
+            report = self._reported(job)
+            if self._skipped is not None:
+                with torch.no_grad():
+                    self._skipped.reduced(job.scheme, bucket, report)
+            self._on_report(report)
         except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
             cause = f"{type(error).__name__}: {error}"
             job.error.append(f"{job.scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from sparsync.hooks.findings import Axis
 from sparsync.hooks.fsdp2_doctor import examined
 from sparsync.hooks.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
 from sparsync.hooks.handle import Handle, Stateful, alike
+from sparsync.hooks.terms import Terms
 from sparsync.protocols import Comm, Scheme
 from sparsync.schemes.sharded import ShardedScheme, piece, pieces, sharded
 
@@ -27,11 +29,9 @@ from sparsync.schemes.sharded import ShardedScheme, piece, pieces, sharded
 class Fsdp2Handle(Handle):
     """The handle of one axis of an FSDP2 model."""
 
-    def __init__(
-        self, scheme: Stateful, comm: GroupComm, units: list[Unit], optimizer: Optimizer | None, part: str = ""
-    ) -> None:
+    def __init__(self, scheme: Stateful, comm: GroupComm, units: list[Unit], terms: Terms, part: str = "") -> None:
         names = {number: name for unit in units for number, name in unit.ids.items()}
-        super().__init__(scheme, comm, names, optimizer, part)
+        super().__init__(scheme, comm, names, terms, part)
         self._units = units
         self._seen: set[str] = set()  # the keys of this backward pass; empty between two
         self._late: list[Future] = []  # to be waited for at its end
@@ -51,7 +51,7 @@ class Fsdp2Handle(Handle):
 
     def _submit(self, unit: Unit, bucket: Bucket, scheme: Any, into: Tensor) -> None:  # Any: a Reducer
         """Has a bucket reduced; returns when that is done, or at once where nobody reads `into` before the backward pass ends."""
-        prepare = self._follow_rates() if len(self._seen) == 1 else None
+        prepare = self._follow_terms if len(self._seen) == 1 else None
         self._late.append(self._dispatcher.submit(bucket, scheme, prepare))
         allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.dtype) else 0
         try:
@@ -110,8 +110,8 @@ class ShardHandle(Fsdp2Handle):
 
     scheme: ShardedScheme
 
-    def __init__(self, scheme: ShardedScheme, comm: GroupComm, units: list[Unit], optimizer: Optimizer | None) -> None:
-        super().__init__(scheme, comm, units, optimizer)
+    def __init__(self, scheme: ShardedScheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
+        super().__init__(scheme, comm, units, terms)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
             unit.module.set_custom_reduce_scatter(_OurReduceScatter(self, unit))
@@ -182,11 +182,11 @@ class ReplicateHandle(Fsdp2Handle):
 
     scheme: Scheme
 
-    def __init__(self, scheme: Scheme, comm: GroupComm, units: list[Unit], optimizer: Optimizer | None) -> None:
+    def __init__(self, scheme: Scheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
         shards = units[0].shard_group
         assert shards is not None
         part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
-        super().__init__(scheme, comm, units, optimizer, part)
+        super().__init__(scheme, comm, units, terms, part)
         self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
@@ -258,6 +258,7 @@ def attach_fsdp2(
     *,
     replicate: Axis | None = None,
     optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
 ) -> Fsdp2Handle:
     """Makes an FSDP2 model reduce its gradients with `scheme` over one axis, and returns the handle to its reports and state.
@@ -275,10 +276,10 @@ def attach_fsdp2(
     units = units_of(model)
     if replicate is None:
         comm = GroupComm.private(units[0].shard_group, timeout_s, alike=alike(scheme))
-        return ShardHandle(sharded(scheme), comm, units, optimizer)
+        return ShardHandle(sharded(scheme), comm, units, Terms(optimizer, scaler))
     said = f"{alike(scheme)} and parameters {fingerprint(units)}"
     comm = GroupComm.private(process_group(replicate), timeout_s, alike=said)
-    return ReplicateHandle(scheme, comm, units, optimizer)
+    return ReplicateHandle(scheme, comm, units, Terms(optimizer, scaler))
 
 
 def _named(op: Any) -> str:

@@ -1,18 +1,17 @@
-"""What every attached model has in common: reports, state, learning rates, and the thread that reduces."""
+"""What every attached model has in common: reports, state, what residuals are in terms of, and the thread that reduces."""
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
-
-from torch.optim import Optimizer
 
 from sparsync.comm.group import GroupComm
 from sparsync.core import Report
 from sparsync.feedback import state_from
 from sparsync.hooks.dispatcher import Dispatcher
+from sparsync.hooks.skipped import SkippedSteps
+from sparsync.hooks.terms import Terms
 from sparsync.protocols import Scheme
 from sparsync.schemes.per_parameter import PerParameter
 
@@ -45,17 +44,18 @@ class Handle:
         scheme: Stateful,
         comm: GroupComm,
         names: Mapping[int, str],
-        optimizer: Optimizer | None,
+        terms: Terms,
         part: str = "",
     ) -> None:
         self.scheme = scheme
         self.part = part
         self._names = names
-        self._rates = _Rates(optimizer, names) if optimizer is not None else None
+        self._terms = terms
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
-        self._dispatcher = Dispatcher(comm, self._reports.append)
+        skipped = SkippedSteps() if getattr(scheme, "keeps", False) else None
+        self._dispatcher = Dispatcher(comm, self._reports.append, skipped)
         weakref.finalize(self, self._dispatcher.stop)
 
     @property
@@ -74,12 +74,12 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """This rank's state; call it between steps."""
         self._dispatcher.flush()
-        rates = dict(self._rates.applied) if self._rates else {}
         return {
             **self._place,
             "part": self.part,
             "step": self._step,
-            "rates": rates,
+            "rates": dict(self._terms.rates),
+            "loss_scale": self._terms.scale,
             "scheme": self.scheme.state_dict(),
         }
 
@@ -88,7 +88,8 @@ class Handle:
 
         Raises ValueError for another rank's state, whose residual would count twice, or for that of a world of another size.
         """
-        step, rates, scheme = (state_from(state, key, "a sparsync handle") for key in ("step", "rates", "scheme"))
+        wanted = ("step", "rates", "loss_scale", "scheme")
+        step, rates, scale, scheme = (state_from(state, key, "a sparsync handle") for key in wanted)
         place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
         if place != self._place or state.get("part", "") != self.part:
             raise ValueError(
@@ -98,44 +99,17 @@ class Handle:
         self._dispatcher.flush()
         self.scheme.load_state_dict(scheme)
         self._step = step
-        if self._rates:
-            self._rates.applied = dict(rates)
+        self._terms.rates, self._terms.scale = dict(rates), scale
 
     def detach(self) -> None:
         """Gives the model back as it was before `attach`. Only FSDP2 can: raises RuntimeError for DistributedDataParallel."""
         raise RuntimeError("DistributedDataParallel keeps a hook for good; wrap the module anew to train without one")
 
-    def _follow_rates(self) -> Callable[[], None] | None:
-        """What puts the residuals in terms of the present learning rates, to be run before this step's first bucket."""
-        factors = self._rates.factors() if self._rates is not None else {}
-        return partial(self.scheme.rescale_residual, factors) if factors else None
-
-
-class _Rates:
-    """The learning rate that each parameter's residual was last put in terms of."""
-
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        self.applied: dict[str, float] = {}
-
-    def factors(self) -> dict[str, float]:
-        """old rate / new rate for each parameter whose rate has changed, so that rate * residual stays the same.
-
-        A rate of zero applies nothing, so it leaves the residual as it is until a rate comes that does.
-        """
-        changed: dict[str, float] = {}
-        for group in self._optimizer.param_groups:
-            rate = float(group["lr"])
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is None or rate == 0.0:
-                    continue
-                before = self.applied.get(name, rate)
-                if before != rate:
-                    changed[name] = before / rate
-                self.applied[name] = rate
-        return changed
+    def _follow_terms(self) -> None:
+        """Puts the residuals in terms of the present learning rates and loss scale; to be run before a step's first bucket."""
+        factors = self._terms.factors(self._names)
+        if factors:
+            self.scheme.rescale_residual(factors)
 
 
 def alike(scheme: Scheme) -> str:

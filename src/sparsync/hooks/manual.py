@@ -15,6 +15,7 @@ from sparsync.comm.group import GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.hooks.handle import alike
+from sparsync.hooks.skipped import SkippedSteps
 from sparsync.protocols import Scheme
 from sparsync.schemes.dense import Dense
 
@@ -44,8 +45,9 @@ def reduce_gradients(
     the rank's own, made alike on all, and the same one each time: it keeps the residual. There is one bucket for each type and device of
     gradients. A parameter without a gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares
     another's storage, is left alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. When gradients are
-    accumulated, call it after the last backward pass only. To go on after a restart, save and load the scheme's own state on each rank;
-    steps are counted anew.
+    accumulated, call it after the last backward pass only. With a loss scaler, call it after `scaler.unscale_(optimizer)`: a call that
+    leaves NaN or Inf in any gradient counts as a skipped step, and what its other buckets sent is kept back again. To go on after a
+    restart, save and load the scheme's own state on each rank; steps are counted anew.
     Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
     Raises TypeError for a model that DDP reduces already and for anything but a scheme, ValueError when a model comes with another scheme
     than last time or a scheme with another model, and RuntimeError when a rank is missing or comes with another scheme or step.
@@ -59,7 +61,8 @@ def reduce_gradients(
     connection = _connection(model, scheme, group, timeout_s)
     comm = MeteredComm(connection.group)
     try:
-        reports = [_reduced(key, parameters, connection, comm) for key, parameters in _buckets(model).items()]
+        skipped = SkippedSteps() if connection.scheme.keeps else None
+        reports = [_reduced(key, parameters, connection, comm, skipped) for key, parameters in _buckets(model).items()]
     except BaseException:
         with suppress(Exception):  # why the call failed is what its caller needs to hear
             connection.group.close()
@@ -95,13 +98,21 @@ def _buckets(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return buckets
 
 
-def _reduced(key: str, parameters: dict[str, nn.Parameter], connection: _Connection, comm: MeteredComm) -> Report:
+def _reduced(
+    key: str,
+    parameters: dict[str, nn.Parameter],
+    connection: _Connection,
+    comm: MeteredComm,
+    skipped: SkippedSteps | None,
+) -> Report:
     began = time.perf_counter()
     slots = laid_out((name, parameter.numel()) for name, parameter in parameters.items())
     with torch.no_grad(), stations.recorded() as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
         report = scheme.reduce(bucket, comm)
+        if skipped is not None:
+            skipped.reduced(scheme, bucket, report)
         for slot, parameter in zip(slots, parameters.values(), strict=True):
             mean = slot.span.of(bucket.grad).view(parameter.shape)
             _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)

@@ -1,8 +1,27 @@
 """Steps that a loss scaler will skip: what their finite buckets have written is kept back again, so that nothing is lost."""
 
+from typing import Protocol, runtime_checkable
+
 from sparsync.core import Bucket, Report
 from sparsync.feedback import overflowed
-from sparsync.protocols import Scheme
+from sparsync.protocols import Comm
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """The part of a scheme that reduces; one that keeps anything has `put_back`, too."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report: ...
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A scheme that can take back what it wrote."""
+
+    def put_back(self, bucket: Bucket) -> None: ...
 
 
 class SkippedSteps:
@@ -14,10 +33,10 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._finite: list[tuple[Scheme, Bucket]] = []
+        self._finite: list[tuple[Reducer, Bucket]] = []
         self._skipped = False
 
-    def reduced(self, scheme: Scheme, bucket: Bucket, report: Report) -> None:
+    def reduced(self, scheme: Reducer, bucket: Bucket, report: Report) -> None:
         """To be called after each bucket of a step, in the same order on all ranks, while no gradient of the step has been touched yet."""
         if bucket.step != self._step:
             self._step, self._finite, self._skipped = bucket.step, [], False
@@ -27,9 +46,6 @@ class SkippedSteps:
             self._skipped = True
         if self._skipped:
             for each, written in self._finite:
-                each.put_back(written)
+                if isinstance(each, Keeper):
+                    each.put_back(written)
             self._finite = []
-
-    def forget(self) -> None:
-        """Lets go of the step's gradients."""
-        self._step, self._finite = None, []
