@@ -119,6 +119,9 @@ class Recorder:
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.inner.rescale_residual(factors)
 
+    def begin_anew(self) -> None:
+        self.inner.begin_anew()
+
     @property
     def keeps(self) -> bool:
         return self.inner.keeps

@@ -214,3 +214,18 @@ def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[...,
 def test_other_precisions_of_residuals_are_refused() -> None:
     with pytest.raises(ValueError, match="residuals must be one of float32, bfloat16, got 'int8'"):
         TopK(residuals="int8")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("make", [TopK, MiCRO.published, ExDyna, ExDyna.published, OkTopk, OkTopk.published])
+def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(make: Callable[[], Scheme]) -> None:
+    def body(comm: LocalComm) -> None:
+        scheme, fresh = make(), make()
+        for step in range(2):
+            scheme.reduce(Bucket("w", torch.randn(300, generator=torch.Generator().manual_seed(comm.rank)), step), comm)
+        before = scheme.state_dict()
+        scheme.begin_anew()
+        after, blank = scheme.state_dict(), fresh.state_dict()
+        assert torch.equal(after.pop("residual")["w"], before["residual"]["w"])
+        assert after == {field: kept for field, kept in blank.items() if field != "residual"}
+
+    LocalWorld(2).run(body)

@@ -59,6 +59,10 @@ class Scheme(Protocol):
         """Multiplies what is kept back for each named parameter; without effect in a scheme that keeps nothing back."""
         ...
 
+    def begin_anew(self) -> None:
+        """Forgets all that ranks must hold alike, thresholds and partitions, but no residual: after a failure they may differ."""
+        ...
+
     @property
     def keeps(self) -> bool:
         """Whether anything is kept back from step to step."""

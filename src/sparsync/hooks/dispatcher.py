@@ -45,14 +45,19 @@ class Dispatcher:
 
     After a failure the ranks no longer agree on what comes next on the wire. So the failing rank closes its connections, which makes
     the others fail at once instead of waiting; on each of them the other buckets of that step fail too, with the same cause; and the
-    next step starts on fresh connections, provided that all ranks come to the same one.
+    next step starts on fresh connections, after `begin_anew`, provided that all ranks come to the same one.
     """
 
     def __init__(
-        self, comm: GroupComm, on_report: Callable[[Report], None], skipped: SkippedSteps | None = None
+        self,
+        comm: GroupComm,
+        on_report: Callable[[Report], None],
+        begin_anew: Callable[[], None],
+        skipped: SkippedSteps | None = None,
     ) -> None:
         self._group = comm
         self._skipped = skipped
+        self._begin_anew = begin_anew
         self._comm = MeteredComm(comm)
         self._on_report = on_report
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
@@ -162,6 +167,7 @@ class Dispatcher:
     def _reconnect(self, step: int) -> None:
         self._group = self._group.renewed(alike=f"gradients of step {step}")
         self._comm = MeteredComm(self._group)
+        self._begin_anew()
         self._failure = None
 
 

@@ -55,7 +55,8 @@ class Handle:
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         skipped = SkippedSteps() if getattr(scheme, "keeps", False) else None
-        self._dispatcher = Dispatcher(comm, self._reports.append, skipped)
+        begin_anew = getattr(scheme, "begin_anew", _nothing)
+        self._dispatcher = Dispatcher(comm, self._reports.append, begin_anew, skipped)
         weakref.finalize(self, self._dispatcher.stop)
 
     @property
@@ -117,6 +118,10 @@ def alike(scheme: Scheme) -> str:
     if isinstance(scheme, PerParameter):
         return f"{alike(scheme.default)}, { ({pattern: alike(each) for pattern, each in scheme.patterns.items()}) }"
     return repr(scheme) if is_dataclass(scheme) else type(scheme).__qualname__
+
+
+def _nothing() -> None:
+    """Nothing is held alike on all ranks."""
 
 
 def _called(place: Mapping[str, int], part: str) -> str:

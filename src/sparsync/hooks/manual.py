@@ -83,6 +83,7 @@ def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s
         known = _CONNECTIONS[model] = _Connection(scheme, GroupComm.private(group, timeout_s, alike=alike(scheme)))
     if known.group.group is None:  # closed by a failure
         known.group = known.group.renewed(alike=f"gradients of call {known.step}")
+        known.scheme.begin_anew()
     return known
 
 

@@ -21,6 +21,9 @@ class Stateless:
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Nothing is kept back, so nothing is rescaled."""
 
+    def begin_anew(self) -> None:
+        """Nothing is held."""
+
     @property
     def keeps(self) -> bool:
         return False

@@ -104,6 +104,10 @@ class ExDyna:
         reduce = self._reduce_by_quotas if self.rule == "quotas" else self._reduce_by_threshold
         return reduce(bucket, total, comm)
 
+    def begin_anew(self) -> None:
+        self._state.balance.load_state_dict({})
+        self._state.profile.load_state_dict({})
+
     @property
     def keeps(self) -> bool:
         return True

@@ -101,6 +101,9 @@ class MiCRO:
             scaling.accept(choice.threshold, report.union)
         return report
 
+    def begin_anew(self) -> None:
+        self._state.scaling.load_state_dict({})
+
     @property
     def keeps(self) -> bool:
         return True

@@ -173,6 +173,9 @@ class OkTopk:
             details=outcome.details | {"overflow": overflow},
         )
 
+    def begin_anew(self) -> None:
+        self._state.control.clear()
+
     @property
     def keeps(self) -> bool:
         return True

@@ -53,6 +53,10 @@ class PerParameter:
             details["overflow"] = bool(poisoned)
         return Report(self.name, bucket.key, bucket.step, n, selected, union, cost, details=details)
 
+    def begin_anew(self) -> None:
+        for scheme in self._schemes.values():
+            scheme.begin_anew()
+
     @property
     def keeps(self) -> bool:
         return any(scheme.keeps for scheme in self._schemes.values())

@@ -147,6 +147,10 @@ class SkipReduce:
         lost = self._left_out(plan, len(skipping), comm)
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
 
+    def begin_anew(self) -> None:
+        self._state.disagreement = Disagreement()
+        self._state.protected = None
+
     @property
     def keeps(self) -> bool:
         return self.feedback

@@ -106,6 +106,9 @@ class TopK:
         parts = [Sparse(place, value, n) for place, value in zip(places, values, strict=True)]
         return parts, error, all_gather_cost(head + codec.nbytes(k, dtype), comm.size)
 
+    def begin_anew(self) -> None:
+        """Ranks hold nothing alike."""
+
     @property
     def keeps(self) -> bool:
         return True
