@@ -124,7 +124,7 @@ class Report:
 
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
     `cost` is the closed form; `sent` is what a MeteredComm counted, None where none was wrapped around; `wait_s` the seconds inside it.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift".
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" where it saw NaN or Inf in the result.
     """
 
     scheme: str

@@ -1,22 +1,26 @@
 """The stations a bucket passes, by name: a profiler sees each, and whoever asks gets the seconds spent in each.
 
-Time inside the communicator is counted by MeteredComm; a station that contains messages is not marked as one.
+Time inside the communicator is counted by MeteredComm; a station that contains messages is not marked as one. torch.profiler sees the
+thread that started it; the one that reduces DDP's buckets only with `_ExperimentalConfig(profile_all_threads=True)`.
 """
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 Station = Literal["accumulate", "select", "encode", "decode", "apply"]
 
-_OPEN = threading.local()  # .ledger: the dict that this thread's stations are added to; absent when nobody asked
+_OPEN = threading.local()  # .ledger: the dict that this thread's stations are added to, .label: their bucket's; absent when nobody asked
 
 
 @contextmanager
 def station(name: Station) -> Iterator[None]:
-    """Names what happens inside: "sparsync::select" in torch's profiler, and in `recorded` seconds. On CUDA, of the host only."""
+    """Names what happens inside: "sparsync::select [bucket0]" in torch's profiler, and in `recorded` seconds. On CUDA, of the host only.
+
+    The bucket's name is there inside `recorded` only.
+    """
     from torch.autograd import profiler  # here, because the names of the stations are read where torch is not needed
 
     ledger: dict[str, float] | None = getattr(_OPEN, "ledger", None)
@@ -24,18 +28,22 @@ def station(name: Station) -> Iterator[None]:
         yield
         return
     began = time.perf_counter()
-    with profiler.record_function(f"sparsync::{name}"):
+    with (
+        profiler.record_function(f"sparsync::{name}{getattr(_OPEN, 'label', '')}")
+        if profiler._is_profiler_enabled
+        else nullcontext()
+    ):
         yield
     if ledger is not None:
         ledger[name] = ledger.get(name, 0.0) + time.perf_counter() - began
 
 
 @contextmanager
-def recorded() -> Iterator[dict[str, float]]:
-    """The seconds this thread spends in each station, filled in while the block runs."""
-    outer = getattr(_OPEN, "ledger", None)
-    _OPEN.ledger = spent = {}
+def recorded(bucket: str) -> Iterator[dict[str, float]]:
+    """The seconds this thread spends in each station, filled in while the block runs; a profiler sees them with the bucket's name."""
+    outer = getattr(_OPEN, "ledger", None), getattr(_OPEN, "label", "")
+    _OPEN.ledger, _OPEN.label = {}, f" [{bucket}]"
     try:
-        yield spent
+        yield _OPEN.ledger
     finally:
-        _OPEN.ledger = outer
+        _OPEN.ledger, _OPEN.label = outer

@@ -1,4 +1,6 @@
-"""Checkpoints of what schemes keep back: a file for each rank, or entries of a torch.distributed.checkpoint; any number of ranks may go on.
+"""Checkpoints of what schemes keep back: a file for each rank, entries of a torch.distributed.checkpoint, or all ranks' states in one list.
+
+Any number of ranks may go on.
 
 State differs from rank to rank under the same names, and torch.distributed.checkpoint keeps one of several tensors of a name without a
 word: so here every rank's state has a name of its own.
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -18,6 +21,7 @@ from sparsync.feedback import redistributed
 from sparsync.hooks.handle import Handle
 
 _SUFFIX = ".pt"
+_ANY = re.compile(r"sparsync\.(.+\.)?rank\d+of\d+")
 
 
 def save(handle: Handle, folder: str | Path) -> Path:
@@ -43,7 +47,7 @@ def load(handle: Handle, folder: str | Path) -> None:
     different steps.
     """
     folder = Path(folder)
-    files = {file.stem: file for file in folder.glob("sparsync.*" + _SUFFIX)}
+    files = _files(folder)
     if files:
         _load(
             handle,
@@ -55,12 +59,36 @@ def load(handle: Handle, folder: str | Path) -> None:
         _load(handle, _entry_names(folder), lambda name: _read_entry(name, folder), folder)
 
 
+def holds_states(folder: str | Path) -> bool:
+    """Whether `folder` holds states of any handle, complete or not."""
+    return any(map(_ANY.fullmatch, [*_files(Path(folder)), *_entry_names(Path(folder))]))
+
+
 def entries(handle: Handle) -> dict[str, bytes]:
     """What to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`."""
     state = handle.state_dict()
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return {_name(handle.part, state["rank"], state["ranks"]): buffer.getvalue()}
+
+
+def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]] | None:
+    """All ranks' states, in rank order, on the first rank of `group`, that of the handle; None on the others. Call it on every rank.
+
+    For checkpoints that are one file, which the first rank writes; they hold the residuals of all ranks at once, as does its memory.
+    """
+    (mine,) = entries(handle).values()
+    rank, ranks = handle.place
+    found: list[Any] | None = [None] * ranks if rank == 0 else None
+    dist.gather_object(mine, found, group=group, group_dst=0)
+    return found and [torch.load(io.BytesIO(each), weights_only=True, map_location="cpu") for each in found]
+
+
+def restore(handle: Handle, states: Sequence[Mapping[str, Any]]) -> None:
+    """Goes on from what `gathered` returned on the first rank; call it on every rank, of any number, with all states. See `load`."""
+    if not states:
+        raise ValueError("there are no states to go on from; pass what sparsync.hooks.checkpoint.gathered returned")
+    _restore(handle, states, "this checkpoint")
 
 
 def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as Handle.state_dict
@@ -86,14 +114,21 @@ def _load(handle: Handle, names: Sequence[str], read: Callable[[str], Mapping[st
     (then,) = worlds
     if missing := sorted(set(range(then)) - {rank for rank, _ in found}):
         raise ValueError(f"{folder} lacks the states of ranks {missing} of {then}; save on every rank, into one folder")
+    _restore(handle, [read(_name(handle.part, old, then)) for old in range(then)], str(folder))
+
+
+def _restore(handle: Handle, states: Sequence[Mapping[str, Any]], where: str) -> None:
     rank, ranks = handle.place
-    states = [read(_name(handle.part, old, then)) for old in range(then)]
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(
-            f"the states in {folder} are of different steps, {sorted(steps)}; save on every rank between the same steps"
+            f"the states in {where} are of different steps, {sorted(steps)}; save on every rank between the same steps"
         )
-    handle.load_state_dict(states[rank] if then == ranks else resized(states, rank, ranks))
+    handle.load_state_dict(states[rank] if len(states) == ranks else resized(states, rank, ranks))
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {file.stem: file for file in folder.glob("sparsync.*" + _SUFFIX)}
 
 
 def _name(part: str, rank: int | str, ranks: int | str) -> str:

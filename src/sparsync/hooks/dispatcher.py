@@ -159,7 +159,7 @@ class Dispatcher:
 
     def _reported(self, job: _Job) -> Report:
         began = time.perf_counter()
-        with torch.no_grad(), stations.recorded() as spent:
+        with torch.no_grad(), stations.recorded(job.bucket.key) as spent:
             report = job.scheme.reduce(job.bucket, self._comm)
         sent, wait_s = self._comm.take()
         return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)

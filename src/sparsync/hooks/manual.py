@@ -108,7 +108,7 @@ def _reduced(
 ) -> Report:
     began = time.perf_counter()
     slots = laid_out((name, parameter.numel()) for name, parameter in parameters.items())
-    with torch.no_grad(), stations.recorded() as spent:
+    with torch.no_grad(), stations.recorded(key) as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
         report = scheme.reduce(bucket, comm)

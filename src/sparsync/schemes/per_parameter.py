@@ -45,6 +45,7 @@ class PerParameter:
         for key in set(own) - set(poisoned) if poisoned else ():
             self._schemes[key].put_back(own[key])
         details: dict[str, Detail] = {f"{key or 'default'} density": report.density for key, report in reports.items()}
+        details["overflow"] = any(report.details.get("overflow") for report in reports.values())
         selected = sum(report.selected for report in reports.values())
         union = sum(report.union for report in reports.values())
         cost = sum((report.cost for report in reports.values()), Cost())

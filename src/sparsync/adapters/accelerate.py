@@ -1,0 +1,50 @@
+"""Hugging Face Accelerate: a scheme for a prepared model, its state in what `save_state` writes.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.hooks import checkpoint
+from sparsync.hooks.ddp import Handle
+from sparsync.hooks.ddp import attach as attach_to_ddp
+from sparsync.protocols import Scheme
+
+with needs("accelerate", "1.15"):
+    from accelerate import Accelerator
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    optimizer: Optimizer | None = None,
+    timeout_s: float = 300.0,
+) -> Handle | None:
+    """The handle of `sparsync.attach`, for a `model` from `accelerator.prepare`; None, with a warning, where there is one process.
+
+    Gradients accumulated under `accelerator.accumulate` are reduced once. From now on `accelerator.save_state` writes every rank's
+    residual into its folder, a file for each, and `load_state` takes them up; the folder must be one that all ranks see. It may be that
+    of another number of ranks. Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
+    """
+    ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
+    if ddp is None:
+        return None
+    handle = attach_to_ddp(ddp, scheme, optimizer=optimizer, timeout_s=timeout_s)
+
+    # Not register_for_checkpointing: of what that writes there is only the main process's.
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        checkpoint.save(handle, folder)
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        checkpoint.load(handle, folder)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return handle

@@ -1,0 +1,77 @@
+"""Lightning: a callback that attaches a scheme when the model is wrapped, and keeps its state in Lightning's checkpoints.
+
+    trainer = Trainer(strategy="ddp", callbacks=[Sparsync(sparsync.MiCRO(density=0.01))])
+
+Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and leaves it out on CPU without a word.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsync.adapters.metrics import Recorder
+from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.core import Report
+from sparsync.hooks import checkpoint as states
+from sparsync.hooks.ddp import Handle, attach
+from sparsync.protocols import Scheme
+
+with needs("lightning", "2.6"):
+    try:
+        from lightning.pytorch import Callback, LightningModule, Trainer
+    except ImportError:
+        from pytorch_lightning import Callback, LightningModule, Trainer
+
+KEY = "sparsync"  # of all ranks' states in a checkpoint
+
+
+class Sparsync(Callback):
+    """Reduces the gradients of a `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` while it runs, `reports` what it left.
+
+    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. `recorder` gets the reports of the
+    first rank after each batch. A checkpoint holds all ranks' residuals, and any number of ranks may go on from it; with one rank
+    nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies that are not DDP's.
+    """
+
+    def __init__(
+        self, scheme: Scheme, *, follow_rates: bool = False, recorder: Recorder | None = None, timeout_s: float = 300.0
+    ) -> None:
+        self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
+        self.handle: Handle | None = None
+        self.reports: list[Report] = []
+        self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
+        self._loaded: Sequence[Mapping[str, Any]] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ddp = ddp_inside(trainer.strategy.model, "Lightning", trainer.world_size)
+        if ddp is None:
+            return
+        if self.follow_rates and len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"residuals can follow the learning rate of one optimizer, this module has {len(trainer.optimizers)}; "
+                "leave follow_rates out"
+            )
+        optimizer = trainer.optimizers[0] if self.follow_rates else None
+        self.handle = attach(ddp, self.scheme, optimizer=optimizer, timeout_s=self.timeout_s)
+        self._group = ddp.process_group
+        if self._loaded is not None:
+            states.restore(self.handle, self._loaded)
+            self._loaded = None
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if self.handle is not None and self.recorder is not None and trainer.is_global_zero:
+            self.recorder.record(self.handle.take_reports())
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.handle is not None:  # Lightning comes here on every rank, and writes the first one's
+            checkpoint[KEY] = states.gathered(self.handle, self._group)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded = checkpoint.get(KEY)
+        if self._loaded is None:
+            warnings.warn("this checkpoint holds no residuals of sparsync, so they start at zero", stacklevel=2)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.handle is not None:
+            self.reports = self.handle.reports()
+            self.handle = None

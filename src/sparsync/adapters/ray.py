@@ -1,0 +1,40 @@
+"""Ray Train: a scheme inside the training loop of a TorchTrainer, and its state in the checkpoints that the loop reports.
+
+    model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
+    ...
+    checkpoint.save(handle, folder)  # of sparsync.hooks, on every worker, before
+    ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
+"""
+
+from typing import Any
+
+from torch import nn
+
+from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.hooks import checkpoint
+from sparsync.hooks.ddp import Handle, attach
+from sparsync.protocols import Scheme
+
+with needs("ray[train]", "2.60"):
+    import ray.train.torch
+
+
+def prepare_model(
+    model: nn.Module, scheme: Scheme, *, timeout_s: float = 300.0, **options: Any
+) -> tuple[nn.Module, Handle | None]:
+    """What `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
+
+    Where the loop was given a checkpoint to start from that holds residuals, they are taken up, also by another number of workers.
+    Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
+    """
+    prepared = ray.train.torch.prepare_model(model, **options)
+    ddp = ddp_inside(prepared, "Ray Train", ray.train.get_context().get_world_size())
+    if ddp is None:
+        return prepared, None
+    handle = attach(ddp, scheme, timeout_s=timeout_s)
+    given = ray.train.get_checkpoint()
+    if given is not None:
+        with given.as_directory() as folder:
+            if checkpoint.holds_states(folder):
+                checkpoint.load(handle, folder)
+    return prepared, handle

@@ -1,0 +1,99 @@
+"""Hugging Face Trainer: a callback that attaches a scheme when training begins, its state beside each checkpoint.
+
+    trainer = Trainer(...)
+    callback = sparsync.adapters.transformers.attach(trainer, sparsync.MiCRO(density=0.01))
+    trainer.train()
+"""
+
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+from sparsync.adapters.metrics import Recorder
+from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.hooks import checkpoint
+from sparsync.hooks.ddp import Handle
+from sparsync.hooks.ddp import attach as attach_to_ddp
+from sparsync.protocols import Scheme
+
+with needs("transformers", "5.23"):
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+def attach(
+    trainer: Trainer,
+    scheme: Scheme,
+    *,
+    follow_rates: bool = False,
+    recorder: Recorder | None = None,
+    resume_from: str | Path | None = None,
+    timeout_s: float = 300.0,
+) -> "Sparsync":
+    """Adds to `trainer` the callback it returns, whose `handle` is that of `sparsync.attach` once training has begun.
+
+    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default. `recorder` gets the reports
+    of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training that goes on from one, also with
+    another number of ranks, takes them from there, or from `resume_from` where the folder is not the one it was saved as.
+    `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
+    """
+    callback = Sparsync(trainer, scheme, follow_rates, recorder, resume_from, timeout_s)
+    trainer.add_callback(callback)
+    return callback
+
+
+class Sparsync(TrainerCallback):
+    """See `attach`. The Trainer gives callbacks the bare model, so this one asks the Trainer itself for the wrapped one."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        scheme: Scheme,
+        follow_rates: bool,
+        recorder: Recorder | None,
+        resume_from: str | Path | None,
+        timeout_s: float,
+    ) -> None:
+        self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
+        self.resume_from = resume_from
+        self.handle: Handle | None = None
+        self._trainer = weakref.ref(trainer)  # which holds this callback
+        self._model: weakref.ref[Any] | None = None  # the DDP model that the handle is of
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer()
+        assert trainer is not None
+        ddp = ddp_inside(trainer.model_wrapped, "Trainer", args.world_size)
+        if ddp is None:
+            return
+        if self._model is None or self._model() is not ddp:  # a second train() goes on with the model of the first
+            optimizer = kwargs["optimizer"] if self.follow_rates else None
+            self.handle = attach_to_ddp(ddp, self.scheme, optimizer=optimizer, timeout_s=self.timeout_s)
+            self._model = weakref.ref(ddp)
+        if state.global_step:
+            self._resume(Path(self.resume_from or _folder(args, state)))
+
+    def _resume(self, folder: Path) -> None:
+        assert self.handle is not None
+        if self.resume_from is not None or checkpoint.holds_states(folder):
+            checkpoint.load(self.handle, folder)
+        else:
+            warnings.warn(
+                f"{folder} holds no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from=",
+                stacklevel=2,
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        if self.handle is not None and self.recorder is not None and state.is_world_process_zero:
+            self.recorder.record(self.handle.take_reports())
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        if self.handle is not None:
+            checkpoint.save(self.handle, _folder(args, state))
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
