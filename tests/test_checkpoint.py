@@ -41,17 +41,26 @@ def interrupted(folder: Path, way: str) -> dict[str, tuple[Tensor, Tensor]]:
             before.step(before.model.inputs(before.rank, step))
         if way == "files":
             checkpoint.save(before.handle, folder / id)
+        elif way == "one list":
+            states = checkpoint.gathered(before.handle)
+            assert (states is None) == (before.rank > 0)
+            if states:
+                torch.save(states, folder / id)
         else:
             dcp.save({"step": 3, **checkpoint.entries(before.handle)}, checkpoint_id=folder / id)
         dist.barrier()
-        checkpoint.load(after.handle, folder / id)
+        if way == "one list":
+            checkpoint.restore(after.handle, torch.load(folder / id, weights_only=True))
+        else:
+            assert checkpoint.holds_states(folder / id)
+            checkpoint.load(after.handle, folder / id)
         for step in range(3, 6):
             after.step(after.model.inputs(after.rank, step))
         found[id] = whole.done().grads[3:], after.done().grads
     return found
 
 
-@pytest.mark.parametrize("way", ["files", "torch.distributed.checkpoint"])
+@pytest.mark.parametrize("way", ["files", "one list", "torch.distributed.checkpoint"])
 def test_training_goes_on_to_the_same_bits_after_a_checkpoint(way: str, tmp_path: Path) -> None:
     for rank in run(interrupted, 2, folder=tmp_path, way=way):
         for id, (whole, resumed) in rank.items():
@@ -92,6 +101,9 @@ def test_another_number_of_ranks_takes_up_all_that_was_kept_back(then: int, now:
 
 def refusals(folder: Path) -> None:
     handle = Training(TopK(0.1)).handle
+    assert not checkpoint.holds_states(folder / "nowhere")
+    with pytest.raises(ValueError, match="there are no states"):
+        checkpoint.restore(handle, [])
     with pytest.raises(ValueError, match="holds no state of sparsync"):
         checkpoint.load(handle, folder / "nowhere")
     checkpoint.save(handle, folder / "one")

@@ -11,7 +11,6 @@ from typing import Any
 
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
-from sparsync.core import Report
 from sparsync.hooks import checkpoint as states
 from sparsync.hooks.ddp import Handle, attach
 from sparsync.protocols import Scheme
@@ -26,7 +25,9 @@ KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
 class Sparsync(Callback):
-    """Reduces the gradients of a `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` while it runs, `reports` what it left.
+    """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest one.
+
+    At the end of a `fit` Lightning drops its DDP model and the hook with it; what was kept back stays in `scheme`, also for the next one.
 
     `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. `recorder` gets the reports of the
     first rank after each batch. A checkpoint holds all ranks' residuals, and any number of ranks may go on from it; with one rank
@@ -38,7 +39,6 @@ class Sparsync(Callback):
     ) -> None:
         self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
         self.handle: Handle | None = None
-        self.reports: list[Report] = []
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
         self._loaded: Sequence[Mapping[str, Any]] | None = None
 
@@ -67,11 +67,8 @@ class Sparsync(Callback):
             checkpoint[KEY] = states.gathered(self.handle, self._group)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
         self._loaded = checkpoint.get(KEY)
         if self._loaded is None:
             warnings.warn("this checkpoint holds no residuals of sparsync, so they start at zero", stacklevel=2)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.handle is not None:
-            self.reports = self.handle.reports()
-            self.handle = None

@@ -5,7 +5,7 @@ Nothing here asks anything of other ranks: bytes are those that this rank sent.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Where numbers go."""
 

@@ -1,0 +1,72 @@
+"""A training by Accelerate: gradients accumulated, reduced by a scheme, saved and taken up again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
+from distributed import run
+from sparsync import MiCRO
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from sparsync.adapters.accelerate import attach
+
+pytestmark = pytest.mark.distributed
+STEPS, ACCUMULATED = 6, 2
+
+
+def trained(folder: Path, steps: range, save: bool = False, load: bool = False) -> Trained:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATED,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],  # buckets stay the same
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
+    handle = attach(accelerator, prepared, MiCRO(density=DENSITY, dense=()), timeout_s=20)
+    assert handle is not None
+    if load:
+        accelerator.load_state(str(folder))
+    for number, (x, y) in enumerate(loader):
+        if number // ACCUMULATED not in steps:
+            continue
+        with accelerator.accumulate(prepared):
+            accelerator.backward(nn.functional.mse_loss(prepared(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save:
+        accelerator.save_state(str(folder))
+    return Trained.of(model, handle.reports())
+
+
+def interrupted(folder: Path) -> tuple[Trained, Trained]:
+    as_torchrun()
+    whole = trained(folder, range(STEPS))
+    trained(folder, range(3), save=True)
+    return whole, trained(folder, range(3, STEPS), load=True)
+
+
+def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    ranks = run(interrupted, 2, folder=tmp_path)
+    check([whole for whole, _ in ranks], STEPS)
+    for whole, resumed in ranks:
+        assert resumed.same_weights(whole)
+        assert {report.step for report in resumed.reports} == set(range(3, STEPS))
+    assert {path.name for path in tmp_path.glob("sparsync*")} == {"sparsync.rank0of2.pt", "sparsync.rank1of2.pt"}
+
+
+def alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(network())
+    with pytest.warns(UserWarning, match="Accelerate trains in one process"):
+        assert attach(accelerator, model, MiCRO(density=DENSITY)) is None
+
+
+def test_one_process_has_nothing_to_send_and_is_told() -> None:
+    run(alone, 1)

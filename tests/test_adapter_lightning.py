@@ -1,0 +1,92 @@
+"""A training by Lightning: reduced by a scheme from the first step, saved by ModelCheckpoint and taken up again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
+from distributed import run
+from sparsync import MiCRO, TopK
+
+pytest.importorskip("lightning")
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from sparsync.adapters.lightning import Sparsync
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+EPOCHS, BATCHES = 2, 3
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.network(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader:
+        return examples(BATCHES)
+
+
+def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | None = None) -> Trained:
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(
+            find_unused_parameters=True,  # buckets stay the same
+            cluster_environment=TorchElasticEnvironment(),
+        ),
+        callbacks=[callback, ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, ckpt_path=goes_on_from)
+    assert callback.handle is not None
+    trainer.save_checkpoint(folder / "afterwards.ckpt")  # no longer wrapped in DDP, and still with all residuals
+    return Trained.of(module, callback.handle.reports())
+
+
+def interrupted(folder: Path) -> tuple[Trained, Trained]:
+    as_torchrun()
+    whole = trained(folder / "whole", EPOCHS, Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20))
+    again = Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20, follow_rates=True)
+    return whole, trained(folder / "again", EPOCHS, again, folder / "whole" / "epoch=0.ckpt")
+
+
+def test_a_training_by_lightning_sends_little_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    ranks = run(interrupted, 2, folder=tmp_path)
+    check([whole for whole, _ in ranks], EPOCHS * BATCHES)
+    for whole, resumed in ranks:
+        assert resumed.same_weights(whole)
+        assert {report.step for report in resumed.reports} == set(range(BATCHES, EPOCHS * BATCHES))
+    states = torch.load(tmp_path / "whole" / "afterwards.ckpt", weights_only=True)["sparsync"]
+    assert [(state["rank"], state["ranks"], state["step"]) for state in states] == [(0, 2, 5), (1, 2, 5)]
+    assert not torch.equal(*(state["scheme"]["residual"]["network.2.weight"] for state in states))
+
+
+def refused(folder: Path) -> None:
+    as_torchrun()
+    both = [TorchElasticEnvironment()]
+    trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, plugins=both, callbacks=[Sparsync(TopK())], logger=False)
+    with pytest.warns(UserWarning, match="Lightning trains in one process"):
+        trainer.fit(Module())
+
+
+def test_one_process_has_nothing_to_send_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(refused, 1, folder=tmp_path)

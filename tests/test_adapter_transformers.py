@@ -1,0 +1,73 @@
+"""A training by the Trainer of transformers: reduced by a scheme, saved at a checkpoint and taken up again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapter_training import DENSITY, Trained, as_torchrun, check
+from distributed import run
+from sparsync import ExDyna
+
+pytest.importorskip("transformers")
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from sparsync.adapters.transformers import attach
+
+pytestmark = pytest.mark.distributed
+STEPS, TOKENS, WORDS = 6, 16, 64
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Made-up ones, the same each time."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens = torch.randint(WORDS, (count, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[number], "labels": self.tokens[number]}
+
+
+def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Trained:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=TOKENS, n_embd=32, n_layer=1, n_head=2))
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        save_steps=3,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=True,  # buckets stay the same
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Sentences(4 * STEPS))
+    callback = attach(trainer, ExDyna(density=DENSITY, dense=()), timeout_s=20, **how)
+    trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
+    assert callback.handle is not None
+    return Trained.of(model, callback.handle.reports())
+
+
+def interrupted(folder: Path) -> list[Trained]:
+    as_torchrun()
+    whole = trained(folder / "here", follow_rates=True)
+    again = trained(folder / "here", folder / "here" / "checkpoint-3", follow_rates=True)
+    moved = folder / "here" / "checkpoint-3"
+    return [whole, again, trained(folder / "there", moved, resume_from=moved, follow_rates=True)]
+
+
+def test_a_training_by_the_trainer_sends_little_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    ranks = run(interrupted, 2, folder=tmp_path)
+    check([whole for whole, *_ in ranks], STEPS)
+    for whole, *resumed in ranks:
+        for again in resumed:
+            assert again.same_weights(whole)
+            assert {report.step for report in again.reports} == set(range(3, STEPS))
+    files = {path.name for path in (tmp_path / "here" / "checkpoint-6").glob("sparsync*")}
+    assert files == {"sparsync.rank0of2.pt", "sparsync.rank1of2.pt"}
