@@ -3,8 +3,9 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+OTHERS := .venv-adapters
 
-.PHONY: setup demo test check sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo test test-adapters check sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -21,6 +22,16 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The adapters with the packages they are for, 2 GB of them; `make test` leaves out those whose package is missing.
+test-adapters: $(OTHERS)/.ready
+	$(OTHERS)/bin/python -m pytest tests/test_adapter_*.py tests/test_metrics.py
+
+$(OTHERS)/.ready: pyproject.toml
+	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(OTHERS)/bin/python -m pip install --quiet --editable ".[dev,adapters]"
+	touch $(OTHERS)/.ready
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -54,5 +65,5 @@ sanitize: $(READY)
 	build/sanitize/random_test
 
 clean:
-	rm -rf $(VENV) demo build dist src/sparsync/kernels/_cpu*.so
+	rm -rf $(VENV) $(OTHERS) demo build dist src/sparsync/kernels/_cpu*.so
 	find csrc/cmake -mindepth 1 -not -name CMakeLists.txt -delete

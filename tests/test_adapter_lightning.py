@@ -1,4 +1,5 @@
 """A training by Lightning: reduced by a scheme from the first step, saved by ModelCheckpoint and taken up again."""
+# pyright: reportMissingImports=false
 
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from distributed import run
 from sparsync import MiCRO, TopK
 
 pytest.importorskip("lightning")
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from sparsync.adapters.lightning import Sparsync
@@ -81,8 +82,7 @@ def test_a_training_by_lightning_sends_little_and_goes_on_to_the_same_bits(tmp_p
 
 def refused(folder: Path) -> None:
     as_torchrun()
-    both = [TorchElasticEnvironment()]
-    trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, plugins=both, callbacks=[Sparsync(TopK())], logger=False)
+    trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[Sparsync(TopK())], logger=False)
     with pytest.warns(UserWarning, match="Lightning trains in one process"):
         trainer.fit(Module())
 

@@ -1,4 +1,5 @@
 """A training by a TorchTrainer of Ray Train with two workers: reduced by a scheme, and taken up again by new workers when these fail."""
+# pyright: reportMissingImports=false
 
 import os
 import tempfile
@@ -15,9 +16,9 @@ from adapter_training import DENSITY, Trained, check, examples, network
 from sparsync import MiCRO
 from sparsync.hooks import checkpoint
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("ray.train")
-import ray.train
+pytest.importorskip("ray.train", exc_type=ImportError)  # which is there without what it needs, too
+import ray
+import ray.train.torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -86,7 +87,9 @@ def fit(folder: Path, fails: bool) -> list[Trained]:
 
 
 @pytest.mark.timeout(300)
-def test_a_training_by_ray_sends_little_and_goes_on_to_the_same_bits_after_a_failure(cluster: None, tmp_path: Path) -> None:
+def test_a_training_by_ray_sends_little_and_goes_on_to_the_same_bits_after_a_failure(
+    cluster: None, tmp_path: Path
+) -> None:
     whole, resumed = fit(tmp_path / "whole", fails=False), fit(tmp_path / "again", fails=True)
     check(whole, STEPS)
     for before, after in zip(whole, resumed, strict=True):

@@ -1,4 +1,5 @@
 """What a training reports arrives in TensorBoard, wandb and Prometheus; and the profiler names stations with their buckets."""
+# pyright: reportMissingImports=false
 
 import json
 import struct
@@ -18,7 +19,14 @@ from sparsync import Cost, MiCRO, Report, TopK
 from sparsync.adapters.metrics import Prometheus, TensorBoard, Wandb, numbers, residual_norm
 
 STEPS = [[100, 20], [60, 20]]  # bytes of two buckets in two steps
-FOUND = {"density": 0.25, "union": 50.0, "elements": 200.0, "wait_seconds": 0.5, "select_seconds": 0.25, "messages": 2.0}
+FOUND = {
+    "density": 0.25,
+    "union": 50.0,
+    "elements": 200.0,
+    "wait_seconds": 0.5,
+    "select_seconds": 0.25,
+    "messages": 2.0,
+}
 
 
 def reports() -> list[Report]:
@@ -89,11 +97,11 @@ def wandb_records(file: Path) -> Iterator[bytes]:
 
 def wandb_history(folder: Path) -> Iterator[dict[str, float]]:
     """What was logged, step by step."""
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]  # made when it is imported
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     for content in wandb_records(file):
-        record = wandb_internal_pb2.Record()
+        record = Record()
         record.ParseFromString(content)
         if record.HasField("history"):
             yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}

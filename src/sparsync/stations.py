@@ -12,7 +12,9 @@ from typing import Literal
 
 Station = Literal["accumulate", "select", "encode", "decode", "apply"]
 
-_OPEN = threading.local()  # .ledger: the dict that this thread's stations are added to, .label: their bucket's; absent when nobody asked
+_OPEN = (
+    threading.local()
+)  # .ledger: the dict that this thread's stations are added to, .label: their bucket's; absent when nobody asked
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: a scheme for a prepared model, its state in what `save_state` writes.
 
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
 """
 
 from typing import Any

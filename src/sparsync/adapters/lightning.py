@@ -4,6 +4,7 @@
 
 Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and leaves it out on CPU without a word.
 """
+# pyright: reportMissingImports=false
 
 import warnings
 from collections.abc import Mapping, Sequence

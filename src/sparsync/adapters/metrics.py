@@ -28,9 +28,9 @@ class Recorder(Protocol):
 
 
 def numbers(reports: Iterable[Report]) -> dict[str, float]:
-    """Sums over buckets: bytes_sent, messages, elements, selected, union, seconds, wait_seconds, STATION_seconds and overflows; and density.
+    """Sums over buckets of bytes_sent, messages, elements, selected, union, seconds, wait_seconds and STATION_seconds; density; overflows.
 
-    Overflows are counted where the scheme looks for them; `dense` and `skip_reduce` do not.
+    Those are buckets with NaN or Inf in the result, where the scheme looks for them; `dense` and `skip_reduce` do not.
     """
     found = {"bytes_sent": 0.0, "messages": 0.0, "elements": 0.0, "selected": 0.0, "union": 0.0}
     found |= {"seconds": 0.0, "wait_seconds": 0.0, "overflows": 0.0}
@@ -77,9 +77,10 @@ class Wandb:
 
 
 class Prometheus:
-    """Counters such as sparsync_bytes_sent_total, and gauges for density and whatever else is given; labels: scheme, with `by_bucket` bucket.
+    """Counters such as sparsync_bytes_sent_total, and gauges for density and whatever else is given.
 
-    Raises ImportError without prometheus-client. `registry`: where they are registered; None is the process's own.
+    Their labels are the scheme and, with `by_bucket`, the bucket. `registry`: where they are registered; None is the process's own.
+    Raises ImportError without prometheus-client.
     """
 
     GAUGES = ("density",)

@@ -1,10 +1,11 @@
 """Ray Train: a scheme inside the training loop of a TorchTrainer, and its state in the checkpoints that the loop reports.
 
-    model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
-    ...
-    checkpoint.save(handle, folder)  # of sparsync.hooks, on every worker, before
-    ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
+model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
+...
+checkpoint.save(handle, folder)  # of sparsync.hooks, on every worker, before
+ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
 """
+# pyright: reportMissingImports=false
 
 from typing import Any
 

@@ -1,4 +1,5 @@
 """A training by the Trainer of transformers: reduced by a scheme, saved at a checkpoint and taken up again."""
+# pyright: reportMissingImports=false
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sparsync import ExDyna
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from sparsync.adapters.transformers import attach
+from sparsync.adapters.trainer import attach
 
 pytestmark = pytest.mark.distributed
 STEPS, TOKENS, WORDS = 6, 16, 64

@@ -1,9 +1,10 @@
 """Hugging Face Trainer: a callback that attaches a scheme when training begins, its state beside each checkpoint.
 
-    trainer = Trainer(...)
-    callback = sparsync.adapters.transformers.attach(trainer, sparsync.MiCRO(density=0.01))
-    trainer.train()
+trainer = Trainer(...)
+callback = sparsync.adapters.trainer.attach(trainer, sparsync.MiCRO(density=0.01))
+trainer.train()
 """
+# pyright: reportMissingImports=false
 
 import warnings
 import weakref
@@ -65,7 +66,7 @@ class Sparsync(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = self._trainer()
-        assert trainer is not None
+        assert trainer is not None and trainer.model_wrapped is not None
         ddp = ddp_inside(trainer.model_wrapped, "Trainer", args.world_size)
         if ddp is None:
             return
