@@ -1,6 +1,6 @@
 """A training loop under attach on one rank, its record, and the check that it is what the scheme does without DDP."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,10 @@ class Training:
         buckets: int = 8,
         dtype: torch.dtype = torch.float32,
         timeout_s: float = TIMEOUT_S,
+        model: KnownGradients | None = None,
         **options: Any,
     ) -> None:
-        self.model = KnownGradients(COUNT, N, dtype)
+        self.model = model or KnownGradients(COUNT, N, dtype)
         cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
         self.recorder = Recorder(row(scheme).make() if isinstance(scheme, str) else scheme)
@@ -71,9 +72,9 @@ class Training:
         return Trained(torch.stack(self.rows), self.recorder.steps, self.handle.reports(), residual)
 
 
-def check(id: str, ranks: list[Trained], gradient: Gradient = known) -> None:
+def check(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
     """Fails unless all ranks did, at every step and to the last bit, what the scheme does without DDP."""
-    wanted = expected(id, len(ranks), ranks[0].steps, NAMES, gradient)
+    wanted = expected(id, len(ranks), ranks[0].steps, NAMES, gradient, keys)
     for number, rank in enumerate(ranks):
         with case(f"rank {number}"):
             assert rank.steps == ranks[0].steps

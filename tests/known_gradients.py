@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laws.table import ROWS, Row
+from laws.world import same_bits
 from sparsync import Bucket, LocalWorld, Report, Slot
 from sparsync.core import generator
 from sparsync.protocols import Comm, Scheme
@@ -138,8 +139,13 @@ class Expected:
     residuals: list[dict[str, Tensor]]
 
 
-def expected(id: str, P: int, steps: Mapping[int, Step], names: Sequence[str], gradient: Gradient) -> Expected:
-    """What the scheme of that row makes of `gradient` in a LocalWorld of P ranks, bucket by bucket as recorded."""
+def expected(
+    id: str, P: int, steps: Mapping[int, Step], names: Sequence[str], gradient: Gradient, keys: Sequence[str] = ()
+) -> Expected:
+    """What the scheme of that row makes of `gradient` in a LocalWorld of P ranks, bucket by bucket as recorded.
+
+    `keys` are what the buckets of a step are called; "bucket0" and so on as behind DDP where none are given.
+    """
 
     def program(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
         scheme = row(id).make()
@@ -148,12 +154,12 @@ def expected(id: str, P: int, steps: Mapping[int, Step], names: Sequence[str], g
             reduced: dict[str, Tensor] = {}
             for number, layout in enumerate(layouts):
                 flat = torch.cat([gradient(comm.rank, step, slot.name) for slot in layout])
-                scheme.reduce(Bucket(f"bucket{number}", flat, step, layout), comm)
+                scheme.reduce(Bucket(keys[number] if keys else f"bucket{number}", flat, step, layout), comm)
                 reduced |= {slot.name: slot.span.of(flat) for slot in layout}
             rows.append(torch.cat([reduced[name] for name in names]))
         return torch.stack(rows), scheme.state_dict().get("residual", {})
 
     results = LocalWorld(P).run(program)
     for rank, (grads, _) in enumerate(results):
-        assert torch.equal(grads, results[0][0]), f"the expectation itself differs between rank 0 and rank {rank}"
+        assert same_bits(grads, results[0][0]), f"the expectation itself differs between rank 0 and rank {rank}"
     return Expected(results[0][0], [residual for _, residual in results])

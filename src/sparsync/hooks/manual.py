@@ -37,7 +37,7 @@ _CONNECTIONS: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.Weak
 
 
 def reduce_gradients(
-    model: nn.Module, scheme: Scheme, *, group: Group | None = None, timeout_s: float = 300.0
+    model: nn.Module, scheme: Scheme, *, group: Group | None = None, step: int | None = None, timeout_s: float = 300.0
 ) -> list[Report]:
     """Replaces the gradients of `model` by `scheme`'s estimate of their mean over ranks, and returns a report for each bucket.
 
@@ -47,10 +47,12 @@ def reduce_gradients(
     another's storage, is left alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. When gradients are
     accumulated, call it after the last backward pass only. With a loss scaler, call it after `scaler.unscale_(optimizer)`: a call that
     leaves NaN or Inf in any gradient counts as a skipped step, and what its other buckets sent is kept back again. To go on after a
-    restart, save and load the scheme's own state on each rank; steps are counted anew.
+    restart, save and load the scheme's own state on each rank, and pass the number of the `step`, alike on all: what schemes draw depends
+    on it. None counts calls.
     Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
     Raises TypeError for a model that DDP reduces already and for anything but a scheme, ValueError when a model comes with another scheme
-    than last time or a scheme with another model, and RuntimeError when a rank is missing or comes with another scheme or step.
+    than last time or a scheme with another model, and RuntimeError when a rank is missing or comes with another scheme or step, and when
+    an optimizer has stepped during the backward pass already.
     """
     if isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -59,6 +61,7 @@ def reduce_gradients(
     if not callable(getattr(scheme, "reduce", None)):
         raise TypeError(f"reduce_gradients takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
     connection = _connection(model, scheme, group, timeout_s)
+    connection.step = connection.step if step is None else step
     comm = MeteredComm(connection.group)
     try:
         skipped = SkippedSteps() if connection.scheme.keeps else None
@@ -79,6 +82,10 @@ def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s
         )
     if known is None and any(each.scheme is scheme for each in _CONNECTIONS.values()):
         raise ValueError("this scheme reduces another model, whose residual it keeps; make one for each model")
+    if known is None and any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.parameters()):
+        raise RuntimeError(
+            "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after reduce_gradients"
+        )
     if known is None:
         known = _CONNECTIONS[model] = _Connection(scheme, GroupComm.private(group, timeout_s, alike=alike(scheme)))
     if known.group.group is None:  # closed by a failure

@@ -1,0 +1,30 @@
+"""The page docs/doors.md: a table for each door. A new door is one more line in DOORS."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from doors import attach, manual
+from doors.table import SCHEMES, SITUATIONS, Case, cells, markdown
+
+DOORS: dict[str, Mapping[str, Case]] = {
+    "sparsync.attach (DistributedDataParallel)": attach.CASES,
+    "sparsync.reduce_gradients (any training loop)": manual.CASES,
+}
+
+
+def page(situations: Sequence[str] = SITUATIONS) -> str:
+    """Runs all of these situations; all there are take two minutes."""
+    return "\n".join([_HEAD, *[markdown(door, cases, cells(cases, situations)) for door, cases in DOORS.items()]])
+
+
+_HEAD = f"""# What works behind which door
+
+Made by `python runs/doors.py`, which runs every cell: real processes over gloo on CPU, torch {torch.__version__.split("+")[0]}, 2 ranks,
+or 3 where a group or a change of ranks needs them. {len(SITUATIONS)} situations x {len(DOORS)} doors x {len(SCHEMES)} schemes. Nothing here
+is typed by hand.
+
+"works": what the second column says was checked; "the same bits" is that each gradient and each residual is, to the last bit and on all
+ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or a door. "refused": the door raises, on all ranks,
+before anything is sent; the reason is below the table. "does not arise": why is below the table, too.
+"""
