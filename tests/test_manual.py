@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
 import sparsync
 from distributed import run
@@ -91,12 +92,25 @@ def refusals() -> None:
         sparsync.reduce_gradients(nn.Linear(3, 3), scheme)
     with pytest.raises(ValueError, match="another scheme before"):
         sparsync.reduce_gradients(model, TopK(0.5))
+    stepping = nn.Linear(3, 3)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="step it after reduce_gradients"):
+        sparsync.reduce_gradients(stepping, TopK(0.5))
     with pytest.raises(RuntimeError, match="density"):
         sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:
     run(refusals, 2)
+
+
+def numbered() -> list[int]:
+    made, scheme = nn.Linear(3, 3), TopK(0.5)
+    return [sparsync.reduce_gradients(made, scheme, step=step)[0].step for step in (None, None, 7, None, 7)]
+
+
+def test_steps_are_counted_unless_their_number_is_given() -> None:
+    assert run(numbered, 2) == [[0, 1, 7, 8, 7]] * 2
 
 
 def sparse_gradients() -> None:
