@@ -1,7 +1,7 @@
 """What the tests of adapters share: a world as torchrun would make it, a small model, and what must be true of any training."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,16 @@ def examples(batches: int) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2 * BATCH * batches, 20, generator=generator)
     return DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=BATCH)
+
+
+class Collected:
+    """A recorder that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def record(self, reports: Iterable[Report], **more: float) -> None:
+        self.reports += reports
 
 
 @dataclass

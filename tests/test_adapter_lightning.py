@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
+from adapter_training import DENSITY, Collected, Trained, as_torchrun, check, examples, network
 from distributed import run
 from sparsync import MiCRO, TopK
 
@@ -64,7 +64,11 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
 
 def interrupted(folder: Path) -> tuple[Trained, Trained]:
     as_torchrun()
-    whole = trained(folder / "whole", EPOCHS, Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20))
+    collected = Collected()
+    first = Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20, recorder=collected)
+    whole = trained(folder / "whole", EPOCHS, first)
+    assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
+    whole.reports += collected.reports
     again = Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20, follow_rates=True)
     return whole, trained(folder / "again", EPOCHS, again, folder / "whole" / "epoch=0.ckpt")
 
@@ -80,13 +84,16 @@ def test_a_training_by_lightning_sends_little_and_goes_on_to_the_same_bits(tmp_p
     assert not torch.equal(*(state["scheme"]["residual"]["network.2.weight"] for state in states))
 
 
-def refused(folder: Path) -> None:
+def alone(folder: Path) -> None:
     as_torchrun()
-    trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[Sparsync(TopK())], logger=False)
+    callback, module = Sparsync(TopK()), Module()
+    trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     with pytest.warns(UserWarning, match="Lightning trains in one process"):
-        trainer.fit(Module())
+        trainer.fit(module)
+    with pytest.warns(UserWarning, match="holds no residuals of sparsync"):
+        callback.on_load_checkpoint(trainer, module, {})
 
 
 def test_one_process_has_nothing_to_send_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(refused, 1, folder=tmp_path)
+    run(alone, 1, folder=tmp_path)

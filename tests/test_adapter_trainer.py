@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapter_training import DENSITY, Trained, as_torchrun, check
+from adapter_training import DENSITY, Collected, Trained, as_torchrun, check
 from distributed import run
 from sparsync import ExDyna
 
@@ -57,9 +57,14 @@ def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Train
 
 def interrupted(folder: Path) -> list[Trained]:
     as_torchrun()
-    whole = trained(folder / "here", follow_rates=True)
+    collected = Collected()
+    whole = trained(folder / "here", follow_rates=True, recorder=collected)
+    assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
+    whole.reports += collected.reports
     again = trained(folder / "here", folder / "here" / "checkpoint-3", follow_rates=True)
     moved = folder / "here" / "checkpoint-3"
+    with pytest.warns(UserWarning, match="where they are elsewhere, pass resume_from="):
+        trained(folder / "bare", moved, follow_rates=True)
     return [whole, again, trained(folder / "there", moved, resume_from=moved, follow_rates=True)]
 
 
