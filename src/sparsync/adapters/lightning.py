@@ -25,7 +25,7 @@ with needs("lightning", "2.6"):
 KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
-class Sparsync(Callback):
+class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one of two packages
     """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest one.
 
     At the end of a `fit` Lightning drops its DDP model and the hook with it; what was kept back stays in `scheme`, also for the next one.
@@ -44,6 +44,7 @@ class Sparsync(Callback):
         self._loaded: Sequence[Mapping[str, Any]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert trainer.strategy.model is not None
         ddp = ddp_inside(trainer.strategy.model, "Lightning", trainer.world_size)
         if ddp is None:
             return
