@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import Handle
 from sparsync.hooks.ddp import attach as attach_to_ddp
+from sparsync.hooks.handle import Handle
 from sparsync.protocols import Scheme
 
 with needs("accelerate", "1.15"):

@@ -13,7 +13,8 @@ from typing import Any
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.hooks import checkpoint as states
-from sparsync.hooks.ddp import Handle, attach
+from sparsync.hooks.ddp import attach
+from sparsync.hooks.handle import Handle
 from sparsync.protocols import Scheme
 
 with needs("lightning", "2.6"):

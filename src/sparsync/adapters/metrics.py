@@ -11,7 +11,7 @@ import torch
 
 from sparsync.adapters.wrapped import needs
 from sparsync.core import Report
-from sparsync.protocols import Scheme
+from sparsync.hooks.handle import Stateful
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -45,7 +45,7 @@ def numbers(reports: Iterable[Report]) -> dict[str, float]:
     return found | {"density": found["union"] / found["elements"] if found["elements"] else 1.0}
 
 
-def residual_norm(scheme: Scheme) -> float:
+def residual_norm(scheme: Stateful) -> float:
     """The Euclidean norm of all that this rank keeps back; 0 where nothing is. Ask between steps; copies the residual once."""
     parts = scheme.state_dict().get("residual", {}).values()
     return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()) if parts else 0.0

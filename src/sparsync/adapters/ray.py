@@ -13,7 +13,8 @@ from torch import nn
 
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import Handle, attach
+from sparsync.hooks.ddp import attach
+from sparsync.hooks.handle import Handle
 from sparsync.protocols import Scheme
 
 with needs("ray[train]", "2.60"):

@@ -14,8 +14,8 @@ from typing import Any
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import Handle
 from sparsync.hooks.ddp import attach as attach_to_ddp
+from sparsync.hooks.handle import Handle
 from sparsync.protocols import Scheme
 
 with needs("transformers", "5.23"):
