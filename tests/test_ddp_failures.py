@@ -127,6 +127,7 @@ def test_when_one_rank_fails_all_raise_at_once_and_the_next_step_works() -> None
         assert [error is None for error in outcome.errors] == [True, True, False, True, True, True]
         assert "failing failed on bucket 'bucket1' at step 2: " in str(outcome.errors[2])
         assert ("no luck today" if rank == 1 else f"rank {rank} of 3: send_recv") in str(outcome.errors[2])
+        assert ("rank 1 says ValueError: no luck today" in str(outcome.errors[2])) == (rank != 1)
         assert outcome.right == [True, True, False, True, True, True]
         assert outcome.seconds[2] < SOON_S
 
@@ -142,6 +143,7 @@ def test_a_rank_that_stalls_is_an_error_on_the_others_within_the_timeout() -> No
     for rank in (0, 2):
         error, seconds = outcomes[rank].errors[2], outcomes[rank].seconds
         assert f"rank {rank} of 3: send_recv" in str(error)
+        assert "(rank 1 does not answer)" in str(error)
         assert seconds[2] < 2.0 + SOON_S
         assert "rank 1 did not come" in str(outcomes[rank].errors[3])
         assert all(second < 2.0 + SOON_S for second in seconds[3:])
@@ -151,6 +153,7 @@ def test_a_rank_that_is_killed_is_an_error_on_the_others_at_once() -> None:
     outcomes = run(train_with, 3, what=die, ranks=(1,), steps=3, doomed=[1])
     for rank in (0, 2):
         assert f"rank {rank} of 3: send_recv" in str(outcomes[rank].errors[2])
+        assert "(rank 1 does not answer)" in str(outcomes[rank].errors[2])
         assert outcomes[rank].seconds[2] < SOON_S
         assert not any(outcomes[rank].right[2:])
 

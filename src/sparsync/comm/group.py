@@ -14,6 +14,12 @@ from sparsync.core import spans
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 
+
+class ConnectionLostError(RuntimeError):
+    """An operation between ranks failed: what one rank sees of another's failure."""
+
+
+ROLL_CALL_S = 3.0  # how long the others are waited for after a failure
 # What gloo's all_reduce can add up; it refuses the rest, int16 above all.
 _GLOO_ADDS = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -34,6 +40,7 @@ class GroupComm:
     size: int = field(init=False)
     _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # what `private` was made over
     _timeout_s: float = field(default=0.0, init=False, repr=False)
+    _name: str = field(default="", init=False, repr=False)  # in the store of `_base`, the same on all ranks
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
@@ -75,7 +82,7 @@ class GroupComm:
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
-        comm._base, comm._timeout_s = base, timeout_s
+        comm._base, comm._timeout_s, comm._name = base, timeout_s, name
         return comm
 
     def renewed(self, alike: str = "") -> "GroupComm":
@@ -92,6 +99,23 @@ class GroupComm:
             self.group.abort()
             dist.destroy_process_group(self.group)
         self.group = None  # gloo closes its sockets when nobody holds the group any more
+
+    def roll_call(self, cause: str) -> str:
+        """After a failure: which other ranks give a `cause` of their own, and which have not answered within a few seconds.
+
+        Empty where all others only lost their connections, which is a cause of "", or where nobody can be asked any more.
+        """
+        assert self._base is not None, "only a private communicator calls the roll"
+        keys = [f"{self._name}/failed/{other}" for other in range(self.size)]
+        with suppress(RuntimeError):  # where the store itself has gone nobody can tell
+            store = self._base.get_group_store()
+            store.set(keys[self.rank], cause)
+            with suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=min(ROLL_CALL_S, self._timeout_s)))
+            said = {other: store.get(key).decode() if store.check([key]) else None for other, key in enumerate(keys)}
+            others = {other: words for other, words in said.items() if other != self.rank and words != ""}
+            return "; ".join(_told(other, words) for other, words in others.items())
+        return ""
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         for peer in (to, source):
@@ -206,7 +230,7 @@ class GroupComm:
         return self.group
 
     def _failure(self, name: str, doing: str, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}")
+        return ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}")
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -235,6 +259,10 @@ def _meet(store: Store, name: str, rank: int, size: int, timeout_s: float, alike
                 f"ranks must agree, but rank {rank} has {alike} and rank {other} has {theirs}; "
                 "give all ranks the same settings and the same checkpoint"
             )
+
+
+def _told(rank: int, words: str | None) -> str:
+    return f"rank {rank} does not answer" if words is None else f"rank {rank} says {words}"
 
 
 def _missing(store: Store, keys: list[str]) -> str:

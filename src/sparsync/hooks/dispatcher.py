@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from sparsync import stations
-from sparsync.comm.group import GroupComm
+from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report
 from sparsync.hooks.skipped import Reducer, SkippedSteps
@@ -139,6 +139,7 @@ class Dispatcher:
         if self._failure is not None and self._failure[0] == bucket.step:
             job.error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
             return
+        cause, lost = "", False
         try:
             if job.prepare is not None:
                 job.prepare()
@@ -150,12 +151,15 @@ class Dispatcher:
                     self._skipped.reduced(job.scheme, bucket, report)
             self._on_report(report)
         except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
-            cause = f"{type(error).__name__}: {error}"
+            cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionLostError)
             job.error.append(f"{job.scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}")
         if job.error:
             self._failure = bucket.step, job.error[0]
             with suppress(Exception):  # the step has failed already; why is what its caller needs to hear
                 self._group.close()
+                if told := self._group.roll_call("" if lost else cause):
+                    job.error[0] = f"{job.error[0]} ({told})"
+                    self._failure = bucket.step, job.error[0]
 
     def _reported(self, job: _Job) -> Report:
         began = time.perf_counter()
