@@ -20,12 +20,14 @@ pytestmark = pytest.mark.distributed
 STEPS, ACCUMULATED = 6, 2
 
 
-def trained(folder: Path, steps: range, save: bool = False, load: bool = False) -> Trained:
+def trained(folder: Path, steps: range, save: bool = False, load: bool = False, scaled: bool = False) -> Trained:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],  # buckets stay the same
     )
+    if scaled:  # as for float16 on a GPU
+        accelerator.scaler = torch.amp.grad_scaler.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
@@ -42,18 +44,20 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False) 
             optimizer.zero_grad()
     if save:
         accelerator.save_state(str(folder))
+    assert (accelerator.scaler is not None) == scaled
     return Trained.of(model, handle.reports())
 
 
-def interrupted(folder: Path) -> tuple[Trained, Trained]:
+def interrupted(folder: Path, scaled: bool) -> tuple[Trained, Trained]:
     as_torchrun()
-    whole = trained(folder, range(STEPS))
-    trained(folder, range(3), save=True)
-    return whole, trained(folder, range(3, STEPS), load=True)
+    whole = trained(folder, range(STEPS), scaled=scaled)
+    trained(folder, range(3), save=True, scaled=scaled)
+    return whole, trained(folder, range(3, STEPS), load=True, scaled=scaled)
 
 
-def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    ranks = run(interrupted, 2, folder=tmp_path)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scaled: bool, tmp_path: Path) -> None:
+    ranks = run(interrupted, 2, folder=tmp_path, scaled=scaled)
     check([whole for whole, _ in ranks], STEPS)
     for whole, resumed in ranks:
         assert resumed.same_weights(whole)

@@ -88,7 +88,7 @@ def common(door: Make, flat: Callable[[Tensor], Tensor], keys: Sequence[str] = (
         "two models at once": case(partial(two), partial(two_alike, keys=keys), f"of both models, {SAME}"),
         "Inf on one rank": case(
             poisoned,
-            partial(poisoned_alike, keys=keys),
+            poisoned_alike,
             "all ranks see the same in that step, and finite gradients and residuals from the next one on",
         ),
         "going on after a restart": case(
@@ -249,8 +249,7 @@ def poisoned(id: str, door: Make) -> Trained:
     return training.done()
 
 
-def poisoned_alike(id: str, ranks: list[Trained], keys: Sequence[str]) -> None:
-    check(id, ranks, poison, keys)
+def poisoned_alike(id: str, ranks: list[Trained]) -> None:
     for rank in ranks:
         assert same_bits(rank.grads, ranks[0].grads)
         assert all(grads.isfinite().all() for step, grads in enumerate(rank.grads) if step != 1)

@@ -29,14 +29,15 @@ def attach(
 ) -> Handle | None:
     """The handle of `sparsync.attach`, for a `model` from `accelerator.prepare`; None, with a warning, where there is one process.
 
-    Gradients accumulated under `accelerator.accumulate` are reduced once. From now on `accelerator.save_state` writes every rank's
-    residual into its folder, a file for each, and `load_state` takes them up; the folder must be one that all ranks see. It may be that
-    of another number of ranks. Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
+    With float16 residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
+    on `accelerator.save_state` writes every rank's residual into its folder, a file for each, and `load_state` takes them up; the folder
+    must be one that all ranks see. It may be that of another number of ranks. Raises as `sparsync.attach`, and TypeError for models that
+    are not trained with DDP.
     """
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:
         return None
-    handle = attach_to_ddp(ddp, scheme, optimizer=optimizer, timeout_s=timeout_s)
+    handle = attach_to_ddp(ddp, scheme, optimizer=optimizer, scaler=accelerator.scaler, timeout_s=timeout_s)
 
     # Not register_for_checkpointing: of what that writes there is only the main process's.
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:

@@ -31,9 +31,9 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
 
     At the end of a `fit` Lightning drops its DDP model and the hook with it; what was kept back stays in `scheme`, also for the next one.
 
-    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. `recorder` gets the reports of the
-    first rank after each batch. A checkpoint holds all ranks' residuals, and any number of ranks may go on from it; with one rank
-    nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies that are not DDP's.
+    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one; its loss scaler they follow anyway.
+    `recorder` gets the reports of the first rank after each batch. A checkpoint holds all ranks' residuals, and any number of ranks may go
+    on from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies that are not DDP's.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
                 "leave follow_rates out"
             )
         optimizer = trainer.optimizers[0] if self.follow_rates else None
-        self.handle = attach(ddp, self.scheme, optimizer=optimizer, timeout_s=self.timeout_s)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
+        self.handle = attach(ddp, self.scheme, optimizer=optimizer, scaler=scaler, timeout_s=self.timeout_s)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

@@ -10,6 +10,8 @@ ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on ev
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.hooks import checkpoint
@@ -22,9 +24,17 @@ with needs("ray[train]", "2.60"):
 
 
 def prepare_model(
-    model: nn.Module, scheme: Scheme, *, timeout_s: float = 300.0, **options: Any
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    timeout_s: float = 300.0,
+    **options: Any,
 ) -> tuple[nn.Module, Handle | None]:
     """What `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
+
+    `optimizer`, `scaler` and `timeout_s` are for `sparsync.attach`, `options` for Ray.
 
     Where the loop was given a checkpoint to start from that holds residuals, they are taken up, also by another number of workers.
     Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
@@ -33,7 +43,7 @@ def prepare_model(
     ddp = ddp_inside(prepared, "Ray Train", ray.train.get_context().get_world_size())
     if ddp is None:
         return prepared, None
-    handle = attach(ddp, scheme, timeout_s=timeout_s)
+    handle = attach(ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s)
     given = ray.train.get_checkpoint()
     if given is not None:
         with given.as_directory() as folder:

@@ -34,10 +34,10 @@ def attach(
 ) -> "Sparsync":
     """Adds to `trainer` the callback it returns, whose `handle` is that of `sparsync.attach` once training has begun.
 
-    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default. `recorder` gets the reports
-    of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training that goes on from one, also with
-    another number of ranks, takes them from there, or from `resume_from` where the folder is not the one it was saved as.
-    `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
+    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler they follow
+    anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training
+    that goes on from one, also with another number of ranks, takes them from there, or from `resume_from` where the folder is not the one
+    it was saved as. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
     callback = Sparsync(trainer, scheme, follow_rates, recorder, resume_from, timeout_s)
     trainer.add_callback(callback)
@@ -72,7 +72,9 @@ class Sparsync(TrainerCallback):
             return
         if self._model is None or self._model() is not ddp:  # a second train() goes on with the model of the first
             optimizer = kwargs["optimizer"] if self.follow_rates else None
-            self.handle = attach_to_ddp(ddp, self.scheme, optimizer=optimizer, timeout_s=self.timeout_s)
+            self.handle = attach_to_ddp(
+                ddp, self.scheme, optimizer=optimizer, scaler=trainer.accelerator.scaler, timeout_s=self.timeout_s
+            )
             self._model = weakref.ref(ddp)
         if state.global_step:
             self._resume(Path(self.resume_from or _folder(args, state)))
