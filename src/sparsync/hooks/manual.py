@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import stations
-from sparsync.comm.group import GroupComm
+from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.hooks.handle import alike
@@ -66,9 +66,13 @@ def reduce_gradients(
     try:
         skipped = SkippedSteps() if connection.scheme.keeps else None
         reports = [_reduced(key, parameters, connection, comm, skipped) for key, parameters in _buckets(model).items()]
-    except BaseException:
+    except BaseException as error:
+        lost, told = isinstance(error, ConnectionLostError), ""
         with suppress(Exception):  # why the call failed is what its caller needs to hear
             connection.group.close()
+            told = connection.group.roll_call("" if lost else f"{type(error).__name__}: {error}")
+        if lost and told:
+            raise ConnectionLostError(f"{error} ({told})") from error
         raise
     connection.step += 1
     return reports
