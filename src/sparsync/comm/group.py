@@ -100,16 +100,20 @@ class GroupComm:
             dist.destroy_process_group(self.group)
         self.group = None  # gloo closes its sockets when nobody holds the group any more
 
-    def roll_call(self, cause: str) -> str:
-        """After a failure: which other ranks give a `cause` of their own, and which have not answered within a few seconds.
+    def end(self, because: str) -> str:
+        """Closes after a failure; which other ranks give a cause of their own, and which have not answered within a few seconds.
 
-        Empty where all others only lost their connections, which is a cause of "", or where nobody can be asked any more.
+        `because` is what others get to hear from this rank, "" where it only lost its connections. Empty where there is nothing to tell:
+        all others lost their connections, too, or this communicator was closed before, or nobody can be asked any more.
         """
-        assert self._base is not None, "only a private communicator calls the roll"
+        if self.group is None:
+            return ""
+        self.close()
+        assert self._base is not None
         keys = [f"{self._name}/failed/{other}" for other in range(self.size)]
         with suppress(RuntimeError):  # where the store itself has gone nobody can tell
             store = self._base.get_group_store()
-            store.set(keys[self.rank], cause)
+            store.set(keys[self.rank], because)
             with suppress(RuntimeError):
                 store.wait(keys, timedelta(seconds=min(ROLL_CALL_S, self._timeout_s)))
             said = {other: store.get(key).decode() if store.check([key]) else None for other, key in enumerate(keys)}

@@ -156,8 +156,8 @@ class Dispatcher:
         if job.error:
             self._failure = bucket.step, job.error[0]
             with suppress(Exception):  # the step has failed already; why is what its caller needs to hear
-                self._group.close()
-                if told := self._group.roll_call("" if lost else cause):
+                told = self._group.end(because="" if lost else cause)
+                if told:
                     job.error[0] = f"{job.error[0]} ({told})"
                     self._failure = bucket.step, job.error[0]
 

@@ -69,8 +69,7 @@ def reduce_gradients(
     except BaseException as error:
         lost, told = isinstance(error, ConnectionLostError), ""
         with suppress(Exception):  # why the call failed is what its caller needs to hear
-            connection.group.close()
-            told = connection.group.roll_call("" if lost else f"{type(error).__name__}: {error}")
+            told = connection.group.end(because="" if lost else f"{type(error).__name__}: {error}")
         if lost and told:
             raise ConnectionLostError(f"{error} ({told})") from error
         raise
