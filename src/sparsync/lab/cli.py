@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     bench = commands.add_parser("bench", help="measure parts beside their alternatives and their physical limit")
-    bench.add_argument("part", choices=("collectives", "kernels", "wire"), help="what to measure")
+    bench.add_argument("part", choices=("collectives", "kernels", "overlap", "wire"), help="what to measure")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench PART --help`")
     bench.set_defaults(run=_bench)
 

@@ -8,17 +8,11 @@ least time the link needs for the payload a rank sends, framing aside. A wrong r
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import Bucket, Dense, ExDyna, GroupComm, MeteredComm, MiCRO, OkTopk, SkipReduce, TopK, attach
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.lab.netlab import interface_counters, network, parse_rate, reexecution_prefix
+from sparsync.lab.bench.output import write
+from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, join, launch, leave, started_as_rank
+from sparsync.lab.netlab import parse_rate
 from sparsync.protocols import Scheme
 
-TIMEOUT_S = 120.0  # of one operation
 HOOK_BOUND = 1.05  # what the hook may cost beside DDP's own all-reduce
 SKIP_TOLERANCE = 0.07  # how far a shortened ring may be from the share of steps that is left
 WARMUP = 3  # rounds: DDP makes its buckets in the first, and connections find their window
@@ -63,30 +58,9 @@ class Turn:
 def main(arguments: Sequence[str]) -> None:
     """Measures, prints JSON lines and ends the process: 0, or 1 when a ratio is out of bounds."""
     options = _options(arguments)
-    if "RANK" in os.environ:
+    if started_as_rank():
         _work(options)
-        return
-    again = [sys.executable, "-m", "sparsync.lab.bench.collectives", *arguments]
-    if prefix := reexecution_prefix():
-        os.execv(prefix[0], [*prefix, *again])
-    with tempfile.TemporaryDirectory() as folder, network(options.ranks, parse_rate(options.link)) as links:
-        shared = {
-            **os.environ,
-            "RENDEZVOUS": f"{folder}/rendezvous",
-            "GLOO_SOCKET_IFNAME": links.interface,
-            "OMP_NUM_THREADS": "1",
-        }
-        commands = [links.command(rank, again) for rank in range(options.ranks)]
-        started = [
-            subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank, command in enumerate(commands)
-        ]
-        try:
-            codes = [process.wait() for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-    raise SystemExit(max(map(abs, codes)))
+    launch("sparsync.lab.bench.collectives", arguments, options.ranks, parse_rate(options.link))
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -102,26 +76,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _work(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['RENDEZVOUS']}",
-        rank=int(os.environ["RANK"]),
-        world_size=options.ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+def _work(options: argparse.Namespace) -> NoReturn:
+    join(options.ranks)
     cases, same = _steps(options)
     rows = _measured(cases, options)
     same()
     rows += _measured(_reductions(options), options)
     if dist.get_rank() == 0:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-    raise SystemExit(0 if all(row.get("within_bound", True) for row in rows) else 1)
+        write(rows, options.json)
+    leave(0 if all(row.get("within_bound", True) for row in rows) else 1)
 
 
 def _steps(options: argparse.Namespace) -> tuple[list[Case], Callable[[], None]]:
@@ -250,14 +213,8 @@ def _measured(cases: list[Case], options: argparse.Namespace) -> list[dict[str, 
 
 def _turn(case: Case) -> Turn:
     case.prepare()
-    dist.barrier()
-    before = interface_counters(os.environ["GLOO_SOCKET_IFNAME"]).sent_bytes
-    began = time.perf_counter()
-    case.run()
-    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(seconds)  # all that was sent has arrived: nobody answers earlier
-    sent = interface_counters(os.environ["GLOO_SOCKET_IFNAME"]).sent_bytes - before
-    return Turn(float(seconds) / dist.get_world_size(), case.finish(), sent)
+    seconds, sent = clocked(case.run)
+    return Turn(seconds, case.finish(), sent)
 
 
 def _row(case: Case, turns: Mapping[str, list[Turn]], options: argparse.Namespace) -> dict[str, object]:

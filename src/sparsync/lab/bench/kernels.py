@@ -9,14 +9,11 @@ thread the clock is its processor time, with more it is the wall's; the alternat
 """
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from sparsync import kernels
 from sparsync.core import Sparse
 from sparsync.kernels import cpu, reference
 from sparsync.kernels.choice import native
+from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
@@ -68,8 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         for density in options.density:
             data = _data(n, density)
             rows += [row | context for row in _measured(_cases(data, options.threads), data, density, options)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+    write(rows, options.json)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -9,20 +9,19 @@ round trip that does not bring back what went in ends the run.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from sparsync.kernels import backend, use
+from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 from sparsync.wire import indices
 from sparsync.wire.values import Format, ValueCodec
@@ -72,8 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         use(options.backend)
     rows = [row for density in options.density for row in _measured(_index_cases(options.n, density), options)]
     rows += _measured(_value_cases(max(1, int(options.n * options.density[0]))), options)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+    write(rows, options.json)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

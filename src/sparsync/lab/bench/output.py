@@ -1,0 +1,20 @@
+"""How benchmarks hand over what they found: JSON lines, and what percentiles they give of a measurement."""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
+    """Writes one JSON line for each row to the file, or to standard output where `path` is "-"."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
+    sys.stdout.flush()
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p20, p50 and p80 of two values or more."""
+    return {name: statistics.quantiles(values, n=10)[at] for name, at in (("p20", 1), ("p50", 4), ("p80", 7))}
