@@ -1,0 +1,99 @@
+"""`sparsync bench overlap`: what it computes from three times, what it refuses, and one small run over loopback."""
+
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sparsync.lab.bench import overlap
+from sparsync.lab.bench.overlap import Round
+
+
+def test_nothing_is_hidden_where_a_step_takes_the_sum_and_all_where_it_takes_the_larger() -> None:
+    for backward, reduction in ((4.0, 2.0), (2.0, 4.0)):
+        assert Round(backward, reduction, 6.0, 0).hidden == 0
+        assert Round(backward, reduction, 5.0, 0).hidden == 0.5
+        assert Round(backward, reduction, 4.0, 0).hidden == 1
+        assert Round(backward, reduction, 4.0, 0).all_hidden_s == 4
+
+
+def test_noise_beyond_the_bounds_is_shown_as_it_is() -> None:
+    assert Round(4.0, 2.0, 7.0, 0).hidden == -0.5
+    assert Round(4.0, 2.0, 3.0, 0).hidden == 1.5
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 8, 64])
+@pytest.mark.parametrize(("backward", "reduction"), [(4.0, 2.0), (2.0, 4.0), (8.0, 8.0), (1.0, 16.0)])
+def test_the_bound_is_that_of_a_line_of_two_stations(buckets: int, backward: float, reduction: float) -> None:
+    done = reduced = 0.0
+    for _ in range(buckets):  # each bucket waits for its layer, and for the bucket before it
+        done += backward / buckets
+        reduced = max(done, reduced) + reduction / buckets
+    at_best = Round(backward, reduction, reduced, 0)
+    assert at_best.bound_s(buckets) == reduced
+    assert at_best.hidden == 1 - 1 / buckets
+
+
+def test_the_help_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        overlap.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("--ranks", "--link", "--schemes", "--buckets", "--json", "hideable", "sleep"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], r"--ranks must be in \[2, 64\], got 1"),
+        (["--ranks", "65"], r"--ranks must be in \[2, 64\], got 65"),
+        (["--buckets", "0"], "--buckets must be at least 1, got 0"),
+        (["--rounds", "1"], "--rounds must be at least 2, got 1"),
+        (["--backward-s", "0"], "--backward-s and --mbytes must be above 0, got 0.0"),
+        (["--mbytes", "-1"], "--backward-s and --mbytes must be above 0, got 0.4 and -1.0"),
+    ],
+)
+def test_a_measurement_that_cannot_be_made_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        overlap.main(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "danse"], "dense"),
+        (["--schemes", "dense,dense"], "names one twice"),
+        (["--schemes", "skip_reduce:skip=9"], "cannot run on 4 ranks"),
+        (["--link", "fast"], "a rate is a number"),
+    ],
+)
+def test_a_scheme_or_a_link_that_cannot_run_is_refused_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        overlap.main(arguments)
+
+
+@pytest.mark.distributed
+def test_a_run_over_loopback_has_a_line_for_each_case_and_says_that_it_proves_nothing(tmp_path: Path) -> None:
+    lines = tmp_path / "overlap.jsonl"
+    size = "--ranks 2 --link none --schemes dense,topk --mbytes 0.1 --buckets 3 --backward-s 0.03 --rounds 2"
+    command = [sys.executable, "-m", "sparsync.lab.cli", "bench", "overlap", *size.split(), "--json", str(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["DDP's own", "dense", "topk"]
+    assert "says nothing of a network" in done.stderr
+    for row in rows:
+        assert row["backward_s"]["p20"] >= 0.03
+        assert row["hideable"] == 1 - 1 / 3
+        assert row["limit_s"] is None
+        assert all(earlier <= later for earlier, later in pairwise(row["step_s"].values()))
+        assert {"torch", "commit", "machine", "ranks", "link", "buckets"} <= row.keys()
+    assert rows[0]["payload_bytes"] == rows[1]["payload_bytes"] > 10 * rows[2]["payload_bytes"]
