@@ -12,7 +12,7 @@ it has ended; `step_s`, the backward pass that reduces, as attached. `hidden` is
 the first two, as it comes out: noise may put it beyond [0, 1]. `all_hidden_s`, the larger of the two, would be the time if everything
 were hidden. It cannot be: the last bucket is complete when the backward pass ends, and before the first there is nothing to send. With
 B equal layers and buckets, one after the other, that leaves max(backward_s + reduction_s/B, reduction_s + backward_s/B), `bound_s`, and
-of the smaller 1 - 1/B hidden, `hideable`. `limit_s` is the least time the link needs for the payload, framing aside.
+of the smaller 1 - 1/B hidden, `hideable`. `limit_s` is the least time the link needs for rank 0's payload, framing aside.
 
 The cases take turns, in changing order; p20, p50 and p80 over rounds. One JSON line a case, and a table on standard error. A run ends
 when replicas differ, both ways to reduce differ in any bit, or what should be the mean is not.
