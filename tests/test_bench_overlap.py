@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparsync.lab.bench import overlap
+from sparsync.lab.bench.output import percentiles
 from sparsync.lab.bench.overlap import Round
 
 
@@ -19,6 +20,10 @@ def test_nothing_is_hidden_where_a_step_takes_the_sum_and_all_where_it_takes_the
         assert Round(backward, reduction, 5.0, 0).hidden == 0.5
         assert Round(backward, reduction, 4.0, 0).hidden == 1
         assert Round(backward, reduction, 4.0, 0).all_hidden_s == 4
+
+
+def test_percentiles_of_four_values_lie_within_them() -> None:
+    assert percentiles([1.0, 2.0, 3.0, 4.0]) == {"p20": 1.0, "p50": 2.5, "p80": 4.0}
 
 
 def test_noise_beyond_the_bounds_is_shown_as_it_is() -> None:
@@ -51,7 +56,7 @@ def test_the_help_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> N
         (["--ranks", "1"], r"--ranks must be in \[2, 64\], got 1"),
         (["--ranks", "65"], r"--ranks must be in \[2, 64\], got 65"),
         (["--buckets", "0"], "--buckets must be at least 1, got 0"),
-        (["--rounds", "1"], "--rounds must be at least 2, got 1"),
+        (["--rounds", "3"], "--rounds must be at least 4, got 3"),
         (["--backward-s", "0"], "--backward-s and --mbytes must be above 0, got 0.0"),
         (["--mbytes", "-1"], "--backward-s and --mbytes must be above 0, got 0.4 and -1.0"),
     ],
@@ -83,7 +88,7 @@ def test_a_scheme_or_a_link_that_cannot_run_is_refused_before_anything_starts(
 @pytest.mark.distributed
 def test_a_run_over_loopback_has_a_line_for_each_case_and_says_that_it_proves_nothing(tmp_path: Path) -> None:
     lines = tmp_path / "overlap.jsonl"
-    size = "--ranks 2 --link none --schemes dense,topk --mbytes 0.1 --buckets 3 --backward-s 0.03 --rounds 2"
+    size = "--ranks 2 --link none --schemes dense,topk --mbytes 0.1 --buckets 3 --backward-s 0.03 --rounds 4"
     command = [sys.executable, "-m", "sparsync.lab.cli", "bench", "overlap", *size.split(), "--json", str(lines)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

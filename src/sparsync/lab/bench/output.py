@@ -16,5 +16,5 @@ def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80 of two values or more."""
+    """p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
     return {name: statistics.quantiles(values, n=10)[at] for name, at in (("p20", 1), ("p50", 4), ("p80", 7))}

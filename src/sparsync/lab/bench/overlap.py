@@ -109,10 +109,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--mbytes", type=float, default=4.0, help="size of the gradient, float32 (default: 4)")
     add("--buckets", type=int, default=8, help="and layers, of equal size (default: 8)")
     add("--backward-s", type=float, default=0.4, help="what the layers' backward passes sleep in all (default: 0.4)")
-    add("--rounds", type=int, default=9, help="in which every case is measured once, 2 or more (default: 9)")
+    add("--rounds", type=int, default=9, help="in which every case is measured once, 4 or more (default: 9)")
     add("--json", default="-", help="file for the JSON lines, - for standard output")
     options = parser.parse_args(arguments)
-    for name, least in (("buckets", 1), ("rounds", 2)):
+    for name, least in (("buckets", 1), ("rounds", 4)):
         if getattr(options, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     if not 2 <= options.ranks <= MAX_RANKS:
