@@ -4,17 +4,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from doors import attach, manual
+from doors import attach, fsdp, manual
 from doors.table import SCHEMES, SITUATIONS, Case, cells, markdown
 
 DOORS: dict[str, Mapping[str, Case]] = {
     "sparsync.attach (DistributedDataParallel)": attach.CASES,
     "sparsync.reduce_gradients (any training loop)": manual.CASES,
+    "sparsync.attach (FSDP2, shard axis)": fsdp.SHARDS,
+    "sparsync.attach (FSDP2, replicate axis)": fsdp.REPLICAS,
 }
 
 
 def page(situations: Sequence[str] = SITUATIONS) -> str:
-    """Runs all of these situations; all there are take two minutes."""
+    """Runs all of these situations; all there are take some minutes."""
     return "\n".join([_HEAD, *[markdown(door, cases, cells(cases, situations)) for door, cases in DOORS.items()]])
 
 
@@ -25,6 +27,7 @@ or 3 where a group or a change of ranks needs them. {len(SITUATIONS)} situations
 is typed by hand.
 
 "works": what the second column says was checked; "the same bits" is that each gradient and each residual is, to the last bit and on all
-ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or a door. "refused": the door raises, on all ranks,
+ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or a door. FSDP2 shards over 2 ranks on the shard
+axis; on the replicate axis it has 2 replicas of 1 shard. "refused": the door raises, on all ranks,
 before anything is sent; the reason is below the table. "does not arise": why is below the table, too.
 """

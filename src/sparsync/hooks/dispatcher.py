@@ -76,7 +76,8 @@ class Dispatcher:
     ) -> Future:
         """A future that becomes `bucket.grad` once `scheme` has reduced it, after `prepare` has run on the dispatcher's thread.
 
-        `written` gives what holds the result until the step ends, where `bucket` does not: it is called once that is there. Returns at once; what goes wrong, in `prepare` too, is raised by the future.
+        `written` gives what holds the result until the step ends, where `bucket` does not; it is called once the result is there.
+        Returns at once; what goes wrong, in `prepare` too, is raised by the future.
         """
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
