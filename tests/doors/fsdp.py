@@ -167,7 +167,7 @@ def skipping(id: str, replicas: bool) -> Scaled:
 
 def unlucky(id: str, replicas: bool) -> list[Tensor | Failure]:
     training = Sharding(id, replicas)
-    training.handle.scheme = Unlucky(training.handle.scheme)
+    training.handle.scheme = Unlucky(training.handle.scheme)  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(number: int) -> None:
         try:
@@ -235,7 +235,7 @@ def cases(replicas: bool) -> dict[str, Case]:
         return Case(claim, trial(partial(body, replicas=replicas), judge, P))
 
     def of_type(name: str) -> Case:
-        dtype = getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, name)
         return case(partial(typed, dtype=dtype), partial(cast, dtypes=dict.fromkeys(SHAPES, dtype)))
 
     axis = "copies" if replicas else "shards"

@@ -105,7 +105,7 @@ class Sharding:
         return Done(self.rows, self.units, self.reports, self.residual())
 
 
-def alike(id: str, ranks: list[Done | None], replicas: bool, gradient: Gradient = known) -> None:
+def alike(id: str, ranks: Sequence[Done | None], replicas: bool, gradient: Gradient = known) -> None:
     """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld."""
     there = [rank for rank in ranks if rank is not None]
     whole = _of_replicas if replicas else _of_shards
