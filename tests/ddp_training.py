@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -52,13 +53,14 @@ class Training:
         dtype: torch.dtype = torch.float32,
         timeout_s: float = TIMEOUT_S,
         model: KnownGradients | None = None,
+        scaler: GradScaler | None = None,
         **options: Any,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
         cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
         self.recorder = Recorder(row(scheme).make() if isinstance(scheme, str) else scheme)
-        self.handle = sparsync.attach(self.ddp, self.recorder, timeout_s=timeout_s)
+        self.handle = sparsync.attach(self.ddp, self.recorder, scaler=scaler, timeout_s=timeout_s)
         self.rank = dist.get_rank(self.ddp.process_group)
         self.rows: list[Tensor] = []
 

@@ -15,6 +15,7 @@ from laws.table import ROWS, Row
 from laws.world import same_bits
 from sparsync import Bucket, LocalWorld, Report, Slot
 from sparsync.core import generator
+from sparsync.hooks.skipped import SkippedSteps
 from sparsync.protocols import Comm, Scheme
 
 # The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
@@ -148,13 +149,14 @@ def expected(
     """
 
     def program(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
-        scheme = row(id).make()
+        scheme, skipped = row(id).make(), SkippedSteps()
         rows = []
         for step, layouts in steps.items():
             reduced: dict[str, Tensor] = {}
             for number, layout in enumerate(layouts):
                 flat = torch.cat([gradient(comm.rank, step, slot.name) for slot in layout])
-                scheme.reduce(Bucket(keys[number] if keys else f"bucket{number}", flat, step, layout), comm)
+                bucket = Bucket(keys[number] if keys else f"bucket{number}", flat, step, layout)
+                skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
                 reduced |= {slot.name: slot.span.of(flat) for slot in layout}
             rows.append(torch.cat([reduced[name] for name in names]))
         return torch.stack(rows), scheme.state_dict().get("residual", {})

@@ -33,6 +33,7 @@ from fsdp_training import (
     on,
     same,
     saved,
+    skipped,
 )
 from laws.world import same_bits
 from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
@@ -229,6 +230,16 @@ def overflow_on_replicas() -> None:
     assert backward(net, inputs(2))["last.bias"].isfinite().all()
 
 
+def skipped_on_replicas() -> None:
+    mesh = grid()
+    for divided in (False, True):  # by FSDP2, in place, once a bucket is reduced
+        net = made(mesh["shard"])
+        each_unit(net, lambda unit, divided=divided: unit.set_force_sum_reduction_for_comms(divided))
+        handle = on(net, TopK(density=0.1), replicate=mesh["replicate"])
+        with case(divided):
+            skipped(handle, net, 1 if divided else mesh["shard"].size())
+
+
 def documented() -> None:
     """What docs/fsdp2.md shows runs as it stands."""
     text = (Path(__file__).parent.parent / "docs" / "fsdp2.md").read_text()
@@ -236,7 +247,15 @@ def documented() -> None:
 
 
 def replicas(folder: Path) -> None:
-    for part in (sparse_on_replicas, accumulated_on_replicas, both_axes, detached, overflow_on_replicas, documented):
+    for part in (
+        sparse_on_replicas,
+        accumulated_on_replicas,
+        both_axes,
+        detached,
+        overflow_on_replicas,
+        skipped_on_replicas,
+        documented,
+    ):
         with case(part.__name__):
             part()
     resumed(folder)

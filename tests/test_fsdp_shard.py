@@ -26,6 +26,7 @@ from fsdp_training import (
     mean,
     on,
     same,
+    skipped,
 )
 from sparsync import Dense, OkTopk, Report, SkipReduce
 from sparsync.hooks import checkpoint
@@ -185,6 +186,15 @@ def overflow_on_the_shard_axis() -> None:
         assert backward(net, inputs(2))["middle.weight"].isfinite().all()
 
 
+def skipped_on_the_shard_axis() -> None:
+    for scheme in (SkipReduce(skip=2, feedback=True), OkTopk(density=0.1)):
+        for divided in (False, True):  # by FSDP2, in place, once a bucket is reduced
+            net = made()
+            each_unit(net, lambda unit, divided=divided: unit.set_force_sum_reduction_for_comms(divided))
+            with case((scheme, divided)):
+                skipped(on(net, scheme), net)
+
+
 def shard_axis() -> None:
     for part in (
         exact_on_the_shard_axis,
@@ -193,6 +203,7 @@ def shard_axis() -> None:
         changing_sizes,
         accumulated,
         overflow_on_the_shard_axis,
+        skipped_on_the_shard_axis,
     ):
         with case(part.__name__):
             part()

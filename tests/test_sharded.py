@@ -1,7 +1,8 @@
 """Reduce-scatters with fixed owners: who is in which sum, what is kept, and what it costs."""
 
 from collections.abc import Callable
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Repor
 from sparsync.collectives import owned
 from sparsync.collectives.skipping import Plan, turning_offsets
 from sparsync.core import generator
+from sparsync.hooks.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
 from sparsync.hooks.fsdp2_units import Sharded
-from sparsync.protocols import Scheme
-from sparsync.schemes.sharded import ShardedScheme, pieces, sharded
+from sparsync.hooks.skipped import SkippedSteps
+from sparsync.protocols import Comm, Scheme
+from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
 
 WORLDS = (1, 2, 3, 5, 8)
 LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
@@ -156,6 +159,44 @@ def test_overflow_on_one_rank_is_nan_on_all_and_changes_nothing_kept() -> None:
             assert after[1][2].details == {"overflow": True}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("P", WORLDS)
+def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infinity(P: int, dtype: torch.dtype) -> None:
+    """Three buckets a step; at step 1 the last rank meets an infinity in the one in the middle, before and after finite ones."""
+    lengths, keys = ("first", "second", "third"), {"step": 1, "key": "second"}
+
+    def gradient(rank: int, step: int, key: str) -> Tensor:
+        return torch.randint(-4, 5, (5 * P,), generator=generator(rank, key, step)).to(dtype)
+
+    def program(comm: Comm, scheme: Scheme, average: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        ours, skipped = sharded(scheme), SkippedSteps()
+        applied = {key: torch.zeros(5) for key in lengths}
+        for step in range(3):
+            outs = {}
+            for key in lengths:
+                x = gradient(comm.rank, step, key)
+                x[2] = torch.inf if {"step": step, "key": key} == keys and comm.rank == P - 1 else x[2]
+                parts = [(key, 5)]
+                out = outs[key] = torch.empty(5, dtype=dtype)
+                bucket = Bucket(key, x, step, pieces(parts, P))
+                into = _Into(ours, out, average, P)
+                skipped.reduced(into, Bucket(key, out, step, own_pieces(parts, comm.rank)), into.reduce(bucket, comm))
+            if all(bool(out.isfinite().all()) for out in outs.values()):  # as a loss scaler decides, over all shards
+                applied = {key: applied[key] + outs[key] for key in lengths}
+            assert step != 1 or outs["second"].isnan().all()
+        kept = ours.state_dict()["residual"]
+        return applied, {key: torch.cat([kept[piece(key, owner)] for owner in range(P)]) for key in lengths}
+
+    for scheme, average in product(KEEPING, (True, False) if P in (1, 2, 8) else (False,)):
+        ranks = LocalWorld(P).run(partial(program, scheme=scheme, average=average))
+        for key in lengths:
+            steps = [step for step in range(3) if {"step": step, "key": key} != keys]
+            came = torch.stack([gradient(rank, step, key) for rank in range(P) for step in steps]).double().sum(0)
+            written = torch.cat([applied[key] for applied, _ in ranks]).double() * (P if average else 1)
+            kept = torch.stack([residual[key] for _, residual in ranks]).double().sum(0)
+            assert torch.equal(kept + written, came)
+
+
 def test_what_float16_cannot_carry_is_overflow_on_all_ranks() -> None:
     P, good = 3, whole(3)
 
@@ -165,6 +206,17 @@ def test_what_float16_cannot_carry_is_overflow_on_all_ranks() -> None:
     for chunks, reports, _ in world(OkTopk(density=0.2, values="float16"), P, 2, True, torch.float32, large):
         assert chunks[1].isnan().all()
         assert reports[1].details == {"overflow": True}
+
+
+def test_what_was_kept_back_and_float16_cannot_carry_is_overflow_on_all_ranks_and_stays() -> None:
+    P, ranks = 3, []
+    for steps in (1, 3):
+        scheme = SkipReduce(skip=2, feedback=True, mode="naive")  # the residual grows by 30 000 a step
+        ranks.append(world(scheme, P, steps, False, torch.float16, lambda rank, step: torch.full((15,), 30_000.0)))
+    for chunks, reports, kept in ranks[1]:
+        assert reports[2].details == {"overflow": True}
+        assert chunks[2].isnan().all()
+        assert kept.isfinite().all()
 
 
 def test_oktopk_sends_no_more_than_its_share() -> None:

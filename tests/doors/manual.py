@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,11 +34,12 @@ class Manual:
         dtype: torch.dtype = torch.float32,
         model: KnownGradients | None = None,
         group: dist.ProcessGroup | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
         self.recorder = Recorder(row(id).make())
         self.forward: Any = self.model  # or what torch.compile makes of it
-        self.group = group
+        self.group, self.scaler = group, scaler
         self.rank = dist.get_rank(group)
         self.first = 0  # the number of the first step
         self.rows: list[Tensor] = []
@@ -54,7 +56,7 @@ class Manual:
         number = self.first + len(self.rows)
         with refusals():
             self.reports += sparsync.reduce_gradients(
-                self.model, self.recorder, group=self.group, step=number, timeout_s=TIMEOUT_S
+                self.model, self.recorder, group=self.group, step=number, scaler=self.scaler, timeout_s=TIMEOUT_S
             )
         self.rows.append(self.model.gradients().clone())
 

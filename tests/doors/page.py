@@ -4,27 +4,30 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from doors import attach, manual
+from doors import attach, fsdp, manual
 from doors.table import SCHEMES, SITUATIONS, Case, cells, markdown
 
 DOORS: dict[str, Mapping[str, Case]] = {
     "sparsync.attach (DistributedDataParallel)": attach.CASES,
     "sparsync.reduce_gradients (any training loop)": manual.CASES,
+    "sparsync.attach (FSDP2, shard axis)": fsdp.SHARDS,
+    "sparsync.attach (FSDP2, replicate axis)": fsdp.REPLICAS,
 }
 
 
 def page(situations: Sequence[str] = SITUATIONS) -> str:
-    """Runs all of these situations; all there are take two minutes."""
+    """Runs all of these situations; all there are take some minutes."""
     return "\n".join([_HEAD, *[markdown(door, cases, cells(cases, situations)) for door, cases in DOORS.items()]])
 
 
+_COUNTED = f"{len(SITUATIONS)} situations x {len(DOORS)} doors x {len(SCHEMES)} schemes"
 _HEAD = f"""# What works behind which door
 
 Made by `python runs/doors.py`, which runs every cell: real processes over gloo on CPU, torch {torch.__version__.split("+")[0]}, 2 ranks,
-or 3 where a group or a change of ranks needs them. {len(SITUATIONS)} situations x {len(DOORS)} doors x {len(SCHEMES)} schemes. Nothing here
-is typed by hand.
+or 3 where a group, a failure or a change of ranks needs them. {_COUNTED}. Nothing here is typed by hand.
 
 "works": what the second column says was checked; "the same bits" is that each gradient and each residual is, to the last bit and on all
-ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or a door. "refused": the door raises, on all ranks,
-before anything is sent; the reason is below the table. "does not arise": why is below the table, too.
+ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or a door. FSDP2 has 2 shards on the shard axis, and
+2 replicas of 1 shard on the replicate axis. "refused": the door raises, on all ranks, before anything is sent; the reason is below the
+table. "does not arise": why is below the table, too.
 """

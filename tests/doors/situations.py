@@ -7,11 +7,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from ddp_training import COUNT, NAMES, N, Trained, check, known, total
 from distributed import run
+from doors.failing import FAILURE, Failure, Unlucky, failed_alike, failing
+from doors.scaled import SCALED, Scaled, scaled, scaled_alike
 from doors.table import Case, Verdict, trial
-from known_gradients import Gradient, KnownGradients, row, whole_numbers
+from known_gradients import Gradient, KnownGradients, Recorder, row, whole_numbers
 from laws.world import same_bits
 
 OTHER = "skip-default"  # the scheme of the second model
@@ -23,6 +26,7 @@ class Door(Protocol):
     """A training of KnownGradients behind a door, as ddp_training.Training is; see there."""
 
     model: KnownGradients
+    recorder: Recorder
     rank: int
     rows: list[Tensor]
 
@@ -91,6 +95,8 @@ def common(door: Make, flat: Callable[[Tensor], Tensor], keys: Sequence[str] = (
             poisoned_alike,
             "all ranks see the same in that step, and finite gradients and residuals from the next one on",
         ),
+        "a loss scaler skips a step (GradScaler)": Case(SCALED, trial(partial(of_two_types, door=door), scaled_alike)),
+        "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, door=door), failed_alike)),
         "going on after a restart": case(
             partial(resumed, **stable), resumed_alike, "from a saved state, the same bits as without a break"
         ),
@@ -254,6 +260,30 @@ def poisoned_alike(id: str, ranks: list[Trained]) -> None:
         assert same_bits(rank.grads, ranks[0].grads)
         assert all(grads.isfinite().all() for step, grads in enumerate(rank.grads) if step != 1)
         assert all(part.isfinite().all() for part in rank.residual.values())
+
+
+def of_two_types(id: str, door: Make) -> Scaled:
+    """In several buckets behind every door, as one of them makes one for each type."""
+    model = KnownGradients(COUNT, N)
+    for name, module in model.named_children():
+        if of_bfloat16(name):
+            module.double()
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    training = door(id, model=model, scaler=scaler)
+    came = scaled(training, scaler, NAMES, known, "block3.bias")
+    layouts = training.recorder.steps[came.poisoned_step]
+    came.poisoned = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
+    return came
+
+
+def unlucky(id: str, door: Make) -> list[Tensor | Failure]:
+    training = door(id)
+    training.recorder.inner = Unlucky(training.recorder.inner)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def step(number: int) -> None:
+        training.step(training.model.inputs(training.rank, number))
+
+    return failing(step, training.model.gradients)
 
 
 def resumed(id: str, door: Make, **stable: Any) -> tuple[Tensor, Tensor]:

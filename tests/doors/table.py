@@ -37,6 +37,8 @@ SITUATIONS = (  # every door has a case for each
     "an optimizer in the backward pass",
     "a model that is reduced already",
     "Inf on one rank",
+    "a loss scaler skips a step (GradScaler)",
+    "a rank fails in a step",
     "going on after a restart",
     "going on with another number of ranks",
 )
@@ -100,6 +102,7 @@ def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]
 
 def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> Verdict:
     """Of what the ranks returned. A refusal counts where all ranks were told the same."""
+    values = [value for value in values if value is not None]  # a rank that is not in the group has nothing to say
     errors = [value for value in values if isinstance(value, Exception)]
     if len({str(error) for error in errors if isinstance(error, RefusedError)}) == 1 and len(errors) == len(values):
         return Verdict(REFUSED, str(errors[0]))

@@ -10,10 +10,10 @@ from doors.table import ABSENT, FAILS, REFUSED, SCHEMES, SITUATIONS, WORKS, Refu
 
 PAGE = Path(__file__).parents[2] / "docs" / "doors.md"
 QUICK = (
-    "parameters of several types",
+    "a loss scaler skips a step (GradScaler)",
     "an optimizer in the backward pass",
     "Inf on one rank",
-)  # the whole takes two minutes
+)  # the whole takes some minutes
 Words = dict[str, dict[str, dict[str, str]]]  # door -> situation -> scheme -> cell, its reason in place of its number
 
 

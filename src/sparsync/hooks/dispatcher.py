@@ -33,6 +33,7 @@ class _Job:
     bucket: Bucket
     scheme: Reducer
     prepare: Callable[[], None] | None
+    written: Callable[[], Bucket] | None
     done: Future
     ready: Any  # the CUDA event after which the gradient is there; None on CPU. torch's stubs know two unrelated Event classes
     error: list[str] = field(default_factory=list)  # what went wrong, if anything did
@@ -66,15 +67,22 @@ class Dispatcher:
         # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
         self._failure: tuple[int, str] | None = None
 
-    def submit(self, bucket: Bucket, scheme: Reducer, prepare: Callable[[], None] | None = None) -> Future:
+    def submit(
+        self,
+        bucket: Bucket,
+        scheme: Reducer,
+        prepare: Callable[[], None] | None = None,
+        written: Callable[[], Bucket] | None = None,
+    ) -> Future:
         """A future that becomes `bucket.grad` once `scheme` has reduced it, after `prepare` has run on the dispatcher's thread.
 
+        `written` gives what holds the result until the step ends, where `bucket` does not; it is called once the result is there.
         Returns at once; what goes wrong, in `prepare` too, is raised by the future.
         """
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        job = _Job(bucket, scheme, prepare, done, ready)
+        job = _Job(bucket, scheme, prepare, written, done, ready)
 
         # HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
         def result(finished: Future) -> Tensor:
@@ -95,6 +103,11 @@ class Dispatcher:
         while not idle.wait(ALIVE_CHECK_S):
             if not self._thread.is_alive():
                 raise RuntimeError("the thread that reduces gradients has ended; attach to the model anew")
+
+    def step_ended(self) -> None:
+        """Lets go of what the step has written; call it when all its futures are done."""
+        if self._skipped is not None:
+            self._skipped.ended()
 
     def stop(self) -> None:
         """Ends the thread when all that was handed over is done; does not wait for that."""
@@ -148,7 +161,7 @@ class Dispatcher:
             report = self._reported(job)
             if self._skipped is not None:
                 with torch.no_grad():
-                    self._skipped.reduced(job.scheme, bucket, report)
+                    self._skipped.reduced(job.scheme, job.written() if job.written else bucket, report)
             self._on_report(report)
         except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
             cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionLostError)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from sparsync.hooks.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint
 from sparsync.hooks.handle import Handle, Stateful, alike
 from sparsync.hooks.terms import Terms
 from sparsync.protocols import Comm, Scheme
-from sparsync.schemes.sharded import ShardedScheme, piece, pieces, sharded
+from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
 
 
 class Fsdp2Handle(Handle):
@@ -49,11 +49,15 @@ class Fsdp2Handle(Handle):
         """From now on a parameter without gradient counts as zero: so every buffer has all parameters, and all ranks the same."""
         self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
 
-    def _submit(self, unit: Unit, bucket: Bucket, scheme: Any, into: Tensor) -> None:  # Any: a Reducer
+    def _submit(self, unit: Unit, bucket: Bucket, scheme: Any, into: Bucket) -> None:  # Any: a Reducer
         """Has a bucket reduced; returns when that is done, or at once where nobody reads `into` before the backward pass ends."""
         prepare = self._follow_terms if len(self._seen) == 1 else None
-        self._late.append(self._dispatcher.submit(bucket, scheme, prepare))
-        allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.dtype) else 0
+        allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
+
+        def written() -> Bucket:  # as it is now, where somebody may divide it in place
+            return into if allowed else replace(into, grad=into.grad.clone())
+
+        self._late.append(self._dispatcher.submit(bucket, scheme, prepare, written))
         try:
             while len(self._late) > allowed:
                 self._late.pop(0).wait()
@@ -82,6 +86,7 @@ class Fsdp2Handle(Handle):
         try:
             for future in late:
                 future.wait()
+            self._dispatcher.step_ended()
         except BaseException:
             self._late = late  # all of them have ended or will soon: a failed step fails as a whole
             self._abandon()
@@ -152,13 +157,14 @@ class ShardHandle(Fsdp2Handle):
                 f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
             )
-        _, P = self.place
+        rank, P = self.place
         lengths = unit.lengths(out.numel())
         if lengths is None and self.scheme.by_name:
             raise self._incomplete(unit, out)
-        layout = pieces([("parameters", out.numel())] if lengths is None else lengths, P)
-        bucket = Bucket(unit.key, x, self._open(unit), layout)
-        self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG), out)
+        lengths = [("parameters", out.numel())] if lengths is None else lengths
+        bucket = Bucket(unit.key, x, self._open(unit), pieces(lengths, P))
+        into = Bucket(unit.key, out, bucket.step, own_pieces(lengths, rank))
+        self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
 
     def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
         """One while the next is made: each is a whole gradient. None where an all-reduce hook reads the result at once.
@@ -214,7 +220,8 @@ class ReplicateHandle(Fsdp2Handle):
         lengths = unit.lengths(shard.numel())
         if lengths is None:
             raise self._incomplete(unit, shard)
-        self._submit(unit, Bucket(unit.key, shard, self._open(unit), laid_out(lengths)), self.scheme, shard)
+        bucket = Bucket(unit.key, shard, self._open(unit), laid_out(lengths))
+        self._submit(unit, bucket, self.scheme, bucket)
 
     def _abandon(self) -> None:
         super()._abandon()
@@ -243,6 +250,7 @@ class _Into:
     scheme: ShardedScheme
     out: Tensor
     average: bool
+    ranks: int
 
     @property
     def name(self) -> str:
@@ -250,6 +258,9 @@ class _Into:
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         return self.scheme.reduce_scatter(bucket, self.out, comm, self.average)
+
+    def put_back(self, bucket: Bucket) -> None:
+        self.scheme.put_back(bucket, self.ranks if self.average else 1)
 
 
 def attach_fsdp2(

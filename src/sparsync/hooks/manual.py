@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import stations
@@ -37,7 +38,13 @@ _CONNECTIONS: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.Weak
 
 
 def reduce_gradients(
-    model: nn.Module, scheme: Scheme, *, group: Group | None = None, step: int | None = None, timeout_s: float = 300.0
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    group: Group | None = None,
+    step: int | None = None,
+    scaler: GradScaler | None = None,
+    timeout_s: float = 300.0,
 ) -> list[Report]:
     """Replaces the gradients of `model` by `scheme`'s estimate of their mean over ranks, and returns a report for each bucket.
 
@@ -45,10 +52,11 @@ def reduce_gradients(
     the rank's own, made alike on all, and the same one each time: it keeps the residual. There is one bucket for each type and device of
     gradients. A parameter without a gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares
     another's storage, is left alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. When gradients are
-    accumulated, call it after the last backward pass only. With a loss scaler, call it after `scaler.unscale_(optimizer)`: a call that
-    leaves NaN or Inf in any gradient counts as a skipped step, and what its other buckets sent is kept back again. To go on after a
-    restart, save and load the scheme's own state on each rank, and pass the number of the `step`, alike on all: what schemes draw depends
-    on it. None counts calls.
+    accumulated, call it after the last backward pass only. With a loss scaler, pass it and call before `scaler.unscale_` and
+    `scaler.step`, which look for infinities on their own rank only: after this call all ranks find the same ones. What is kept back is
+    in terms of the loss without scale. A call that leaves NaN or Inf in any gradient counts as a skipped step, and what its other
+    buckets sent is kept back again. To go on after a restart, save and load the scheme's own state on each rank, and pass the number
+    of the `step`, alike on all: what schemes draw depends on it. None counts calls.
     Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
     Raises TypeError for a model that DDP reduces already and for anything but a scheme, ValueError when a model comes with another scheme
     than last time or a scheme with another model, and RuntimeError when a rank is missing or comes with another scheme or step, and when
@@ -65,7 +73,10 @@ def reduce_gradients(
     comm = MeteredComm(connection.group)
     try:
         skipped = SkippedSteps() if connection.scheme.keeps else None
-        reports = [_reduced(key, parameters, connection, comm, skipped) for key, parameters in _buckets(model).items()]
+        scale = 1.0 if scaler is None else float(scaler.get_scale())  # a host sync on CUDA
+        reports = [
+            _reduced(key, parameters, connection, comm, skipped, scale) for key, parameters in _buckets(model).items()
+        ]
     except BaseException as error:
         lost, told = isinstance(error, ConnectionLostError), ""
         with suppress(Exception):  # why the call failed is what its caller needs to hear
@@ -115,17 +126,25 @@ def _reduced(
     connection: _Connection,
     comm: MeteredComm,
     skipped: SkippedSteps | None,
+    scale: float,
 ) -> Report:
     began = time.perf_counter()
     slots = laid_out((name, parameter.numel()) for name, parameter in parameters.items())
     with torch.no_grad(), stations.recorded(key) as spent:
         bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), connection.step, slots)
+        if scale != 1.0:
+            bucket.grad.div_(scale)
         scheme = Dense() if key.startswith(_SPARSE) else connection.scheme
-        report = scheme.reduce(bucket, comm)
+        try:
+            report = scheme.reduce(bucket, comm)
+        except BaseException as error:
+            error.add_note(f"{scheme.name} failed on bucket {key!r} at step {connection.step}")
+            raise
         if skipped is not None:
             skipped.reduced(scheme, bucket, report)
         for slot, parameter in zip(slots, parameters.values(), strict=True):
             mean = slot.span.of(bucket.grad).view(parameter.shape)
+            mean = mean if scale == 1.0 else mean * scale  # not in place: what was written may be put back later
             _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
     sent, wait_s = comm.take()
     return replace(report, sent=sent, seconds=time.perf_counter() - began, wait_s=wait_s, stations=spent)

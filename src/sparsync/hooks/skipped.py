@@ -49,3 +49,7 @@ class SkippedSteps:
                 if isinstance(each, Keeper):
                     each.put_back(written)
             self._finite = []
+
+    def ended(self) -> None:
+        """Lets go of what the step has written; to be called when all its buckets are reduced, where their memory is wanted."""
+        self._finite = []

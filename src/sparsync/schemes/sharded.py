@@ -51,6 +51,15 @@ class ShardedScheme(Protocol):
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None: ...
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept back from step to step."""
+        ...
+
+    def put_back(self, written: Bucket, share: int) -> None:
+        """Keeps back `share` times what `reduce_scatter` wrote, because the step will not be applied: P times a mean, once a sum."""
+        ...
+
 
 def sharded(scheme: Scheme) -> ShardedScheme:
     """The reduce-scatter with the settings of `scheme`, without its state. Raises ValueError where there is none."""
@@ -81,6 +90,11 @@ def piece(name: str, owner: int) -> str:
     return f"{name}[{owner}]"
 
 
+def own_pieces(lengths: Sequence[tuple[str, int]], owner: int) -> tuple[Slot, ...]:
+    """Where each parameter's piece lies in the chunk of `owner`."""
+    return laid_out((piece(name, owner), length) for name, length in lengths)
+
+
 def parameter_of(piece_name: str) -> str:
     """The parameter that a piece is of."""
     return piece_name[: piece_name.rindex("[")]
@@ -100,6 +114,11 @@ class _KeptByPiece:
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale({name: factors.get(parameter_of(name), 1.0) for name in self.feedback.by_name})
+
+    def put_back(self, written: Bucket, share: int) -> None:
+        for slot in written.layout:  # those of this rank's chunk: nobody else was given it, so nobody else keeps it
+            if slot.name in self.feedback.by_name:
+                self.feedback.by_name[slot.name].add_(slot.span.of(written.grad), alpha=share)
 
 
 class Skipping(_KeptByPiece):
@@ -125,6 +144,10 @@ class Skipping(_KeptByPiece):
     def by_name(self) -> bool:
         return self.config.feedback or bool(self.config.protect)
 
+    @property
+    def keeps(self) -> bool:
+        return self.config.feedback
+
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         config, n, P = self.config, bucket.grad.numel(), comm.size
         plan = self._plan(bucket, P)
@@ -134,10 +157,11 @@ class Skipping(_KeptByPiece):
         if config.feedback:
             total = self.feedback.accumulate(bucket, comm.rank)
             residual, kept = total.residual, total.acc
-            cost += all_gather_cost(FLAG_NBYTES, P)
-            if _any_poisoned(not total.finite, comm, out.device):
-                return _poisoned(self.name, bucket, out, cost)
             sent = total.acc.to(out.dtype)
+            cost += all_gather_cost(FLAG_NBYTES, P)
+            fits = sent is total.acc or kernels.all_finite(sent)  # float16 makes Inf of what is too large for it
+            if _any_poisoned(not (total.finite and fits), comm, out.device):
+                return _poisoned(self.name, bucket, out, cost)
         owned.reduce_scatter(sent, out, comm, plan, always)
         cost += owned.cost(out.numel(), out.element_size(), P, comm.rank, plan, always)
         by_ranks = config.divide_by == "ranks" or config.feedback
@@ -175,6 +199,7 @@ class Splitting(_KeptByPiece):
     """
 
     by_name = True
+    keeps = True
 
     def __init__(self, config: OkTopk) -> None:
         super().__init__()
