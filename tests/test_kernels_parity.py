@@ -327,3 +327,16 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
     assert to[target + n :].tolist() == [7.0] * (8 - target)
     before[start : start + n] = 0.0
     assert torch.equal(bits(source), bits(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_kernels_do_not_care_for_torchs_default_type(dtype: torch.dtype) -> None:
+    x, part = made("normal", 1000), pieces(1000, 2, apart=True)
+    wanted = reference.top_k(x, 50), sparse_reference.sorted_union(part)
+    torch.set_default_dtype(dtype)
+    try:
+        same(kernels.top_k(x, 50), wanted[0])
+        same(kernels.sorted_union(part), wanted[1])
+        assert torch.equal(kernels.gather(x, wanted[0].index), wanted[0].value)
+    finally:
+        torch.set_default_dtype(torch.float32)

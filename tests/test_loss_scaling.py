@@ -11,6 +11,8 @@ import sparsync
 from ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
 from distributed import case, run
 from known_gradients import KnownGradients, Recorder, row
+from sparsync.hooks.terms import Terms
+from sparsync.schemes.topk_allgather import TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -71,3 +73,18 @@ def test_a_step_that_a_loss_scaler_skips_loses_nothing_and_residuals_follow_the_
                 ]  # pyright: ignore[reportArgumentType]  # sums of at least one tensor
             )
             assert torch.equal(2 * applied + kept + more, came.flatten())
+
+
+def test_a_scheme_under_another_handle_goes_on_in_the_terms_it_was_left_in() -> None:
+    """A second trainer with a scaler of its own: what the scheme keeps is put in terms of the new scale."""
+    scheme, names = TopK(0.1), {1: "weight"}
+    first, second, other = (Terms(scaler=GradScaler("cpu", init_scale=scale)) for scale in (1024.0, 65536.0, 8.0))
+    first.go_on(scheme)
+    assert first.factors(names) == {}
+    second.go_on(scheme)
+    assert second.factors(names) == {"weight": 64.0}
+    other.go_on(TopK(0.1))
+    assert other.factors(names) == {}
+    without = Terms()
+    without.go_on(scheme)
+    assert without.factors(names) == {"weight": 2.0**-16}

@@ -117,3 +117,49 @@ def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:
         return scheme.state_dict()["residual"]["a.weight"]
 
     assert torch.equal(torch.stack(LocalWorld(2).run(body)).sum(0), torch.full((3,), 3.0))
+
+
+def test_a_step_that_comes_again_after_an_older_state_is_another_one() -> None:
+    """Skipped the first time, finite the second: what is applied is not kept back as well."""
+    skipped, scheme = SkippedSteps(), TopK(0.5)
+    grads = torch.tensor([4.0, 2.0, 1.0, 1.0])
+    state = scheme.state_dict()
+
+    def body(comm: LocalComm) -> Tensor:
+        for poisoned in (True, False):
+            scheme.load_state_dict(state)
+            bucket = Bucket("b", grads.clone(), 7)
+            if poisoned:
+                bucket.grad[0] = torch.inf
+            skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
+            skipped.ended()
+        return bucket.grad + scheme.state_dict()["residual"]["b"]
+
+    assert torch.equal(LocalWorld(1).run(body)[0], grads)
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+def test_a_mean_that_float16_cannot_hold_leaves_residuals_as_they_were(values: str) -> None:
+    """The sums fit float32; as float16 they are infinite, on all ranks."""
+
+    def body(comm: LocalComm) -> tuple[bool, Tensor, Tensor]:
+        scheme = OkTopk(0.5, values=values)  # pyright: ignore[reportArgumentType]
+        scheme.load_state_dict({"residual": {"w": torch.full((8,), 6e4)}, "control": {}})
+        bucket = Bucket("w", torch.full((8,), 6e4, dtype=torch.float16), 0)
+        report = scheme.reduce(bucket, comm)
+        return bool(report.details["overflow"]), bucket.grad, scheme.state_dict()["residual"]["w"]
+
+    for overflow, grad, kept in LocalWorld(2).run(body):
+        assert overflow
+        assert not bool(grad.isfinite().all())
+        assert torch.equal(kept, torch.full((8,), 6e4))
+
+
+def test_one_rank_alone_that_overflows_keeps_what_it_had() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        scheme = SkipReduce(skip=0.5, feedback=True)
+        scheme.load_state_dict({**scheme.state_dict(), "residual": {"w": torch.ones(4)}})
+        scheme.reduce(Bucket("w", torch.tensor([torch.inf, 1.0, 1.0, 1.0]), 0), comm)
+        return scheme.state_dict()["residual"]["w"]
+
+    assert torch.equal(LocalWorld(1).run(body)[0], torch.ones(4))

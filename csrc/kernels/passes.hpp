@@ -31,12 +31,14 @@ int32_t number_of(float value) {
 
 // The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
 constexpr int64_t kAhead = 1024;
-constexpr int64_t kLine = 64;
+constexpr uintptr_t kLine = 64;
 
 template <class T>
 void fetch(const T *p, int64_t elements) {
-    const char *from = reinterpret_cast<const char *>(p + kAhead);
-    for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += kLine) __builtin_prefetch(from + byte);
+    // As a number, for what is ahead may lie beyond the end, where no pointer may point; nothing is read there.
+    const auto from = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(kAhead) * sizeof(T);
+    for (uintptr_t byte = 0; byte < static_cast<uintptr_t>(elements) * sizeof(T); byte += kLine)
+        __builtin_prefetch(reinterpret_cast<const void *>(from + byte));
 }
 
 struct Float32 {

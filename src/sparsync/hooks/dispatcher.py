@@ -25,6 +25,7 @@ from sparsync.core import Bucket, Report
 from sparsync.hooks.skipped import Reducer, SkippedSteps
 
 EXIT_S = 5.0  # how long a process that ends waits for its dispatchers to close their connections
+_REWOUND = -2  # the number of no step
 ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
 
 
@@ -93,6 +94,13 @@ class Dispatcher:
         promised = done.then(result)
         self._put(job)
         return promised
+
+    def rewind(self) -> None:
+        """Makes a step that comes again, after an older state was loaded, another one than before; call it after `flush`."""
+        if self._failure is not None:
+            self._failure = _REWOUND, self._failure[1]
+        if self._skipped is not None:
+            self._skipped.ended()
 
     def flush(self) -> None:
         """Returns when all that was handed over is done."""

@@ -51,6 +51,7 @@ class Handle:
         self.part = part
         self._names = names
         self._terms = terms
+        terms.go_on(scheme)
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
@@ -79,8 +80,8 @@ class Handle:
             **self._place,
             "part": self.part,
             "step": self._step,
-            "rates": dict(self._terms.rates),
-            "loss_scale": self._terms.scale,
+            "rates": dict(self._terms.at.rates),
+            "loss_scale": self._terms.at.scale,
             "scheme": self.scheme.state_dict(),
         }
 
@@ -98,9 +99,10 @@ class Handle:
                 "load each rank's own. sparsync.hooks.checkpoint.load finds it, and deals residuals out to another number of ranks"
             )
         self._dispatcher.flush()
+        self._dispatcher.rewind()
         self.scheme.load_state_dict(scheme)
         self._step = step
-        self._terms.rates, self._terms.scale = dict(rates), scale
+        self._terms.at.rates, self._terms.at.scale = dict(rates), scale
 
     def detach(self) -> None:
         """Gives the model back as it was before `attach`. Only FSDP2 can: raises RuntimeError for DistributedDataParallel."""

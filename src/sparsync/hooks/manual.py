@@ -68,8 +68,7 @@ def reduce_gradients(
         )
     if not callable(getattr(scheme, "reduce", None)):
         raise TypeError(f"reduce_gradients takes a scheme such as sparsync.TopK(density=0.01), got {scheme!r}")
-    connection = _connection(model, scheme, group, timeout_s)
-    connection.step = connection.step if step is None else step
+    connection = _connection(model, scheme, group, timeout_s, step)
     comm = MeteredComm(connection.group)
     try:
         skipped = SkippedSteps() if connection.scheme.keeps else None
@@ -84,11 +83,14 @@ def reduce_gradients(
         if lost and told:
             raise ConnectionLostError(f"{error} ({told})") from error
         raise
-    connection.step += 1
+    finally:
+        connection.step += 1  # a failed call counts, too, for it may have failed on some ranks only
     return reports
 
 
-def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s: float) -> _Connection:
+def _connection(
+    model: nn.Module, scheme: Scheme, group: Group | None, timeout_s: float, step: int | None
+) -> _Connection:
     known = _CONNECTIONS.get(model)
     if known is not None and known.scheme is not scheme:
         raise ValueError(
@@ -102,6 +104,7 @@ def _connection(model: nn.Module, scheme: Scheme, group: Group | None, timeout_s
         )
     if known is None:
         known = _CONNECTIONS[model] = _Connection(scheme, GroupComm.private(group, timeout_s, alike=alike(scheme)))
+    known.step = known.step if step is None else step
     if known.group.group is None:  # closed by a failure
         known.group = known.group.renewed(alike=f"gradients of call {known.step}")
         known.scheme.begin_anew()

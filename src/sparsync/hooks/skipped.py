@@ -33,23 +33,22 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._finite: list[tuple[Reducer, Bucket]] = []
+        self._finite: list[tuple[Keeper, Bucket]] = []
         self._skipped = False
 
     def reduced(self, scheme: Reducer, bucket: Bucket, report: Report) -> None:
         """To be called after each bucket of a step, in the same order on all ranks, while no gradient of the step has been touched yet."""
         if bucket.step != self._step:
             self._step, self._finite, self._skipped = bucket.step, [], False
-        if not overflowed(report, bucket.grad):
-            self._finite.append((scheme, bucket))
-        else:
+        if overflowed(report, bucket.grad):
             self._skipped = True
+        elif isinstance(scheme, Keeper) and getattr(scheme, "keeps", True):
+            self._finite.append((scheme, bucket))
         if self._skipped:
             for each, written in self._finite:
-                if isinstance(each, Keeper):
-                    each.put_back(written)
+                each.put_back(written)
             self._finite = []
 
     def ended(self) -> None:
-        """Lets go of what the step has written; to be called when all its buckets are reduced, where their memory is wanted."""
-        self._finite = []
+        """Ends the step: lets go of what it has written, and takes the next bucket for one of another step, whatever its number."""
+        self._step, self._finite = None, []

@@ -58,7 +58,7 @@ def unpack(packet: Packet, k: int, bits: int) -> Index:
     native = _native(packet)
     if not native or bits > reference.MOST_BITS or packet.numel() != -(-k * bits // 8):
         return reference.unpack(packet, k, bits)
-    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32)
+    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
     native.codec_unpack(packet.data_ptr(), k, bits, out.data_ptr())
     return out
 
@@ -167,7 +167,7 @@ def scaled_decode(packet: Packet, k: int, bits: int) -> Float[Tensor, " k"]:
     native = _native(packet)
     if not native:
         return value_reference.scaled_decode(packet, k, bits)
-    packet, out = packet.contiguous(), torch.empty(k)
+    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.float32, device="cpu")
     native.codec_scaled_decode(packet.data_ptr(), k, bits, out.data_ptr())
     return out
 
@@ -188,7 +188,7 @@ def sign_decode(packet: Packet, k: int) -> Float[Tensor, " k"]:
     native = _native(packet)
     if not native:
         return value_reference.sign_decode(packet, k)
-    packet, out = packet.contiguous(), torch.empty(k)
+    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.float32, device="cpu")
     native.codec_sign_decode(packet.data_ptr(), k, out.data_ptr())
     return out
 
@@ -205,7 +205,7 @@ def _decoded(name: str, packet: Tensor, k: int, span: int) -> Tensor:
     native = _native(packet)
     if not native:
         return getattr(reference, f"{name}_decode")(packet, k, span)
-    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32)
+    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
     reason = getattr(native, f"codec_{name}_decode")(packet.data_ptr(), packet.numel(), k, span, out.data_ptr())
     if reason:
         raise refusal(reason, k, span, packet.numel())
@@ -225,4 +225,4 @@ def _int32(index: Tensor) -> Tensor:
 
 
 def _bytes(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8)
+    return torch.empty(count, dtype=torch.uint8, device="cpu")

@@ -94,13 +94,13 @@ def largest(native: Native, magnitude: Tensor, k: int) -> Tensor:
     n = magnitude.numel()
     lowest = -(2**31)
     count = module.top(level, magnitude.data_ptr(), n, n, n, k, True, lowest, False, 0, 1)
-    index = torch.empty(count, dtype=torch.int64)
+    index = _new(count, torch.int64)
     module.take_wide(index.data_ptr(), 0)
     return index
 
 
 def histogram(native: Native, magnitude: Tensor, levels: int) -> Tensor:
-    counts = torch.empty(levels, dtype=torch.int64)
+    counts = _new(levels, torch.int64)
     native[0].histogram(magnitude.data_ptr(), magnitude.numel(), counts.data_ptr())
     return counts
 
@@ -125,7 +125,7 @@ def put_(native: Native, x: Tensor, index: Tensor, value: Tensor) -> None:
 
 
 def gather(native: Native, x: Tensor, index: Tensor) -> Tensor:
-    value = torch.empty(index.numel())
+    value = _new(index.numel(), torch.float32)
     wide = index.dtype == torch.int64
     if not native[0].gather(x.data_ptr(), x.numel(), index.data_ptr(), wide, value.data_ptr(), index.numel()):
         raise IndexError(_outside(index, x))
@@ -138,7 +138,7 @@ def move_(native: Native, to: Tensor, source: Tensor) -> None:
 
 def merged(native: Native, parts: Sequence[Sparse], add: bool) -> Sparse:
     total = sum(part.index.numel() for part in parts)
-    index, value = torch.empty(total, dtype=torch.int32), torch.empty(total)
+    index, value = _new(total, torch.int32), _new(total, torch.float32)
     pieces = [(part.index.data_ptr(), part.value.data_ptr(), part.index.numel()) for part in parts]
     if add:
         total = native[0].merge_and_add(pieces, index.data_ptr(), value.data_ptr())
@@ -153,7 +153,7 @@ def ends(native: Native, index: Tensor, stops: Sequence[int]) -> list[int]:
 
 
 def among(native: Native, index: Tensor, others: Tensor) -> Tensor:
-    found = torch.empty(index.numel(), dtype=torch.bool)
+    found = _new(index.numel(), torch.bool)
     native[0].among(index.data_ptr(), index.numel(), others.data_ptr(), others.numel(), found.data_ptr())
     return found
 
@@ -171,9 +171,14 @@ def _guess(bound: float | None) -> tuple[bool, int]:
 
 def _taken(native: Native, count: int, length: int) -> Sparse:
     """What the last call on this thread selected."""
-    index, value = torch.empty(count, dtype=torch.int32), torch.empty(count)
+    index, value = _new(count, torch.int32), _new(count, torch.float32)
     native[0].take(index.data_ptr(), value.data_ptr())
     return Sparse(index, value, length)
+
+
+def _new(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory for the kernels to write to, whatever torch's default type and device are."""
+    return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def _outside(index: Tensor, x: Tensor) -> str:

@@ -149,7 +149,7 @@ class OkTopk:
         if outcome is None:  # NaN or Inf on some rank; all ranks know
             bucket.grad.fill_(torch.nan)
             return Report(self.name, bucket.key, bucket.step, n, 0, n, spent, details={"overflow": True})
-        mean = outcome.mean.value
+        mean = outcome.mean.value.to(bucket.grad.dtype)
         overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
         with station("apply"):
             if overflow:  # all ranks see it in the gradient, and nothing else changes
@@ -160,7 +160,7 @@ class OkTopk:
                 for error in outcome.errors:
                     kernels.scatter_add_(total.residual, error)
                 self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
-            kernels.put_(bucket.grad, outcome.mean.index, mean.to(bucket.grad.dtype))
+            kernels.put_(bucket.grad, outcome.mean.index, mean)
         union = outcome.mean.index.numel()
         return Report(
             self.name,

@@ -199,8 +199,8 @@ class SkipReduce:
             residual = self._state.feedback.residual(bucket, comm.rank)
             acc = residual + bucket.grad
             bucket.grad.copy_(acc)
-            kept = acc - bucket.grad
-            residual.copy_(torch.where(kept.isfinite(), kept, residual))
+            if kernels.all_finite(bucket.grad):
+                residual.copy_(acc - bucket.grad)
 
     def _observing(self, bucket: Bucket) -> bool:
         """Whether the ranks' disagreement about this bucket is still being measured; chooses what to protect once it is known."""
