@@ -81,7 +81,10 @@ def reduce_gradients(
         with suppress(Exception):  # why the call failed is what its caller needs to hear
             told = connection.group.end(because="" if lost else f"{type(error).__name__}: {error}")
         if lost and told:
-            raise ConnectionLostError(f"{error} ({told})") from error
+            fuller = ConnectionLostError(f"{error} ({told})")
+            for note in getattr(error, "__notes__", []):  # bucket and step
+                fuller.add_note(note)
+            raise fuller from error
         raise
     finally:
         connection.step += 1  # a failed call counts, too, for it may have failed on some ranks only
