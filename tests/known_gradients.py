@@ -22,6 +22,7 @@ from sparsync.protocols import Comm, Scheme
 # and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
 OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published")
+OTHER_VALUES = ("topk-bfloat16", "micro-int8", "exdyna-bfloat16", "exdyna-int8", "oktopk-bfloat16", "-int4")
 CHOSEN = (
     "skip-random-ring-contributors-flat-auto",
     "skip-random-direct-ranks-flat-patterns",
@@ -40,7 +41,11 @@ Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> 
 
 def schemes(P: int) -> list[str]:
     """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them."""
-    others = [each for each in ROWS if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS)]
+    others = [
+        each
+        for each in ROWS
+        if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS + OTHER_VALUES)
+    ]
     return [each.id for each in [*map(row, CHOSEN), *others] if P % each.node_size == 0]
 
 

@@ -85,8 +85,8 @@ def test_a_skipped_step_loses_nothing(name: str, P: int, where: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_infinities_at_random_steps_for_ten_thousand_steps_leave_no_trace() -> None:
-    """On either rank, in either bucket, in a tenth of the steps."""
-    P, steps, keys = 2, 10_000, KEYS[:2]
+    """On either rank, in a tenth of the steps."""
+    P, steps, keys = 2, 10_000, KEYS[:1]
     draws = torch.randint(0, 10 * P * len(keys), (steps,), generator=generator(0, "poison", 0)).tolist()
 
     def poison(step: int) -> tuple[int, str] | None:

@@ -130,14 +130,14 @@ def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any)
 
 
 def _rounded_rows() -> list[Row]:
-    makes: list[tuple[str, Callable[..., Scheme]]] = [
-        ("topk", TopK),
-        ("micro", MiCRO),
-        ("exdyna", ExDyna),
-        ("oktopk", OkTopk),
+    """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
+    makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
+        ("topk", TopK, ("bfloat16", "int4")),
+        ("micro", MiCRO, ("bfloat16", "float16", "int8", "int4")),
+        ("exdyna", ExDyna, ("bfloat16", "int8")),
+        ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
     ]
-    formats = ("bfloat16", "float16", "int8", "int4")
-    return [_rounded(make, name, values, density=0.1) for name, make in makes for values in formats]
+    return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
 
 
 ROWS = [

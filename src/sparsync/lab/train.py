@@ -141,12 +141,12 @@ def _forward_backward(
 
 
 def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit) -> float:
-    """The median step, in seconds, of a copy that never communicates, while the other ranks do the same on theirs."""
+    """The median step, in seconds, of a copy that never communicates: all ranks begin together, and the slowest ends it."""
     alone = copy.deepcopy(model)
     optimizer, schedule = workload.optimizer(alone, steps)
-    dist.barrier()
     times: list[float] = []
     for step in range(COMPUTE_WARMUP + COMPUTE_STEPS):
+        dist.barrier()
         began = time.perf_counter()
         _forward_backward(workload, alone, optimizer, seed, step, place)
         workload.clip(alone)
@@ -154,9 +154,9 @@ def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, plac
         schedule.step()
         times.append(time.perf_counter() - began)
         emit({"kind": "alive"})
-    median = torch.tensor([statistics.median(times[COMPUTE_WARMUP:])], dtype=torch.float64)
-    dist.all_reduce(median)
-    return float(median) / place.ranks
+    slowest = torch.tensor(times[COMPUTE_WARMUP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
 
 
 def _quality(workload: Workload, ddp: DistributedDataParallel, place: Place) -> float:

@@ -1,9 +1,10 @@
-"""What schemes without state have in common."""
+"""What schemes without state have in common, and what those have that keep a residual."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from sparsync.core import Bucket
+from sparsync.feedback import ErrorFeedback
 
 
 class Stateless:
@@ -30,3 +31,21 @@ class Stateless:
 
     def put_back(self, bucket: Bucket) -> None:
         """There is nowhere to put it."""
+
+
+class Keeping:
+    """A scheme with error feedback."""
+
+    @property
+    def _kept(self) -> ErrorFeedback:
+        raise NotImplementedError
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        self._kept.rescale(factors)
+
+    @property
+    def keeps(self) -> bool:
+        return True
+
+    def put_back(self, bucket: Bucket) -> None:
+        self._kept.put_back(bucket)

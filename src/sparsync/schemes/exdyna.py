@@ -22,6 +22,7 @@ from sparsync.control import ByBucket, ThresholdScaling
 from sparsync.core import Bucket, Detail, Report, Span, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.protocols import Comm
+from sparsync.schemes.base import Keeping
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
     Choice,
@@ -64,7 +65,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class ExDyna:
+class ExDyna(Keeping):
     """All ranks' values at the positions that some rank found large in its partition, divided by P; the rest stays in the residual.
 
     Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; the word rides on the first message.
@@ -109,14 +110,8 @@ class ExDyna:
         self._state.profile.load_state_dict({})
 
     @property
-    def keeps(self) -> bool:
-        return True
-
-    def put_back(self, bucket: Bucket) -> None:
-        self._state.feedback.put_back(bucket)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self._state.feedback.rescale(factors)
+    def _kept(self) -> ErrorFeedback:
+        return self._state.feedback
 
     def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
         state = self._state

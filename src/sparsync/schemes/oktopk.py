@@ -32,6 +32,7 @@ from sparsync.core import Bucket, Cost, Detail, Report, Span, Sparse
 from sparsync.feedback import ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.kernels import sparse_reference
 from sparsync.protocols import Comm
+from sparsync.schemes.base import Keeping
 from sparsync.selection import regions
 from sparsync.selection.topk import WARM, check_density, count_for
 from sparsync.stations import station
@@ -77,7 +78,7 @@ class _Outcome:
 
 
 @dataclass(frozen=True)
-class OkTopk:
+class OkTopk(Keeping):
     """The k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
 
     The result has exactly min(k, non-zero sums) elements. In words of 4 bytes (a float32 value or a position), counts included, no rank
@@ -177,11 +178,8 @@ class OkTopk:
         self._state.control.clear()
 
     @property
-    def keeps(self) -> bool:
-        return True
-
-    def put_back(self, bucket: Bucket) -> None:
-        self._state.feedback.put_back(bucket)
+    def _kept(self) -> ErrorFeedback:
+        return self._state.feedback
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self._state.feedback.rescale(factors)

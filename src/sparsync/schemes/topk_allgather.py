@@ -16,6 +16,7 @@ from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Cost, Report, Sparse, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.protocols import Comm
+from sparsync.schemes.base import Keeping
 from sparsync.selection.topk import WARM, check_density, count_for
 from sparsync.stations import station
 from sparsync.wire import indices
@@ -23,7 +24,7 @@ from sparsync.wire.values import ValueCodec, Values, check_values
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Keeping):
     """Each rank's share `density` of its elements of largest magnitude, summed and divided by P; the rest stays in the residual.
 
     Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, or the mean overflows the
@@ -110,14 +111,8 @@ class TopK:
         """Ranks hold nothing alike."""
 
     @property
-    def keeps(self) -> bool:
-        return True
-
-    def put_back(self, bucket: Bucket) -> None:
-        self._feedback.put_back(bucket)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self._feedback.rescale(factors)
+    def _kept(self) -> ErrorFeedback:
+        return self._feedback
 
     def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
         return {"residual": self._feedback.state_dict()}
