@@ -74,6 +74,17 @@ class Training:
         return Trained(torch.stack(self.rows), self.recorder.steps, self.handle.reports(), residual)
 
 
+def step_at_once(trainings: Sequence[Training], step: int) -> None:
+    """A step of several models in one backward pass."""
+    losses = []
+    for training in trainings:
+        training.ddp.zero_grad()
+        losses.append(training.ddp(training.model.inputs(training.rank, step)))
+    torch.stack(losses).sum().backward()
+    for training in trainings:
+        training.rows.append(training.model.gradients().clone())
+
+
 def check(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
     """Fails unless all ranks did, at every step and to the last bit, what the scheme does without DDP."""
     wanted = expected(id, len(ranks), ranks[0].steps, NAMES, gradient, keys)

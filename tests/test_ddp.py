@@ -1,7 +1,6 @@
 """attach on real DDP models over gloo: every gradient is what the scheme makes of the same buckets without DDP."""
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
+from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, step_at_once, total
 from distributed import case, run
 from known_gradients import FEW, Expected, KnownGradients, Recorder, expected, row, schemes
 from laws.world import same_bits
-from sparsync import Bucket, Cost, Dense, Report
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Stateless
+from overlapping import IN_ORDER, Overlapping
+from sparsync import Cost, Dense
 
 pytestmark = pytest.mark.distributed
 
@@ -172,13 +170,7 @@ def train_two_models() -> list[Trained]:
             for training in both:
                 training.step()
             continue
-        losses = []
-        for training in both:
-            training.ddp.zero_grad()
-            losses.append(training.ddp(training.model.inputs(training.rank, step)))
-        (losses[0] + losses[1]).backward()
-        for training in both:
-            training.rows.append(training.model.gradients().clone())
+        step_at_once(both, step)
     return [training.done() for training in both]
 
 
@@ -285,36 +277,8 @@ def test_gradients_of_a_real_model_are_reduced_to_the_same_bits_as_without_ddp(i
         trained.check(wanted.grads, wanted.residuals[number])
 
 
-class Overlapping(Stateless):
-    """Once `watched`, holds the first bucket until the first layer's gradient is there, and that until this bucket is on its way."""
-
-    name = "overlapping"
-
-    def __init__(self) -> None:
-        self.watched = False
-        self.events: list[str] = []
-        self.begun, self.computed = threading.Event(), threading.Event()
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        if not self.watched or bucket.key != "bucket0":
-            return Dense().reduce(bucket, comm)
-        self.events.append("communication begins")
-        self.begun.set()
-        if not self.computed.wait(TIMEOUT_S / 2):
-            raise RuntimeError("the backward pass did not go on during communication")
-        report = Dense().reduce(bucket, comm)
-        self.events.append("communication ends")
-        return report
-
-    def first_layer(self, _: Tensor) -> None:
-        if self.watched:
-            assert self.begun.wait(TIMEOUT_S / 2), "communication did not begin during the backward pass"
-            self.events.append("the first layer's gradient is there")
-            self.computed.set()
-
-
 def overlap() -> list[str]:
-    model, scheme = KnownGradients(COUNT, N), Overlapping()
+    model, scheme = KnownGradients(COUNT, N), Overlapping("bucket0", watched=False)
     model.embed.weight.register_hook(scheme.first_layer)
     ddp = DistributedDataParallel(model, bucket_cap_mb=COUNT // 2 * N * 4 / 2**20)
     sparsync.attach(ddp, scheme, timeout_s=TIMEOUT_S)
@@ -325,5 +289,4 @@ def overlap() -> list[str]:
 
 
 def test_the_backward_pass_goes_on_while_a_bucket_is_reduced() -> None:
-    order = ["communication begins", "the first layer's gradient is there", "communication ends"]
-    assert run(overlap, 2) == [order, order]
+    assert run(overlap, 2) == [IN_ORDER, IN_ORDER]

@@ -132,6 +132,30 @@ def test_when_one_rank_fails_all_raise_at_once_and_the_next_step_works() -> None
         assert outcome.seconds[2] < SOON_S
 
 
+def fail_and_go_back() -> tuple[str, list[bool]]:
+    """The error of step 2, and which steps were right: the failed one is tried again from the state before it."""
+    bad_luck = [fail]
+    training = Training(Failing(lambda: bad_luck.pop()() if bad_luck else None, (0, 1)), buckets=2, timeout_s=TIMEOUT_S)
+    error, right, step = "", [], 0
+    while step < 4:
+        before = training.handle.state_dict()
+        try:
+            training.step(training.model.inputs(training.rank, step))
+        except RuntimeError as failure:
+            error = str(failure)
+            training.handle.load_state_dict(before)
+            continue
+        right.append(torch.equal(training.model.gradients(), mean(step, 2)))
+        step += 1
+    return error, right
+
+
+def test_a_failed_step_can_be_tried_again_from_the_state_before_it() -> None:
+    for error, right in run(fail_and_go_back, 2):
+        assert "no luck today" in error
+        assert right == [True] * 4
+
+
 def test_a_scheme_that_wants_to_end_the_process_only_fails_its_step() -> None:
     for outcome in run(train_with, 2, what=leave, ranks=(0, 1)):
         assert "SystemExit: leaving" in str(outcome.errors[2])

@@ -1,6 +1,5 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, what is kept back is kept, and what is sent is counted."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from fsdp_training import (
     skipped,
 )
 from laws.world import same_bits
+from overlapping import IN_ORDER, Overlapping
 from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
 from sparsync.hooks import checkpoint
 from sparsync.hooks.handle import Handle
@@ -304,39 +304,13 @@ def sharded_along_columns() -> None:
     }
 
 
-class Overlapping(Stateless):
-    """Holds the last layer until the first one's gradient is there, and that until the last layer is on its way."""
-
-    name = "overlapping"
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.begun, self.computed = threading.Event(), threading.Event()
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        if bucket.key != "last":
-            return Dense().reduce(bucket, comm)
-        self.events.append("communication begins")
-        self.begun.set()
-        if not self.computed.wait(TIMEOUT_S / 2):
-            raise RuntimeError("the backward pass did not go on during communication")
-        report = Dense().reduce(bucket, comm)
-        self.events.append("communication ends")
-        return report
-
-    def first_layer(self, _: Tensor) -> None:
-        assert self.begun.wait(TIMEOUT_S / 2), "communication did not begin during the backward pass"
-        self.events.append("the first layer's gradient is there")
-        self.computed.set()
-
-
 def overlapping() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    net, scheme, given = made(mesh["shard"]), Overlapping(), inputs(0)
+    net, scheme, given = made(mesh["shard"]), Overlapping("last"), inputs(0)
     given["first.weight"].requires_grad_().register_hook(scheme.first_layer)
     on(net, scheme, replicate=mesh["replicate"])
     assert same(backward(net, given), mean(2, 0))
-    assert scheme.events == ["communication begins", "the first layer's gradient is there", "communication ends"]
+    assert scheme.events == IN_ORDER
 
 
 def failures_and_rates() -> None:

@@ -176,3 +176,32 @@ def test_when_one_rank_fails_all_do_and_the_next_call_works() -> None:
     first, second = run(failing, 2)
     assert first == second
     assert first == [0.5, -1.0, 20.5, 30.5]
+
+
+class FailsLate(TopK):
+    """One rank fails after its last message, so the other does not notice before the next call."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        report = super().reduce(bucket, comm)
+        if bucket.step == 1 and comm.rank == 0:
+            raise MemoryError("no memory")
+        return report
+
+
+def coming_apart() -> list[str]:
+    model, scheme, rank = nn.Linear(2, 1, bias=False), FailsLate(1.0), dist.get_rank()
+    seen = []
+    for step in (0, 1, 5, 6) if rank == 0 else (0, 1, 2, 5, 6):
+        model.weight.grad = torch.full((1, 2), 10.0 * step + rank)
+        try:
+            sparsync.reduce_gradients(model, scheme, step=step, timeout_s=20)
+            seen.append(str(float(model.weight.grad[0, 0])))
+        except (MemoryError, RuntimeError) as error:
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_ranks_that_came_apart_go_on_from_a_step_that_they_agree_on() -> None:
+    first, second = run(coming_apart, 2)
+    assert first == ["0.5", "MemoryError", "50.5", "60.5"]
+    assert second == ["0.5", "10.5", "ConnectionLostError", "50.5", "60.5"]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import sparsync
-from ddp_training import NAMES, TIMEOUT_S, N, Trained, Training, known
+from ddp_training import NAMES, TIMEOUT_S, N, Trained, Training, known, step_at_once
 from doors.situations import OTHER, SAME, STEPS, alike, as_in_memory, common, trained, two_alike
 from doors.table import Case, refusals, trial
 from known_gradients import KnownGradients, expected, row
@@ -92,13 +92,7 @@ def two_at_once(id: str) -> list[Trained]:
     """Two models in one backward pass."""
     both = [Attached(id, 8), Attached(OTHER, 32)]
     for step in range(STEPS):
-        losses = []
-        for training in both:
-            training.ddp.zero_grad()
-            losses.append(training.ddp(training.model.inputs(training.rank, step)))
-        (losses[0] + losses[1]).backward()
-        for training in both:
-            training.rows.append(training.model.gradients().clone())
+        step_at_once(both, step)
     return [training.done() for training in both]
 
 
