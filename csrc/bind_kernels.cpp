@@ -101,12 +101,12 @@ void bind_selection(nb::module_ &m) {
             parts_of_this_thread());
         return found();
     });
-    m.def("add_top", [](const std::string &level, Address residual, Address grad, int type, Address out, int64_t n, int64_t k,
-                        bool guessed, int32_t guess, int threads) {
+    m.def("add_top", [](const std::string &level, Address residual, Address grad, int type, Address out, int64_t n,
+                        int64_t start, int64_t stop, int64_t k, int32_t lowest, bool guessed, int32_t guess, int threads) {
         nb::gil_scoped_release release;
-        const Top wanted{k, Order::magnitude, 0, guessed, guess};
-        const uint32_t most = add_top(level_of(level), at<float>(residual), gradient(grad, type), at<float>(out), n, wanted,
-                                      threads, parts_of_this_thread());
+        const Top wanted{k, Order::magnitude, lowest, guessed, guess};
+        const uint32_t most = add_top(level_of(level), at<float>(residual), gradient(grad, type), at<float>(out), n,
+                                      {start, stop}, wanted, threads, parts_of_this_thread());
         return std::make_tuple(found(), most);
     });
     m.def("take", take<int32_t>);

@@ -108,7 +108,7 @@ def test_interleaved_partitions_hold_every_element_once(n: int, P: int) -> None:
     assert torch.equal(torch.cat(parts).sort().values, x)
     assert max(partitions.lengths()) - min(partitions.lengths()) <= 1
     for number, part in enumerate(parts):
-        assert torch.equal(partitions.positions(torch.tensor(number), torch.arange(part.numel())), part)
+        assert torch.equal(partitions.positions(number, torch.arange(part.numel())), part)
         owner, place = partitions.places(part)
         assert bool((owner == number).all()) and torch.equal(place, torch.arange(part.numel()))
 

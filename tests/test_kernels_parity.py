@@ -101,6 +101,19 @@ def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
             same(kernels.top_k_nonzero(x, n // 7, skip, threads=3), sparse_reference.top_k_nonzero(x, n // 7, skip))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bound", [None, 0.0, 1.0, math.inf, math.nan])
+def test_adding_and_selecting_outside_a_span_is_adding_and_then_selecting(kind: str, bound: float | None) -> None:
+    for n in (*LENGTHS, 70_000):
+        residual, grad, out = made(kind, n), made("normal", n, 1), torch.empty(n)
+        for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
+            for k in (0, 1, n // 7, n):
+                found, finite = kernels.accumulate_top_k_nonzero(residual, grad, k, out, skip, bound, threads=1 + k % 2)
+                assert torch.equal(bits(out), bits(residual + grad))
+                same(found, sparse_reference.top_k_nonzero(out, k, skip))
+                assert finite == bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-nan"])
 def test_largest_numbers_are_the_reference(kind: str) -> None:
     for n in LENGTHS:

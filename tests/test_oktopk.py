@@ -12,7 +12,8 @@ from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.collectives import sparse_allreduce
 from sparsync.core import Cost, Span, Sparse, generator
 from sparsync.kernels import sparse_reference
-from sparsync.schemes.oktopk import OkTopk, most_sent
+from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.oktopk_exact import most_sent
 from sparsync.selection import regions
 from sparsync.wire import raw
 from sparsync.wire.elements import Elements

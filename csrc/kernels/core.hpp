@@ -64,8 +64,9 @@ void select(const Kernels &kernels, const float *x, int64_t n, Range range, int 
 uint32_t add_take(const Kernels &kernels, float *residual, Gradient grad, int64_t n, Span span, Range range, int threads,
                   Parts &parts);
 void top(const Kernels &kernels, const float *x, const std::vector<Span> &spans, Top wanted, int threads, Parts &parts);
-uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Top wanted, int threads,
-                 Parts &parts);
+// Nothing is selected inside `skip`.
+uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
+                 int threads, Parts &parts);
 
 // Keeps the k largest of what was found; of equal ones those that come first. Returns the order of the smallest kept.
 uint32_t keep_largest(Found &found, int64_t k, Order order);

@@ -1,4 +1,5 @@
-// One pass of 12 bytes an element: the stores go past the caches, which would only fetch the lines that are about to be overwritten.
+// One pass of 12 bytes an element. Of long vectors the stores go past the caches, which would only fetch the lines that are about to be
+// overwritten.
 #include "move.hpp"
 
 #include <algorithm>
@@ -10,7 +11,19 @@
 
 namespace sparsync {
 
+constexpr int64_t kFew = int64_t{1} << 20;  // 4 MiB twice: what a core's caches may hold, and past which it is slower to store
+constexpr int64_t kChunk = 4096;
+
+static void move_few(float *to, float *from, int64_t n) {
+    for (int64_t i = 0; i < n; i += kChunk) {
+        const auto nbytes = static_cast<size_t>(std::min(kChunk, n - i)) * sizeof(float);
+        std::memcpy(to + i, from + i, nbytes);
+        std::memset(from + i, 0, nbytes);
+    }
+}
+
 void move(float *to, float *from, int64_t n) {
+    if (n <= kFew) return move_few(to, from, n);
     int64_t i = 0;
 #if defined(__SSE2__)
     const auto aligned = [](const float *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };

@@ -134,9 +134,9 @@ void top(const Kernels &kernels, const float *x, const std::vector<Span> &spans,
         collect(spans, wanted, wanted.lowest, threads, parts, pass);
 }
 
-uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Top wanted, int threads,
-                 Parts &parts) {
-    const std::vector<Span> whole{{0, n}};
+uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
+                 int threads, Parts &parts) {
+    const std::vector<Span> whole{{0, skip.start}, skip, {skip.stop, n}}, searched{whole[0], whole[2]};
     if (wanted.k == 0) {
         start(parts, threads);
         return add(kernels, residual, grad, out, n, threads);
@@ -146,17 +146,19 @@ uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, f
         kernels.add(residual + i, at(grad, i), grad.type, &one, 1);
         return one;
     };
-    const int32_t bound = wanted.guessed ? std::max(wanted.guess, wanted.lowest) : sampled_bound(whole, wanted, sum);
+    const int32_t bound = wanted.guessed ? std::max(wanted.guess, wanted.lowest) : sampled_bound(searched, wanted, sum);
     std::vector<uint32_t> most(static_cast<size_t>(threads));
     const bool enough =
         collect(whole, wanted, bound, threads, parts, [&](Candidates &candidates, int part, int64_t from, int64_t length) {
             const Sink sink = candidates.room(length);
+            const bool skipped = from >= skip.start && from < skip.stop;
             return kernels.add_select(residual + from, at(grad, from), grad.type, out + from, length,
-                                      static_cast<int32_t>(from), candidates.range(), sink, &most[static_cast<size_t>(part)]);
+                                      static_cast<int32_t>(from), skipped ? kNone : candidates.range(), sink,
+                                      &most[static_cast<size_t>(part)]);
         });
     if (!enough) {
         wanted.guessed = false;
-        top(kernels, out, whole, wanted, threads, parts);
+        top(kernels, out, searched, wanted, threads, parts);
     }
     return *std::max_element(most.begin(), most.end());
 }

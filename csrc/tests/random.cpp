@@ -66,9 +66,15 @@ void check_selection(const Kernels &kernels, int64_t n, int kind, int threads) {
     for (const bool guessed : {false, true}) {
         top(kernels, x.data(), {{0, n}}, {k, Order::magnitude, 0, guessed, guess}, threads, parts);
         expect(taken(parts) == best(x, k), "top");
-        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {k, Order::magnitude, 0, guessed, guess},
+        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {n, n}, {k, Order::magnitude, 0, guessed, guess},
                 threads, parts);
         expect(taken(parts) == best(x, k), "add_top");
+        const int64_t from = below(n + 1), to = from + below(n - from + 1), left = below(n - (to - from) + 1);
+        const Top outside{left, Order::magnitude, 1, guessed, guess};
+        top(kernels, x.data(), {{0, from}, {to, n}}, outside, threads, parts);
+        const std::vector<int32_t> wanted = taken(parts);
+        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {from, to}, outside, threads, parts);
+        expect(taken(parts) == wanted, "add_top outside a span");
     }
     const Range range{static_cast<uint32_t>(guess), kInfinity - 1};
     std::vector<int32_t> wanted;

@@ -6,7 +6,7 @@ in a round of their own. Messages go out in rotated order where the transport do
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.core import Cost, Span, Sparse
+from sparsync.kernels import gather as gather_values
 from sparsync.kernels import scatter_add_, sorted_union, split
 from sparsync.protocols import Comm
 from sparsync.stations import station
@@ -32,15 +33,20 @@ class Codec(Protocol):
 
     def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse: ...
 
+    def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor: ...
+
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int: ...
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """How many elements went to each rank's region, how many came from each rank, and what others did not learn of ours."""
+    """How many elements went to each rank's region and came from each rank, what others did not learn of ours, and what was changed."""
 
     outgoing: list[int]
     incoming: list[int]
+    before: (
+        Sparse  # what the region held where elements came to, perhaps one several times: writing it back undoes the sum
+    )
     error: Tensor | None  # [k], of what this rank sent; None: others got it all
 
 
@@ -60,15 +66,16 @@ def split_and_reduce_(region: Tensor, mine: Sparse, regions: Sequence[Span], com
     incoming: list[int] = torch.cat(heard).tolist()  # a host sync: the sizes of the receive buffers depend on it
     arrived = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
     with station("decode"):
-        for packet, k in zip(arrived, incoming, strict=True):
-            scatter_add_(region, codec.decode(packet, k, n, dtype))
+        parts = [codec.decode(packet, k, n, dtype) for packet, k in zip(arrived, incoming, strict=True)]
+        touched = torch.cat([part.index for part in parts])
+        before = Sparse(touched, gather_values(region, touched), n)
+        for part in parts:
+            scatter_add_(region, part)
         if codec.exact:
-            return Reduced(outgoing, incoming, None)
-        read = [
-            codec.decode(packet, k, len(span), dtype).value
-            for packet, k, span in zip(packets, outgoing, regions, strict=True)
-        ]
-        return Reduced(outgoing, incoming, mine.value - torch.cat(read))
+            return Reduced(outgoing, incoming, before, None)
+        told = zip(packets, outgoing, regions, strict=True)
+        read = torch.cat([codec.decode_values(packet, k, len(span), dtype) for packet, k, span in told])
+        return Reduced(outgoing, incoming, before, mine.value - read)
 
 
 def split_and_reduce_cost(
@@ -185,8 +192,12 @@ def gather(
     packets = comm.all_gather(packet, [codec.nbytes(k, len(at), dtype) for k, at in zip(held, places, strict=True)])
     with station("decode"):
         each = zip(packets, held, places, strict=True)
-        parts = [_in_whole(packet, k, at, mine.length, dtype, codec) for packet, k, at in each]
-        return sorted_union(parts), parts[comm.rank].value
+        read = codec.decode_values(packet, mine.index.numel(), len(own), dtype)
+        parts = [
+            replace(mine, value=read) if rank == comm.rank else _in_whole(packet, k, at, mine.length, dtype, codec)
+            for rank, (packet, k, at) in enumerate(each)
+        ]
+        return sorted_union(parts), read
 
 
 def gather_cost(held: Sequence[int], places: Sequence[Span], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:

@@ -190,18 +190,20 @@ class GroupComm:
         this does not use gloo's own all_to_all and all_gather.
         """
         group = self._open()
-        operations = [
-            dist.P2POp(dist.irecv, _bytes(part), self.ranks[rank], group=group)
-            for part, rank in incoming
-            if part.numel()
-        ]
-        operations += [
-            dist.P2POp(dist.isend, _bytes(part), self.ranks[rank], group=group)
-            for part, rank in outgoing
-            if part.numel()
-        ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        receives = [(_bytes(part), rank) for part, rank in incoming if part.numel()]
+        sends = [(_bytes(part), rank) for part, rank in outgoing if part.numel()]
+        if all(
+            part.device.type == "cpu" for part, _ in receives + sends
+        ):  # what a batch comes to there, without its checks
+            works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
+            works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
+        else:
+            operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
+            operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
+            works = dist.batch_isend_irecv(operations)
+        for work in works:
+            if work is not None:  # never: this rank is one of the group
+                work.wait()
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
         """`counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""

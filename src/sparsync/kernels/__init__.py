@@ -22,6 +22,7 @@ __all__ = [
     "accumulate",
     "accumulate_select_",
     "accumulate_top_k",
+    "accumulate_top_k_nonzero",
     "all_finite",
     "among",
     "at_least",
@@ -94,6 +95,25 @@ def accumulate_top_k(
         finite = accumulate(residual, grad, out)
         return top_k(out, k, bound), finite
     return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads)
+
+
+def accumulate_top_k_nonzero(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    k: int,
+    out: Float[Tensor, " n"],
+    skip: Span | None = None,
+    bound: float | None = None,
+    threads: int = 1,
+) -> tuple[Sparse, bool]:
+    """`top_k_nonzero` of residual + grad, which is written to `out`, and whether it is finite everywhere. `out` may be `residual`."""
+    _check_threads(threads)
+    _check_span(skip or Span(0, 0), residual.numel())
+    found = _for_sum(residual, grad, out)
+    if found is None:
+        finite = accumulate(residual, grad, out)
+        return top_k_nonzero(out, k, skip, bound), finite
+    return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads, skip, zeros=False)
 
 
 def all_finite(x: Float[Tensor, " n"]) -> bool:

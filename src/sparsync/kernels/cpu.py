@@ -58,13 +58,21 @@ def accumulate_select_(
 
 
 def accumulate_top_k(
-    native: Native, residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None, threads: int
+    native: Native,
+    residual: Tensor,
+    grad: Tensor,
+    k: int,
+    out: Tensor,
+    bound: float | None,
+    threads: int,
+    skip: Span | None = None,
+    zeros: bool = True,
 ) -> tuple[Sparse, bool]:
     module, level = native
     n, kind = out.numel(), TYPES[grad.dtype]
-    count, most = module.add_top(
-        level, residual.data_ptr(), grad.data_ptr(), kind, out.data_ptr(), n, k, *_guess(bound), threads
-    )
+    span, lowest = (n, n) if skip is None else (skip.start, skip.stop), 0 if zeros else 1
+    addresses = residual.data_ptr(), grad.data_ptr(), kind, out.data_ptr()
+    count, most = module.add_top(level, *addresses, n, *span, k, lowest, *_guess(bound), threads)
     return _taken(native, count, n), most < INFINITY
 
 

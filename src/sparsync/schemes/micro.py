@@ -161,7 +161,6 @@ class MiCRO(Keeping):
         packets = comm.all_gather(packet, list(map(indices.agreed_nbytes, counts, lengths)))
         cost += all_gather_cost(packet.numel(), P)
         with station("decode"):
-            place = torch.cat(list(map(indices.decode_agreed, packets, counts, lengths))).long()
-            owner = torch.tensor(by_rank(range(P), bucket.step), device=acc.device)
-            chosen = partitions.positions(owner.repeat_interleave(torch.tensor(counts, device=acc.device)), place)
+            places = map(indices.decode_agreed, packets, counts, lengths)
+            chosen = torch.cat(list(map(partitions.positions, by_rank(range(P), bucket.step), places))).long()
         return Choice(cost, known, chosen, counts, threshold)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,19 +64,25 @@ def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: 
     n = layout[-1].span.stop
     start, stop = _portion(density, n, step)
     count = min(n, max(1, stop - start))
+    exempt = _exempt(tuple(layout), tuple(dense), int(DENSE_SHARE * density * n))
+    start, stop = _portion(_exact(sweep) * _exact(density), n, step)
+    stop = min(stop, start + count)
+    return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
+
+
+@lru_cache(maxsize=64)
+def _exempt(layout: tuple[Slot, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
+    """The spans of the smallest parameters that match, as long as they have `left` elements together."""
     exempt: list[Span] = []
-    left = int(DENSE_SHARE * density * n)
-    patterns = tuple(dense)
     for slot in sorted((slot for slot in layout if matches(slot.name, patterns)), key=lambda slot: len(slot.span)):
         if len(slot.span) > left:
             break
         left -= len(slot.span)
         exempt.append(slot.span)
-    start, stop = _portion(Fraction(sweep).limit_denominator(10**9) * _exact(density), n, step)
-    stop = min(stop, start + count)
-    return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
+    return tuple(exempt)
 
 
+@lru_cache(maxsize=64)
 def _exact(share: float | Fraction) -> Fraction:
     """The fraction that was meant: 0.01 is 1/100."""
     return Fraction(share).limit_denominator(10**9)

@@ -68,15 +68,11 @@ class Interleaved:
         out[rows:] = tail.of(x)
         return out
 
-    def positions(self, part: Tensor, place: Tensor) -> Tensor:
-        """Where the element at `place[i]` of partition `part[i]` stands in the vector, int64."""
-        group = place // self.row
-        if not self.groups:
-            return place + self._tail_starts(place.device)[part]
-        row = _rows(self.groups, self.P, place.device)[part, group.clamp(max=self.groups - 1)]
-        inside = row * self.row + place % self.row
-        tail = place - self.groups * self.row + self._tail_starts(place.device)[part]
-        return torch.where(group < self.groups, inside, tail)
+    def positions(self, part: int, place: Tensor) -> Tensor:
+        """Where the elements at `place` of partition `part` stand in the vector, in the type of `place`."""
+        starts = _starts(self.n, self.P, self.row, place.device)[part]
+        group = torch.div(place, self.row, rounding_mode="floor")  # a tail is shorter than a row: one more group
+        return starts.to(place.dtype)[group] + place - group * self.row
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """The partition and the place in it of each `position` [k], int64."""
@@ -95,6 +91,14 @@ class Interleaved:
 
     def _tail_starts(self, device: torch.device) -> Tensor:
         return torch.tensor([span.start for span in self._tails()], device=device)
+
+
+@lru_cache(maxsize=64)
+def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
+    """Where each row of each partition begins, and its tail, int32 [P, groups + 1]."""
+    inner = n // (row * P) * row * P
+    tails = torch.tensor([span.start + inner for span in spans(n - inner, P)], dtype=torch.int32, device=device)
+    return torch.cat([_rows(n // (row * P), P, device) * row, tails[:, None]], dim=1)
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +176,7 @@ class Profile:
         if not self.mass or n < P:
             return list(spans(n, P))
         blocks = len(self.mass)
-        edges = [0, *(span.stop for span in spans(n, blocks))]
+        edges = _edges(n, blocks)
         ends = [0, *accumulate(mass + _MASS // (_FLOOR * blocks) + 1 for mass in self.mass)]
         cuts, block = [0], 0
         for part in range(1, P):
@@ -189,7 +193,7 @@ class Profile:
         What lies `memory` steps back counts 1/e.
         """
         blocks = min(BLOCKS, n)
-        starts = torch.tensor([span.start for span in spans(n, blocks)], device=index.device)
+        starts = torch.tensor(_edges(n, blocks)[:-1], device=index.device)
         repeats = torch.tensor(list(counts), device=index.device)
         weight = torch.tensor(list(weights), device=index.device).repeat_interleave(repeats)
         block = torch.bucketize(index, starts, right=True) - 1
@@ -202,6 +206,12 @@ class Profile:
         rate = min(self.steps, memory)
         old = self.mass or share
         self.mass = [before + (now - before) // rate for before, now in zip(old, share, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _edges(n: int, blocks: int) -> tuple[int, ...]:
+    """Where the blocks of a profile begin, and where the last one ends."""
+    return (0, *(span.stop for span in spans(n, blocks)))
 
 
 def _spread(cuts: list[int], least: int) -> list[int]:

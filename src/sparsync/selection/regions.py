@@ -17,6 +17,7 @@ from sparsync.core import Span, spans
 RUNGS = 5
 LADDER = 1 + RUNGS  # words: how many sums there are, and the magnitudes of the largest, of number k/2P, k/P, 2k/P and k
 POISONED = -1  # in place of the count: this rank has met NaN or Inf
+_TRIED = 256  # levels that are looked at at once
 _TOP = 2**31  # above the bits of every float32
 
 
@@ -50,8 +51,10 @@ def ladder(sums: Tensor, k: int, P: int, poisoned: bool = False) -> Int[Tensor, 
     if count and not poisoned:
         magnitudes: list[Tensor] = []
         for number in reversed(_rungs(k, P)):  # each is among those of the next larger number
-            sums = kernels.top_k(sums, min(number, count)).value
-            magnitudes.insert(0, sums.abs().min())
+            if 1 < number < sums.numel():
+                sums = kernels.top_k(sums, number).value
+            size = sums.abs()
+            magnitudes.insert(0, size.max() if number == 1 else size.min())
         largest = torch.finfo(torch.float32).max
         words[1:] = torch.stack(magnitudes).to(torch.float32).clamp(max=largest).view(torch.int32).clamp(min=1)
     return words
@@ -72,7 +75,7 @@ def shares(ladders: Int[Tensor, "P 6"], k: int) -> list[int]:
         return [0] * P
     low, high = 1, _TOP  # the estimate at `low` is at least as many as wanted, at `high` it is less
     while high - low > 1:
-        step = max(1, (high - low) // 32)
+        step = max(1, (high - low) // _TRIED)
         levels = torch.arange(low, high, step)
         enough = _estimate(levels, bits, number).sum(dim=1) >= wanted
         last = int(enough.sum()) - 1  # estimates fall as levels rise, and the first is enough

@@ -31,6 +31,10 @@ class Elements:
         index = indices.decode_agreed(packet[:head], k, length)
         return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
 
+    def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
+        """The values of `decode`, [k], where the positions are known."""
+        return self._codec.decode(packet[indices.agreed_nbytes(k, length) :], k, dtype)
+
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
         """The bytes of a packet of any `k` elements of a span of `length`."""
         return indices.agreed_nbytes(k, length) + self._codec.nbytes(k, dtype)

@@ -32,6 +32,11 @@ def decode(packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
     return Sparse(index, value, length)
 
 
+def decode_values(packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:  # as `nbytes`
+    """The values of `decode`, [k], where the positions are known."""
+    return packet[k * INDEX_NBYTES :].clone().view(dtype)
+
+
 def nbytes(k: int, length: int, dtype: torch.dtype) -> int:  # other packets depend on the length
     """The bytes of a packet of k elements."""
     return k * (INDEX_NBYTES + dtype.itemsize)
