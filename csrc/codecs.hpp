@@ -84,22 +84,22 @@ static Measured measure(const int32_t *index, int64_t k, int64_t span) {
 
 // Encoders share a signature, so that some have parameters that they do not need. Those whose length depends on nothing but k and the span
 // check the positions on the way; the other two are told `bits` and `nbytes` by `measure`, which has checked them.
-static Reason raw_encode(const int32_t *index, int64_t k, int64_t span, int, uint8_t *out, int64_t) {
+inline Reason raw_encode(const int32_t *index, int64_t k, int64_t span, int, uint8_t *out, int64_t) {
     if (const Reason reason = check(index, k, span)) return reason;
     if (k) std::memcpy(out, index, static_cast<size_t>(k) * sizeof *index);
     return fine;
 }
 
-static void pack(const int32_t *x, int64_t k, int bits, uint8_t *out) {
+inline void pack(const int32_t *x, int64_t k, int bits, uint8_t *out) {
     pack_numbers(reinterpret_cast<const uint32_t *>(x), k, bits, out, nbytes_of(k, bits));
 }
 
 // `packet` has as many bytes as k numbers take.
-static void unpack(const uint8_t *packet, int64_t k, int bits, int32_t *out) {
+inline void unpack(const uint8_t *packet, int64_t k, int bits, int32_t *out) {
     unpack_numbers(packet, nbytes_of(k, bits), k, bits, reinterpret_cast<uint32_t *>(out));
 }
 
-static Reason packed_encode(const int32_t *index, int64_t k, int64_t span, int bits, uint8_t *out, int64_t) {
+inline Reason packed_encode(const int32_t *index, int64_t k, int64_t span, int bits, uint8_t *out, int64_t) {
     if (const Reason reason = check(index, k, span)) return reason;
     pack(index, k, bits, out);
     return fine;
@@ -228,8 +228,8 @@ static Reason rice_decode(const uint8_t *packet, int64_t nbytes, int64_t k, int6
         add_up(part, count, static_cast<uint32_t>(lows));
         lows += sum;
         zeros = place[count - 1] - static_cast<uint64_t>(i + count - 1);
-        for (int64_t j = 0; j < count; ++j) {
-            const auto number = static_cast<uint32_t>(i + j);
+        for (uint32_t j = 0; j < count; ++j) {
+            const uint32_t number = static_cast<uint32_t>(i) + j;
             out[i + j] = static_cast<int32_t>(((place[j] - number) << bits) + part[j] + number);
         }
     }
@@ -258,8 +258,8 @@ static Reason elias_fano_encode(const int32_t *index, int64_t k, int64_t span, i
         const int64_t count = std::min(run, k - i), at = i / 8 * bits;
         if (const Reason reason = check_next(index, i, count, span)) return reason;
         pack_numbers(reinterpret_cast<const uint32_t *>(index + i), count, bits, out + at, low_nbytes - at);
-        for (int64_t j = 0; j < count; ++j)
-            place[j] = (static_cast<uint32_t>(index[i + j]) >> bits) + static_cast<uint32_t>(i + j);
+        for (uint32_t j = 0; j < count; ++j)
+            place[j] = (static_cast<uint32_t>(index[i + j]) >> bits) + (static_cast<uint32_t>(i) + j);
         ones.put(place, count);
     }
     return fine;
@@ -282,8 +282,8 @@ static Reason elias_fano_decode(const uint8_t *packet, int64_t nbytes, int64_t k
         ones.take(count, place);
         unpack_numbers(packet + at, nbytes - at, count, bits, part);
         zeros = place[count - 1] - (i + count - 1);
-        for (int64_t j = 0; j < count; ++j) {
-            const uint32_t position = (place[j] - static_cast<uint32_t>(i + j)) << bits | part[j];
+        for (uint32_t j = 0; j < count; ++j) {
+            const uint32_t position = (place[j] - (static_cast<uint32_t>(i) + j)) << bits | part[j];
             largest = std::max(largest, position);
             out[i + j] = static_cast<int32_t>(position);
         }

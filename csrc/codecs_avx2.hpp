@@ -23,7 +23,9 @@ struct Search {
 
 #ifdef SPARSYNC_AVX2
 
-inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"); }
+inline bool avx2_allowed = true;  // the fuzzers compare with what a machine without it does
+
+inline bool has_avx2() { return avx2_allowed && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"); }
 
 // Where the bytes of each of 8 numbers are in the 16 bytes from the first one, and from the fifth one, and how far they are to be shifted.
 struct Window {
@@ -198,6 +200,7 @@ inline int64_t find_octets(Search &search, int64_t count, uint32_t *place) {
 
 #else
 
+inline bool avx2_allowed = false;
 inline int64_t pack_octets(const uint32_t *, int64_t, int, uint8_t *, int64_t) { return 0; }
 inline int64_t unpack_octets(const uint8_t *, int64_t, int64_t, int, uint32_t *) { return 0; }
 inline int64_t add_up_octets(uint32_t *, int64_t, uint32_t) { return 0; }

@@ -10,9 +10,10 @@
 
 #include "codecs_avx2.hpp"
 
-// One function, compiled for the instruction sets that pay (bit scans, wider vectors) and for any machine; the loader chooses.
+// One function, compiled for wider vectors and for any machine; the loader chooses by what the machine can do. No "arch=": that asks for one
+// family of processors, and allows multiplications to be fused with additions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(SPARSYNC_NO_CLONES)
-#define SPARSYNC_CLONES __attribute__((target_clones("arch=haswell", "default")))
+#define SPARSYNC_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define SPARSYNC_CLONES
 #endif

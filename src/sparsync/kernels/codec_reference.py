@@ -50,7 +50,7 @@ def refusal(reason: int, k: int, span: int, nbytes: int) -> RuntimeError:
 def encode(codec: Codec, index: Int[Tensor, " k"], span: int, plan: Plan) -> Packet:
     """The packet of the ascending `index` inside [0, span)."""
     if codec == "raw":
-        return index.to(torch.int32).contiguous().view(torch.uint8).clone()
+        return index.clone(memory_format=torch.contiguous_format).to(torch.int32).view(torch.uint8)
     if codec == "packed":
         return pack(index, plan.bits)
     if codec == "delta":
