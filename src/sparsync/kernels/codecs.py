@@ -185,7 +185,7 @@ def _check_values(packet: Tensor, k: int, bits: int) -> None:
 
 
 def _int32(index: Tensor) -> Tensor:
-    return index.to(torch.int32).contiguous()
+    return index if index.dtype == torch.int32 and index.is_contiguous() else index.to(torch.int32).contiguous()
 
 
 def _bytes(count: int) -> Tensor:

@@ -4,6 +4,7 @@ Both sides know the span, and the count k unless the packet carries it. `agreed`
 length they tell, so that receivers know the length of a packet beforehand and nothing about it needs to be sent.
 """
 
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -95,6 +96,7 @@ def decode_any(packet: UInt8[Tensor, " nbytes"], span: int, k: int | None = None
     return decode(packet[start:], carried, span, CODECS[number])
 
 
+@lru_cache(maxsize=4096)
 def agreed(k: int, span: int) -> Agreed:
     """The codec with the shortest packet of any `k` positions inside [0, span); the first of equals."""
     plans = _counted_plans(k, span)
@@ -117,7 +119,7 @@ def decode_agreed(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Te
 
 
 def _cheapest(index: Tensor, span: int) -> tuple[Codec, Plan]:
-    plans = codecs.measured(index, span) | _counted_plans(index.numel(), span) | {"raw": _raw_plan(index)}
+    plans = {**codecs.measured(index, span), **_counted_plans(index.numel(), span), "raw": _raw_plan(index)}
     codec = min(CODECS, key=lambda codec: plans[codec].nbytes)
     return codec, plans[codec]
 
@@ -136,7 +138,9 @@ def _raw_plan(index: Tensor) -> Plan:
     return Plan(8 * _RAW_NBYTES, _RAW_NBYTES * index.numel())
 
 
+@lru_cache(maxsize=4096)
 def _counted_plans(k: int, span: int) -> dict[Agreed, Plan]:
+    """Not to be written to: callers share it."""
     width = packed.width(span)
     return {
         "packed": Plan(width, packed.nbytes(k, width)),
