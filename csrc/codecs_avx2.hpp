@@ -119,7 +119,8 @@ SPARSYNC_AVX2 static int64_t add_up_octets_avx2(uint32_t *x, int64_t count, uint
 
 // The ones at eight places less than 64 apart, the first of them at bit 0.
 SPARSYNC_AVX2 inline uint64_t ones_at(const uint32_t *place) {
-    const __m256i from_first = _mm256_sub_epi32(_mm256_loadu_si256(lanes(place)), _mm256_set1_epi32(static_cast<int>(*place)));
+    const __m256i all = _mm256_loadu_si256(lanes(place));
+    const __m256i from_first = _mm256_sub_epi32(all, _mm256_permutevar8x32_epi32(all, _mm256_setzero_si256()));
     const __m256i one = _mm256_set1_epi64x(1);
     const __m256i low = _mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_castsi256_si128(from_first)));
     const __m256i high = _mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_extracti128_si256(from_first, 1)));
@@ -128,23 +129,30 @@ SPARSYNC_AVX2 inline uint64_t ones_at(const uint32_t *place) {
     return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_or_si128(two, _mm_unpackhi_epi64(two, two))));
 }
 
-// Sets the ones at ascending places, as long as eight of them are less than 64 apart and two words can be written.
+SPARSYNC_AVX2 inline void put_in_word(uint64_t ones, uint8_t *at) {
+    uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    word |= ones;
+    std::memcpy(at, &word, sizeof word);
+}
+
+// Sets the ones at ascending places, of as many octets as have a word after their last one that can be written.
 SPARSYNC_AVX2 static int64_t put_octets_avx2(const uint32_t *place, int64_t count, uint8_t *out, int64_t nbytes) {
-    int64_t i = 0;
-    for (; i + octet <= count; i += octet) {
+    const int64_t limit = 64 * (nbytes / 8 - 1);
+    int64_t end = count / octet * octet;
+    while (end && place[end - 1] >= limit) end -= octet;
+    for (int64_t i = 0; i < end; i += octet) {
         const uint32_t first = place[i], shift = first % 64;
-        uint8_t *at = out + int64_t{8} * (first / 64);
-        if (place[i + 7] - first >= 64 || at + 16 > out + nbytes) break;
-        const uint64_t ones = ones_at(place + i);
-        uint64_t word[2];
-        std::memcpy(word, at, 8);
-        std::memcpy(word + 1, at + 8, 8);
-        word[0] |= ones << shift;
-        word[1] |= ones >> 1 >> (63 - shift);
-        std::memcpy(at, word, 8);
-        std::memcpy(at + 8, word + 1, 8);
+        if (place[i + 7] - first < 64) {
+            const uint64_t ones = ones_at(place + i);
+            uint8_t *at = out + int64_t{8} * (first / 64);
+            put_in_word(ones << shift, at);
+            put_in_word(ones >> 1 >> (63 - shift), at + 8);
+        } else {
+            for (int j = 0; j < octet; ++j) put_in_word(uint64_t{1} << place[i + j] % 64, out + int64_t{8} * (place[i + j] / 64));
+        }
     }
-    return i;
+    return end;
 }
 
 // The places of the ones of a word; writes up to 7 numbers after them.

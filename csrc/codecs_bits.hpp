@@ -157,15 +157,7 @@ class OnesWriter {
     }
 
     SPARSYNC_INLINE void put(const uint32_t *place, int64_t count) {
-        for (int64_t i = 0; i < count; i += octet) {
-            i += put_octets(place + i, count - i, out_, nbytes_);
-            put_some(place + i, std::min(octet, count - i));
-        }
-    }
-
-  private:
-    SPARSYNC_INLINE void put_some(const uint32_t *place, int64_t count) {
-        for (int64_t i = 0; i < count;) {
+        for (int64_t i = put_octets(place, count, out_, nbytes_); i < count;) {
             const int64_t at = place[i] / 64;
             uint64_t word = load64(out_ + 8 * at, out_ + nbytes_);
             do word |= uint64_t{1} << place[i] % 64;
@@ -174,6 +166,7 @@ class OnesWriter {
         }
     }
 
+  private:
     uint8_t *out_;
     int64_t nbytes_;
 };
