@@ -1,9 +1,9 @@
 // The codecs as Python sees them: addresses and lengths, checked by the caller in sparsync/kernels/codecs.py; the GIL is released.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdint>
-#include <utility>
+#include <tuple>
 
 #include "codecs.hpp"
 #include "value_codecs.hpp"
@@ -21,7 +21,18 @@ const float *floats(Address address) { return reinterpret_cast<const float *>(ad
 const uint8_t *bytes(Address address) { return reinterpret_cast<const uint8_t *>(address); }
 uint8_t *out_bytes(Address address) { return reinterpret_cast<uint8_t *>(address); }
 
+using Encode = codecs::Reason (*)(const int32_t *, int64_t, int64_t, int, uint8_t *, int64_t);
 using Decode = codecs::Reason (*)(const uint8_t *, int64_t, int64_t, int64_t, int32_t *);
+
+// What is wrong with the positions, 0 if nothing; `out` has room for `nbytes`, the bytes of a packet of k positions in the span.
+void def_encode(nb::module_ &m, const char *name, Encode encode) {
+    m.def(
+        name,
+        [encode](Address index, int64_t k, int64_t span, int bits, Address out, int64_t nbytes) {
+            return static_cast<int>(encode(index_at(index), k, span, bits, out_bytes(out), nbytes));
+        },
+        Release());
+}
 
 // What is wrong with the packet, 0 if nothing; `out` has room for k positions.
 void def_decode(nb::module_ &m, const char *name, Decode decode) {
@@ -49,31 +60,18 @@ void bind_positions(nb::module_ &m) {
         },
         Release());
     m.def(
-        "codec_delta_nbytes", [](Address index, int64_t k) { return codecs::delta_nbytes(index_at(index), k); }, Release());
-    m.def(
-        "codec_delta_encode",
-        [](Address index, int64_t k, Address out) { codecs::delta_encode(index_at(index), k, out_bytes(out)); },
-        Release());
-    m.def(
-        "codec_bitmap_encode",
-        [](Address index, int64_t k, Address out, int64_t nbytes) {
-            codecs::bitmap_encode(index_at(index), k, out_bytes(out), nbytes);
+        "codec_measure",
+        [](Address index, int64_t k, int64_t span) {
+            const codecs::Measured seen = codecs::measure(index_at(index), k, span);
+            return std::make_tuple(static_cast<int>(seen.reason), seen.delta_nbytes, seen.rice_bits, seen.rice_nbytes);
         },
         Release());
-    m.def(
-        "codec_rice_plan", [](Address index, int64_t k) { return codecs::rice_plan(index_at(index), k); }, Release());
-    m.def(
-        "codec_rice_encode",
-        [](Address index, int64_t k, int bits, Address out, int64_t nbytes) {
-            codecs::rice_encode(index_at(index), k, bits, out_bytes(out), nbytes);
-        },
-        Release());
-    m.def(
-        "codec_elias_fano_encode",
-        [](Address index, int64_t k, int bits, Address out, int64_t nbytes) {
-            codecs::elias_fano_encode(index_at(index), k, bits, out_bytes(out), nbytes);
-        },
-        Release());
+    def_encode(m, "codec_raw_encode", codecs::raw_encode);
+    def_encode(m, "codec_packed_encode", codecs::packed_encode);
+    def_encode(m, "codec_delta_encode", codecs::delta_encode);
+    def_encode(m, "codec_bitmap_encode", codecs::bitmap_encode);
+    def_encode(m, "codec_rice_encode", codecs::rice_encode);
+    def_encode(m, "codec_elias_fano_encode", codecs::elias_fano_encode);
     def_decode(m, "codec_delta_decode", codecs::delta_decode);
     def_decode(m, "codec_bitmap_decode", codecs::bitmap_decode);
     def_decode(m, "codec_rice_decode", codecs::rice_decode);

@@ -8,9 +8,12 @@
 #include <cstring>
 #include <utility>
 
-// One function, compiled for the instruction sets that pay (bit scans, wider vectors) and for any machine; the loader chooses.
+#include "codecs_avx2.hpp"
+
+// One function, compiled for wider vectors and for any machine; the loader chooses by what the machine can do. No "arch=": that asks for one
+// family of processors, and allows multiplications to be fused with additions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(SPARSYNC_NO_CLONES)
-#define SPARSYNC_CLONES __attribute__((target_clones("arch=haswell", "default")))
+#define SPARSYNC_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define SPARSYNC_CLONES
 #endif
@@ -117,12 +120,26 @@ inline void unpack_some(const uint8_t *packet, int64_t count, int bits, uint32_t
     }
 }
 
-// The next group of numbers, or what is left of it at the end of a packet.
-SPARSYNC_INLINE void unpack_next(GroupUnpack unpack_group, const uint8_t *packet, int64_t count, int bits, uint32_t *out) {
-    if (count == group)
-        unpack_group(packet, out);
-    else
-        unpack_some(packet, count, bits, out);
+// Any count of numbers, into the whole bytes they take; until `room` bytes from `out` on, what is not written yet may be overwritten.
+inline void pack_numbers(const uint32_t *x, int64_t count, int bits, uint8_t *out, int64_t room) {
+    int64_t i = pack_octets(x, count, bits, out, room);
+    const GroupPack pack_group = group_pack(bits);
+    for (; i + group <= count; i += group) pack_group(x + i, out + i / 8 * bits);
+    pack_some(x + i, count - i, bits, out + i / 8 * bits);
+}
+
+// `available` bytes from `packet` on can be read, at least those that the numbers take.
+inline void unpack_numbers(const uint8_t *packet, int64_t available, int64_t count, int bits, uint32_t *out) {
+    int64_t i = unpack_octets(packet, available, count, bits, out);
+    const GroupUnpack unpack_group = group_unpack(bits);
+    for (; i + group <= count; i += group) unpack_group(packet + i / 8 * bits, out + i);
+    unpack_some(packet + i / 8 * bits, count - i, bits, out + i);
+}
+
+// Replaces each number by the sum of `before`, those before it and itself, modulo 2^32.
+inline void add_up(uint32_t *x, int64_t count, uint32_t before) {
+    int64_t i = add_up_octets(x, count, before);
+    for (uint32_t sum = i ? x[i - 1] : before; i < count; ++i) x[i] = sum += x[i];
 }
 
 SPARSYNC_INLINE int64_t ones_in(const uint8_t *p, int64_t nbytes) {
@@ -139,63 +156,45 @@ class OnesWriter {
         if (nbytes) std::memset(out, 0, static_cast<size_t>(nbytes));  // where nothing is written, out may be null
     }
 
-    SPARSYNC_INLINE void put(uint64_t place) {
-        const uint64_t at = place / 64;
-        if (at != at_) {
-            store();
-            at_ = at;
-            word_ = 0;
+    SPARSYNC_INLINE void put(const uint32_t *place, int64_t count) {
+        for (int64_t i = put_octets(place, count, out_, nbytes_); i < count;) {
+            const int64_t at = place[i] / 64;
+            uint64_t word = load64(out_ + 8 * at, out_ + nbytes_);
+            do word |= uint64_t{1} << place[i] % 64;
+            while (++i < count && place[i] / 64 == at);
+            std::memcpy(out_ + 8 * at, &word, static_cast<size_t>(std::min<int64_t>(8, nbytes_ - 8 * at)));
         }
-        word_ |= uint64_t{1} << place % 64;
     }
-
-    SPARSYNC_INLINE void finish() { store(); }
 
   private:
-    SPARSYNC_INLINE void store() {
-        const int64_t left = nbytes_ - static_cast<int64_t>(8 * at_);
-        if (left >= 8)
-            std::memcpy(out_ + 8 * at_, &word_, 8);
-        else if (left > 0)
-            std::memcpy(out_ + 8 * at_, &word_, static_cast<size_t>(left));
-    }
-
     uint8_t *out_;
     int64_t nbytes_;
-    uint64_t at_ = 0, word_ = 0;
 };
 
 // Reads the places of ones in ascending order; there must be as many as are taken, and places below 2^32.
 class OnesReader {
   public:
-    SPARSYNC_INLINE OnesReader(const uint8_t *p, int64_t nbytes) : next_(p), end_(p + nbytes) {}
+    SPARSYNC_INLINE OnesReader(const uint8_t *p, int64_t nbytes) : search_{p, p + nbytes, 0} {}
 
+    // `place` has room for `spare` numbers more than `count`.
     SPARSYNC_INLINE void take(int64_t count, uint32_t *place) {
-        while (filled_ < count && next_ < end_) {
-            uint64_t word = load64(next_, end_);
-            next_ += std::min<int64_t>(8, end_ - next_);
-            const int ones = __builtin_popcountll(word);
-            // Eight at a time whether or not there are so many: fewer branches to guess; what is too much is overwritten.
-            for (int i = 0; i < ones; i += 8) {
-#pragma GCC unroll 8
-                for (int j = 0; j < 8; ++j) {
-                    waiting_[filled_ + i + j] = base_ + static_cast<uint32_t>(__builtin_ctzll(word | uint64_t{1} << 63));
-                    word &= word - 1;
-                }
-            }
-            filled_ += ones;
-            base_ += 64;
+        std::memcpy(place, left_, static_cast<size_t>(left_count_) * sizeof *place);
+        int64_t found = left_count_;
+        found += find_octets(search_, count - found, place + found);
+        while (found < count && search_.next < search_.end) {
+            uint64_t word = load64(search_.next, search_.end);
+            search_.next += std::min<int64_t>(8, search_.end - search_.next);
+            for (; word; word &= word - 1) place[found++] = search_.base + static_cast<uint32_t>(__builtin_ctzll(word));
+            search_.base += 64;
         }
-        std::memcpy(place, waiting_, static_cast<size_t>(count) * sizeof *place);
-        filled_ -= count;
-        std::memmove(waiting_, waiting_ + count, static_cast<size_t>(std::max<int64_t>(filled_, 0)) * sizeof *place);
+        left_count_ = std::max<int64_t>(found - count, 0);
+        std::memcpy(left_, place + count, static_cast<size_t>(left_count_) * sizeof *place);
     }
 
   private:
-    const uint8_t *next_, *end_;
-    uint32_t base_ = 0;
-    int64_t filled_ = 0;
-    uint32_t waiting_[group + 64 + 8] = {};
+    Search search_;
+    int64_t left_count_ = 0;
+    uint32_t left_[64] = {};
 };
 
 }  // namespace sparsync::codecs

@@ -48,12 +48,17 @@ def test_positions_come_back_and_take_the_bytes_that_were_told(chosen: tuple[Ten
 
 @settings(max_examples=60, deadline=None)
 @given(selections(), st.booleans())
-def test_the_cheapest_packet_is_the_shortest_and_says_what_it_is(chosen: tuple[Tensor, int], counted: bool) -> None:
+def test_the_cheapest_packet_says_what_it_is_and_then_what_that_codec_writes(
+    chosen: tuple[Tensor, int], counted: bool
+) -> None:
     index, span = chosen
-    packet = indices.encode_cheapest(index, span, counted)
-    least = min(indices.nbytes(index, span, codec) for codec in CODECS)
-    assert packet.numel() == 1 + 4 * counted + least
-    assert torch.equal(indices.decode_any(packet, span, None if counted else index.numel()), index)
+    for each in (index, index.long(), torch.stack([index, index], 1)[:, 0]):
+        for packet in on_all(lambda each=each: indices.encode_cheapest(each, span, counted)):
+            best = min(CODECS, key=lambda codec: indices.nbytes(index, span, codec))  # the first of equals
+            head = [CODECS.index(best) + 128 * counted, *(index.numel().to_bytes(4, "little") if counted else [])]
+            assert packet[: len(head)].tolist() == head
+            assert torch.equal(packet[len(head) :], indices.encode(index, span, best))
+            assert torch.equal(indices.decode_any(packet, span, None if counted else index.numel()), index)
 
 
 @settings(max_examples=60, deadline=None)
@@ -174,8 +179,39 @@ def test_a_refusal_says_what_is_wrong(backend: str, codec: Codec, content: list[
 def test_positions_that_no_decoder_would_accept_are_not_encoded(
     backend: str, codec: Codec, positions: list[int]
 ) -> None:
-    with use(backend), pytest.raises(ValueError, match=r"must ascend inside \[0, 9\]"):
-        indices.encode(torch.tensor(positions), 10, codec)
+    with use(backend):
+        for dtype in (torch.int64, torch.int32):
+            index = torch.tensor(positions)
+            if torch.equal(index, index.to(dtype)):
+                with pytest.raises(ValueError, match=r"must ascend inside \[0, 9\]"):
+                    indices.encode(index.to(dtype), 10, codec)
+                with pytest.raises(ValueError, match=r"must ascend inside \[0, 9\]"):
+                    indices.encode_cheapest(index.to(dtype), 10)
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("place", [0, 1, 127, 128, 255, 256, 700, 999])
+def test_one_position_out_of_order_is_found_wherever_it_is(codec: Codec, place: int) -> None:
+    span = 5000
+    index = 5 * torch.arange(1000, dtype=torch.int32)
+    for wrong in (-1, span, -(2**31), 2**31 - 1, int(index[place - 1]), int(index[(place + 1) % 1000])):
+        broken = index.clone()
+        broken[place] = wrong
+        with pytest.raises(ValueError, match=r"must ascend inside \[0, 4999\]"):
+            indices.encode(broken, span, codec)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("span", [-1, 2**31])
+def test_a_span_too_long_for_int32_positions_is_refused(backend: str, span: int) -> None:
+    none = torch.empty(0, dtype=torch.int32)
+    with use(backend):
+        for codec in CODECS:
+            with pytest.raises(ValueError, match=rf"spans of at most 2147483647 elements, got {span}; use smaller"):
+                indices.encode(none, span, codec)
+        with pytest.raises(ValueError, match=rf"spans of at most 2147483647 elements, got {span}; use smaller"):
+            indices.encode_cheapest(none, span)
 
 
 def test_spread_positions_take_nearly_as_few_bits_as_there_can_be() -> None:

@@ -1,4 +1,4 @@
-// What the fuzzers of the codecs share: a decoder is run on buffers without a byte to spare, and what comes out is checked.
+// What the fuzzers of the codecs share: encoders and decoders run on buffers without a byte to spare, and what comes out is checked.
 #pragma once
 
 #include <algorithm>
@@ -43,6 +43,38 @@ bool decode(Codec codec, const Bytes &packet, int64_t k, int64_t span, const Ind
             broken("positions do not ascend in the span", codec, k, span, nbytes);
     if (result) std::copy(out.get(), out.get() + k, result);
     return true;
+}
+
+// Encodes into a buffer without a byte to spare. Nothing where the positions are refused, which they must be unless they ascend in the span.
+bool encode_if_fine(Codec codec, const Index &index, int64_t span, Bytes &packet) {
+    constexpr Reason (*encoders[])(const int32_t *, int64_t, int64_t, int, uint8_t *, int64_t) = {
+        delta_encode, bitmap_encode, rice_encode, elias_fano_encode};
+    const auto k = static_cast<int64_t>(index.size());
+    const Measured seen = measure(index.data(), k, span);
+    if ((seen.reason == fine) != (check(index.data(), k, span) == fine)) broken("two checks disagree", codec, k, span, 0);
+    if (seen.reason && (codec == delta || codec == rice)) return false;
+    const int bits = codec == rice ? seen.rice_bits : elias_fano_bits(k, span);
+    const int64_t nbytes = codec == delta    ? seen.delta_nbytes
+                           : codec == bitmap ? nblocks(span, 8)
+                           : codec == rice   ? seen.rice_nbytes
+                                             : elias_fano_nbytes(k, span, bits);
+    const std::unique_ptr<uint8_t[]> out(new uint8_t[static_cast<size_t>(nbytes)]);
+    const Reason reason = encoders[codec](index.data(), k, span, bits, out.get(), nbytes);
+    if ((reason == fine) != (seen.reason == fine)) broken("a walk and an encoder disagree", codec, k, span, nbytes);
+    packet.assign(out.get(), out.get() + nbytes);
+    return reason == fine;
+}
+
+// The same bytes with AVX2 and without.
+Bytes encode(Codec codec, const Index &index, int64_t span) {
+    const auto k = static_cast<int64_t>(index.size());
+    Bytes packet[2];
+    for (const bool allowed : {false, true}) {
+        avx2_allowed = allowed;
+        if (!encode_if_fine(codec, index, span, packet[allowed])) broken("valid positions were refused", codec, k, span, 0);
+    }
+    if (packet[0] != packet[1]) broken("AVX2 writes other bytes", codec, k, span, static_cast<int64_t>(packet[0].size()));
+    return packet[0];
 }
 
 }  // namespace

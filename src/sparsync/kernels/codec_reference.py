@@ -5,12 +5,15 @@ positions left out before one. Decoders take any bytes: what comes out ascends i
 """
 
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
+Codec = Literal["raw", "packed", "delta", "bitmap", "rice", "elias_fano"]
+Decoded = Literal["delta", "bitmap", "rice", "elias_fano"]  # those with a decoder of their own
 Packet = UInt8[Tensor, " nbytes"]
 BLOCK = 128  # gaps that share a width in a delta packet
 MOST_BITS = 31  # of a position, a gap or their low bits
@@ -21,6 +24,13 @@ SIZE, COUNT, WIDTH, ORDER, OUTSIDE = (
     4,
     5,
 )  # what can be wrong with a packet; the C++ codecs return the same numbers
+
+
+class Plan(NamedTuple):
+    """How a codec writes positions: the bits of a number, where a packet has one width of them, and the bytes of the packet."""
+
+    bits: int
+    nbytes: int
 
 
 def refusal(reason: int, k: int, span: int, nbytes: int) -> RuntimeError:
@@ -37,6 +47,19 @@ def refusal(reason: int, k: int, span: int, nbytes: int) -> RuntimeError:
     )
 
 
+def encode(codec: Codec, index: Int[Tensor, " k"], span: int, plan: Plan) -> Packet:
+    """The packet of the ascending `index` inside [0, span)."""
+    if codec == "raw":
+        return index.clone(memory_format=torch.contiguous_format).to(torch.int32).view(torch.uint8)
+    if codec == "packed":
+        return pack(index, plan.bits)
+    if codec == "delta":
+        return delta_encode(index)
+    if codec == "bitmap":
+        return bitmap_encode(index, span)
+    return rice_encode(index) if codec == "rice" else elias_fano_encode(index, span)
+
+
 def pack(x: Int[Tensor, " k"], bits: int) -> Packet:
     """The low `bits` bits of each of `x`, after each other without gaps."""
     places = torch.arange(bits, device=x.device, dtype=x.dtype)
@@ -51,10 +74,10 @@ def unpack(packet: Packet, k: int, bits: int) -> Int[Tensor, " k"]:
     return (_bits_of(packet)[: k * bits].view(k, bits).to(torch.int32) << places).sum(1, dtype=torch.int32)
 
 
-def delta_nbytes(index: Int[Tensor, " k"]) -> int:
-    """The bytes of the delta packet of `index`."""
+def delta_plan(index: Int[Tensor, " k"]) -> Plan:
+    """The bytes of the delta packet of `index`, which has a width for each block."""
     sizes = _block_sizes(_block_widths(gaps(index)), index.numel())
-    return sizes.numel() + int(sizes.sum())
+    return Plan(0, sizes.numel() + int(sizes.sum()))
 
 
 def delta_encode(index: Int[Tensor, " k"]) -> Packet:
@@ -98,18 +121,18 @@ def bitmap_decode(packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     return checked(index, span, packet.numel())
 
 
-def rice_plan(index: Int[Tensor, " k"]) -> tuple[int, int]:
+def rice_plan(index: Int[Tensor, " k"]) -> Plan:
     """How many low bits the Rice packet of `index` keeps apart, the first of three candidates that is shortest, and its bytes."""
     k = index.numel()
     if k == 0:
-        return 0, 0
+        return Plan(0, 0)
     gap = gaps(index).long()
     middle = max(
         1, (int(gap.sum()) // k).bit_length() - 1
     )  # as a geometric distribution of this mean wants it, give or take one
     stream = {bits: k + int((gap >> bits).sum()) for bits in range(middle - 1, middle + 2)}
     bits = min(stream, key=lambda bits: (bits * k + stream[bits], bits))
-    return bits, 1 + -(-k * bits // 8) + -(-stream[bits] // 8)
+    return Plan(bits, 1 + -(-k * bits // 8) + -(-stream[bits] // 8))
 
 
 def rice_encode(index: Int[Tensor, " k"]) -> Packet:

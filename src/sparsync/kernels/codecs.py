@@ -13,21 +13,19 @@ from torch import Tensor
 from sparsync.kernels import codec_reference as reference
 from sparsync.kernels import value_reference
 from sparsync.kernels.choice import native as chosen
-from sparsync.kernels.codec_reference import elias_fano_bits, elias_fano_nbytes, refusal
+from sparsync.kernels.codec_reference import Codec, Decoded, Plan, elias_fano_bits, elias_fano_nbytes, refusal
 from sparsync.kernels.value_reference import scaled_nbytes
 
-__all__ = ["elias_fano_nbytes", "scaled_nbytes"]  # and what is defined here
+__all__ = ["elias_fano_bits", "elias_fano_nbytes", "scaled_nbytes"]  # and what is defined here
 MAX_SPAN = 2**31 - 1
+MEASURED = ("delta", "rice")  # whose length depends on where positions are
 Packet = UInt8[Tensor, " nbytes"]
 Index = Int[Tensor, " k"]
 
 
 def check(index: Index, span: int) -> None:
     """Raises ValueError when `index` does not ascend inside [0, span), or the span is too long for int32 positions."""
-    if not 0 <= span <= MAX_SPAN:
-        raise ValueError(
-            f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
-        )
+    check_span(span)
     native = _native(index)
     if native and index.dtype == torch.int32:
         x = index.contiguous()
@@ -40,7 +38,15 @@ def check(index: Index, span: int) -> None:
             )
         )
     if not fine:
-        raise ValueError(f"positions to encode must ascend inside [0, {span - 1}], without any twice; got {index}")
+        raise _disorder(index, span)
+
+
+def check_span(span: int) -> None:
+    """Raises ValueError when the span is too long for int32 positions."""
+    if not 0 <= span <= MAX_SPAN:
+        raise ValueError(
+            f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
+        )
 
 
 def pack(x: Index, bits: int) -> Packet:
@@ -63,90 +69,53 @@ def unpack(packet: Packet, k: int, bits: int) -> Index:
     return out
 
 
-def delta_nbytes(index: Index) -> int:
-    """The bytes of the delta packet of `index`."""
+def measured(index: Index, span: int) -> dict[str, Plan]:
+    """How delta and rice, whose length depends on `index`, write it: one walk, which checks it too. Raises ValueError as `check` does."""
     native = _native(index)
+    if not native or index.dtype != torch.int32:
+        check(index, span)
     if not native:
-        return reference.delta_nbytes(index)
+        return {"delta": reference.delta_plan(index), "rice": reference.rice_plan(index)}
+    check_span(span)
     x = _int32(index)
-    return native.codec_delta_nbytes(x.data_ptr(), x.numel())
+    reason, delta_nbytes, rice_bits, rice_nbytes = native.codec_measure(x.data_ptr(), x.numel(), span)
+    if reason:
+        raise _disorder(index, span)
+    return {"delta": Plan(0, delta_nbytes), "rice": Plan(rice_bits, rice_nbytes)}
 
 
-def delta_encode(index: Index, span: int) -> Packet:
-    """Blocks of 128 gaps, each packed in the bits of its largest one."""
-    check(index, span)
+def encode(codec: Codec, index: Index, span: int, plan: Plan, head: bytes = b"") -> Packet:
+    """`head`, and behind it the packet of `index`, written as `plan` tells, which is that of `measured` for delta and rice.
+
+    Raises ValueError as `check` does, but expects delta and rice to be checked, because they are measured.
+    """
     native = _native(index)
+    if codec not in MEASURED and (not native or index.dtype != torch.int32):
+        check(index, span)
     if not native:
-        return reference.delta_encode(index)
-    x = _int32(index)
-    out = _bytes(native.codec_delta_nbytes(x.data_ptr(), x.numel()))
-    native.codec_delta_encode(x.data_ptr(), x.numel(), out.data_ptr())
+        return _behind(head, reference.encode(codec, index, span, plan))
+    check_span(span)
+    x, out = _int32(index), _bytes(len(head) + plan.nbytes)
+    if head:
+        out[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    write = getattr(native, f"codec_{codec}_encode")
+    if write(x.data_ptr(), x.numel(), span, plan.bits, out.data_ptr() + len(head), plan.nbytes):
+        raise _disorder(index, span)
     return out
 
 
-def delta_decode(packet: Packet, k: int, span: int) -> Index:
-    """The positions of a delta packet."""
-    return _decoded("delta", packet, k, span)
-
-
-def bitmap_encode(index: Index, span: int) -> Packet:
-    """A bit for each position of the span."""
-    check(index, span)
-    native = _native(index)
+def decode(codec: Decoded, packet: Packet, k: int, span: int) -> Index:
+    """The `k` positions in a packet, or a RuntimeError that says why it cannot be one."""
+    if not 0 <= k <= span <= MAX_SPAN:
+        raise refusal(reference.COUNT, k, span, packet.numel())
+    native = _native(packet)
     if not native:
-        return reference.bitmap_encode(index, span)
-    x, out = _int32(index), _bytes(-(-span // 8))
-    native.codec_bitmap_encode(x.data_ptr(), x.numel(), out.data_ptr(), out.numel())
+        return getattr(reference, f"{codec}_decode")(packet, k, span)
+    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
+    reason = getattr(native, f"codec_{codec}_decode")(packet.data_ptr(), packet.numel(), k, span, out.data_ptr())
+    if reason:
+        raise refusal(reason, k, span, packet.numel())
     return out
-
-
-def bitmap_decode(packet: Packet, k: int, span: int) -> Index:
-    """The positions of a bitmap packet."""
-    return _decoded("bitmap", packet, k, span)
-
-
-def rice_plan(index: Index) -> tuple[int, int]:
-    """How many low bits the Rice packet of `index` keeps apart, and its bytes."""
-    native = _native(index)
-    if not native:
-        return reference.rice_plan(index)
-    x = _int32(index)
-    return native.codec_rice_plan(x.data_ptr(), x.numel())
-
-
-def rice_encode(index: Index, span: int) -> Packet:
-    """Gaps in Golomb-Rice codes: low bits apart, high parts in unary."""
-    check(index, span)
-    native = _native(index)
-    if not native:
-        return reference.rice_encode(index)
-    x = _int32(index)
-    bits, nbytes = native.codec_rice_plan(x.data_ptr(), x.numel())
-    out = _bytes(nbytes)
-    native.codec_rice_encode(x.data_ptr(), x.numel(), bits, out.data_ptr(), nbytes)
-    return out
-
-
-def rice_decode(packet: Packet, k: int, span: int) -> Index:
-    """The positions of a Rice packet."""
-    return _decoded("rice", packet, k, span)
-
-
-def elias_fano_encode(index: Index, span: int) -> Packet:
-    """Positions in Elias-Fano code, as long as `elias_fano_nbytes` tells, whichever they are."""
-    check(index, span)
-    native = _native(index)
-    if not native:
-        return reference.elias_fano_encode(index, span)
-    x, out = _int32(index), _bytes(elias_fano_nbytes(index.numel(), span))
-    bits = elias_fano_bits(x.numel(), span)
-    native.codec_elias_fano_encode(x.data_ptr(), x.numel(), bits, out.data_ptr(), out.numel())
-    return out
-
-
-def elias_fano_decode(packet: Packet, k: int, span: int) -> Index:
-    """The positions of an Elias-Fano packet."""
-    return _decoded("elias_fano", packet, k, span)
 
 
 def scaled_encode(value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None) -> Packet:
@@ -199,17 +168,12 @@ def _native(x: Tensor) -> ModuleType | None:
     return found[0] if found else None
 
 
-def _decoded(name: str, packet: Tensor, k: int, span: int) -> Tensor:
-    if not 0 <= k <= span <= MAX_SPAN:
-        raise refusal(reference.COUNT, k, span, packet.numel())
-    native = _native(packet)
-    if not native:
-        return getattr(reference, f"{name}_decode")(packet, k, span)
-    packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
-    reason = getattr(native, f"codec_{name}_decode")(packet.data_ptr(), packet.numel(), k, span, out.data_ptr())
-    if reason:
-        raise refusal(reason, k, span, packet.numel())
-    return out
+def _disorder(index: Tensor, span: int) -> ValueError:
+    return ValueError(f"positions to encode must ascend inside [0, {span - 1}], without any twice; got {index}")
+
+
+def _behind(head: bytes, packet: Tensor) -> Tensor:
+    return torch.cat([torch.tensor(list(head), dtype=torch.uint8, device=packet.device), packet]) if head else packet
 
 
 def _check_values(packet: Tensor, k: int, bits: int) -> None:
@@ -221,7 +185,7 @@ def _check_values(packet: Tensor, k: int, bits: int) -> None:
 
 
 def _int32(index: Tensor) -> Tensor:
-    return index.to(torch.int32).contiguous()
+    return index if index.dtype == torch.int32 and index.is_contiguous() else index.to(torch.int32).contiguous()
 
 
 def _bytes(count: int) -> Tensor:

@@ -4,6 +4,7 @@ Both sides know the span, and the count k unless the packet carries it. `agreed`
 length they tell, so that receivers know the length of a packet beforehand and nothing about it needs to be sent.
 """
 
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -11,10 +12,9 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from sparsync.kernels import codecs
-from sparsync.kernels.codec_reference import ORDER, OUTSIDE, SIZE, refusal
+from sparsync.kernels.codec_reference import ORDER, OUTSIDE, SIZE, Codec, Plan, refusal
 from sparsync.wire import packed
 
-Codec = Literal["raw", "packed", "delta", "bitmap", "rice", "elias_fano"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 Agreed = Literal["packed", "bitmap", "elias_fano"]
 HEADER_NBYTES = 1
@@ -25,34 +25,15 @@ _RAW_NBYTES = 4
 
 def encode(index: Int[Tensor, " k"], span: int, codec: Codec) -> UInt8[Tensor, " nbytes"]:
     """The packet of the ascending `index` inside [0, span). Raises ValueError for other positions."""
-    if codec == "delta":
-        return codecs.delta_encode(index, span)
-    if codec == "bitmap":
-        return codecs.bitmap_encode(index, span)
-    if codec == "rice":
-        return codecs.rice_encode(index, span)
-    if codec == "elias_fano":
-        return codecs.elias_fano_encode(index, span)
-    codecs.check(index, span)
-    if codec == "packed":
-        return codecs.pack(index, packed.width(span))
-    if codec == "raw":
-        return index.to(torch.int32).contiguous().view(torch.uint8).clone()
-    raise ValueError(f"a codec of positions is one of {', '.join(CODECS)}, got {codec!r}")
+    return codecs.encode(codec, index, span, _plan(index, span, codec))
 
 
 def decode(packet: UInt8[Tensor, " nbytes"], k: int, span: int, codec: Codec) -> Int[Tensor, " k"]:
     """The `k` positions that were encoded, int32, ascending in [0, span). Raises RuntimeError for a packet that cannot be one of them."""
-    if codec == "delta":
-        return codecs.delta_decode(packet, k, span)
-    if codec == "bitmap":
-        return codecs.bitmap_decode(packet, k, span)
-    if codec == "rice":
-        return codecs.rice_decode(packet, k, span)
-    if codec == "elias_fano":
-        return codecs.elias_fano_decode(packet, k, span)
     if codec not in CODECS:
-        raise ValueError(f"a codec of positions is one of {', '.join(CODECS)}, got {codec!r}")
+        raise _unknown(codec)
+    if codec != "raw" and codec != "packed":
+        return codecs.decode(codec, packet, k, span)
     if packet.numel() != (packed.nbytes(k, packed.width(span)) if codec == "packed" else _RAW_NBYTES * k):
         raise refusal(SIZE, k, span, packet.numel())
     if codec == "packed":
@@ -63,34 +44,29 @@ def decode(packet: UInt8[Tensor, " nbytes"], k: int, span: int, codec: Codec) ->
 
 
 def nbytes(index: Int[Tensor, " k"], span: int, codec: Codec) -> int:
-    """The bytes of the packet of `index`, without encoding it."""
-    if codec == "delta":
-        return codecs.delta_nbytes(index)
-    if codec == "rice":
-        return codecs.rice_plan(index)[1]
-    return _RAW_NBYTES * index.numel() if codec == "raw" else counted_nbytes(index.numel(), span, codec)
+    """The bytes of the packet of `index`, without encoding it. Raises ValueError as `encode` does for codecs that must look at it."""
+    return _plan(index, span, codec).nbytes
 
 
 def counted_nbytes(k: int, span: int, codec: Codec) -> int:
     """The bytes of any `k` positions inside [0, span), for a codec whose length depends on nothing else."""
-    sizes = _counted_sizes(k, span)
-    if codec not in sizes:
-        raise ValueError(f"the length of a packet is known beforehand for {', '.join(sizes)}, not for {codec!r}")
-    return sizes[codec]
+    plans = _counted_plans(k, span)
+    if codec not in plans:
+        raise ValueError(f"the length of a packet is known beforehand for {', '.join(plans)}, not for {codec!r}")
+    return plans[codec].nbytes
 
 
 def cheapest(index: Int[Tensor, " k"], span: int) -> Codec:
     """The codec that takes the fewest bytes; the first of equals."""
-    return min(CODECS, key=lambda codec: nbytes(index, span, codec))
+    return _cheapest(index, span)[0]
 
 
 def encode_cheapest(index: Int[Tensor, " k"], span: int, counted: bool = False) -> UInt8[Tensor, " nbytes"]:
     """A byte that names the cheapest codec, k in 4 bytes if `counted`, then the packet."""
-    codecs.check(index, span)
-    codec = cheapest(index, span)
-    head = [CODECS.index(codec) | (_COUNTED if counted else 0)]
-    head += list(index.numel().to_bytes(COUNT_NBYTES, "little")) if counted else []
-    return torch.cat([torch.tensor(head, dtype=torch.uint8, device=index.device), encode(index, span, codec)])
+    codec, plan = _cheapest(index, span)
+    head = bytes([CODECS.index(codec) | (_COUNTED if counted else 0)])
+    head += index.numel().to_bytes(COUNT_NBYTES, "little") if counted else b""
+    return codecs.encode(codec, index, span, plan, head)
 
 
 def decode_any(packet: UInt8[Tensor, " nbytes"], span: int, k: int | None = None) -> Int[Tensor, " k"]:
@@ -120,15 +96,16 @@ def decode_any(packet: UInt8[Tensor, " nbytes"], span: int, k: int | None = None
     return decode(packet[start:], carried, span, CODECS[number])
 
 
+@lru_cache(maxsize=4096)
 def agreed(k: int, span: int) -> Agreed:
     """The codec with the shortest packet of any `k` positions inside [0, span); the first of equals."""
-    sizes = _counted_sizes(k, span)
-    return min(sizes, key=lambda codec: sizes[codec])
+    plans = _counted_plans(k, span)
+    return min(plans, key=lambda codec: plans[codec].nbytes)
 
 
 def agreed_nbytes(k: int, span: int) -> int:
     """The bytes of `encode_agreed` for any `k` positions inside [0, span)."""
-    return min(_counted_sizes(k, span).values())
+    return min(plan.nbytes for plan in _counted_plans(k, span).values())
 
 
 def encode_agreed(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
@@ -141,12 +118,39 @@ def decode_agreed(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Te
     return decode(packet, k, span, agreed(k, span))
 
 
-def _counted_sizes(k: int, span: int) -> dict[Agreed, int]:
+def _cheapest(index: Tensor, span: int) -> tuple[Codec, Plan]:
+    plans = {**codecs.measured(index, span), **_counted_plans(index.numel(), span), "raw": _raw_plan(index)}
+    codec = min(CODECS, key=lambda codec: plans[codec].nbytes)
+    return codec, plans[codec]
+
+
+def _plan(index: Tensor, span: int, codec: Codec) -> Plan:
+    """How `codec` writes `index`. Looks at it only where that depends on it, and raises ValueError where it cannot be encoded."""
+    codecs.check_span(span)
+    if codec == "delta" or codec == "rice":
+        return codecs.measured(index, span)[codec]
+    if codec not in CODECS:
+        raise _unknown(codec)
+    return _raw_plan(index) if codec == "raw" else _counted_plans(index.numel(), span)[codec]
+
+
+def _raw_plan(index: Tensor) -> Plan:
+    return Plan(8 * _RAW_NBYTES, _RAW_NBYTES * index.numel())
+
+
+@lru_cache(maxsize=4096)
+def _counted_plans(k: int, span: int) -> dict[Agreed, Plan]:
+    """Not to be written to: callers share it."""
+    width = packed.width(span)
     return {
-        "packed": packed.nbytes(k, packed.width(span)),
-        "bitmap": -(-span // 8),
-        "elias_fano": codecs.elias_fano_nbytes(k, span),
+        "packed": Plan(width, packed.nbytes(k, width)),
+        "bitmap": Plan(1, -(-span // 8)),
+        "elias_fano": Plan(codecs.elias_fano_bits(k, span), codecs.elias_fano_nbytes(k, span)),
     }
+
+
+def _unknown(codec: str) -> ValueError:
+    return ValueError(f"a codec of positions is one of {', '.join(CODECS)}, got {codec!r}")
 
 
 def _checked(index: Tensor, span: int, nbytes: int) -> Tensor:
