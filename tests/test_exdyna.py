@@ -136,6 +136,8 @@ def test_quotas_are_the_counts_above_one_common_level() -> None:
     parts = [torch.randn(2000, generator=draw).abs() * scale for scale in (0.5, 1.0, 1.5, 2.0)]
     exact = torch.cat(parts).topk(400).values.min()
     ladders = torch.stack([ladder(part, rung_counts(400, 4, 2000)) for part in parts])
+    least = [ladder(part.topk(400).values, rung_counts(400, 4, 2000)) for part in parts]
+    assert torch.equal(torch.stack(least), ladders), "the largest are enough"
     found = quotas(ladders, [2000] * 4, 400)
     assert sum(found) == 400
     for count, part in zip(found, parts, strict=True):

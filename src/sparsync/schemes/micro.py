@@ -5,7 +5,7 @@ meet, and every rank sends its value at each of them.
 
 `published()` is the paper's algorithm: one threshold for all, scaled by a fixed factor a step until the union has density * n elements.
 The plain setting spreads every partition over the whole vector, so that layers of different scale load all ranks alike. It replaces
-the threshold: the ranks exchange 8 bytes about the upper tail of their partitions, compute from them how many elements each partition
+the threshold: the ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
 may send, and send exactly density * n elements, at every scale of the gradient and from the first step. Nothing but residuals is kept.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
-from sparsync.core import Bucket, Report, spans
+from sparsync.core import Bucket, Report, Sparse, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
 from sparsync.protocols import Comm
 from sparsync.schemes.base import Keeping
@@ -41,7 +42,7 @@ from sparsync.selection.budget import TAKEN, budget
 from sparsync.selection.partition import Interleaved, by_rank, turn
 from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
 from sparsync.selection.threshold import select_above
-from sparsync.selection.topk import count_for
+from sparsync.selection.topk import WARM, count_for
 from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import Values
@@ -53,6 +54,7 @@ class _State:
 
     feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     scaling: ByBucket[ThresholdScaling] = field(default_factory=lambda: ByBucket(ThresholdScaling))
+    bounds: dict[str, float] = field(default_factory=dict)  # where each bucket's selection looks first; may be wrong
 
 
 @dataclass(frozen=True)
@@ -139,28 +141,48 @@ class MiCRO(Keeping):
             step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
             known = step.known_index(acc.device)
             part, place = partitions.places(known)
-            magnitude = partitions.of(acc, mine).abs_()
-            magnitude[place[part == mine]] = TAKEN
             taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
             free = [length - count for length, count in zip(partitions.lengths(), taken, strict=True)]
             free, lengths = by_rank(free, bucket.step), by_rank(partitions.lengths(), bucket.step)
-            if total.finite:
-                told = ladder(magnitude, rung_counts(step.open_count, P, free[comm.rank]))
-            else:
-                told = torch.full((len(RUNGS),), POISONED, dtype=torch.int16, device=acc.device)
+            open_part, taken_here = partitions.of(acc, mine), place[part == mine]
+            open_part[taken_here] = 0.0  # is sent anyway, so that nobody chooses it again
+            rungs = rung_counts(step.open_count, P, free[comm.rank])
+            found = self._largest(open_part, max(rungs), bucket.key)
+            told = ladder(found.value, rungs)
+            if not total.finite:
+                told.fill_(POISONED)
         ladders = torch.stack(comm.all_gather(told, [len(RUNGS)] * P))  # [P, rungs]
         cost = all_gather_cost(LADDER_NBYTES, P)
         if bool((ladders < 0).any()):
             return Poisoned(cost)
         with station("select"):
             counts = quotas(ladders, free, step.open_count)
-            own = kernels.largest(magnitude, counts[comm.rank])  # [k_r]
-            threshold = float(magnitude[own].min()) if own.numel() else 0.0
+            own = _first(found, counts[comm.rank], open_part, taken_here)
         with station("encode"):
-            packet = indices.encode_agreed(own, lengths[comm.rank])
+            packet = indices.encode_agreed(own.index, lengths[comm.rank])
         packets = comm.all_gather(packet, list(map(indices.agreed_nbytes, counts, lengths)))
         cost += all_gather_cost(packet.numel(), P)
         with station("decode"):
             places = map(indices.decode_agreed, packets, counts, lengths)
             chosen = torch.cat(list(map(partitions.positions, by_rank(range(P), bucket.step), places))).long()
+        threshold = float(own.value.abs().min()) if own.index.numel() else 0.0
         return Choice(cost, known, chosen, counts, threshold)
+
+    def _largest(self, part: Tensor, k: int, key: str) -> Sparse:
+        """The `k` largest elements of `part` that are not zero, or all; the last step's smallest says where to look first."""
+        found = kernels.top_k_nonzero(part, min(k, part.numel()), bound=self._state.bounds.get(key))
+        self._state.bounds[key] = WARM * float(found.value.abs().min()) if found.index.numel() else 0.0
+        return found
+
+
+def _first(found: Sparse, count: int, part: Tensor, taken: Tensor) -> Sparse:
+    """The `count` largest of `part` outside the places `taken`, of which `found` holds the largest that are not zero."""
+    if count == found.index.numel():
+        return found
+    if count < found.index.numel():
+        top = kernels.top_k(found.value, count)
+        return Sparse(found.index[top.index], top.value, found.length)
+    magnitude = part.abs()  # zeros, too, or more than a ladder tells of
+    magnitude[taken] = TAKEN
+    index = kernels.largest(magnitude, count).to(torch.int32)
+    return Sparse(index, part[index], found.length)

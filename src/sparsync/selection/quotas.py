@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sparsync import kernels
 
-RUNGS = (0.25, 1.0, 4.0, 16.0)  # times an equal share: how many elements lie above each magnitude of a ladder
+RUNGS = (0.25, 1.0, 4.0)  # times an equal share: how many elements lie above each magnitude of a ladder
 LADDER_NBYTES = 2 * len(RUNGS)
 OCTAVE = 128.0  # levels between a magnitude and its double
 _TAIL = 2.0  # above the top of a ladder, twice the magnitude is taken to be reached by 2^-2 as many elements
 TOP = 0x7F7F  # the largest finite level
-_TRIED = 32  # levels that are looked at at once
+_TRIED = 182  # levels that are looked at at once
 POISONED = -1  # in place of a level: this rank's gradient holds NaN or Inf
 
 
@@ -43,14 +43,17 @@ def rung_counts(total: int, P: int, free: int) -> list[int]:
     return [min(free, max(1, int(total * rung / P))) for rung in RUNGS]
 
 
-def ladder(magnitude: Float[Tensor, " m"], counts: Sequence[int]) -> Int[Tensor, " rungs"]:
-    """The level that `counts[j]` elements of `magnitude` reach or exceed, for each j, int16; 0 for a count of 0.
+def ladder(largest: Float[Tensor, " m"], counts: Sequence[int]) -> Int[Tensor, " rungs"]:
+    """The level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts, int16; 0 for a count of 0.
 
-    Negative magnitudes do not count.
+    `largest` holds the largest elements of the partition: max(counts) of them, or all that are not zero.
     """
-    histogram = kernels.histogram(magnitude)  # [levels]
-    reach = histogram.flip(0).cumsum(0).flip(0)  # how many reach each level
-    told = [(reach >= count).sum() - 1 if count else reach.new_zeros(()) for count in counts]
+    told: list[Tensor] = []
+    for count in reversed(counts):  # each is among those of the next larger count
+        if 0 < count < largest.numel():
+            largest = kernels.top_k(largest, count).value
+        reached = 0 < count <= largest.numel()
+        told.insert(0, level_of(largest.abs().min()) if reached else largest.new_zeros((), dtype=torch.int32))
     return torch.stack(told).to(torch.int16)
 
 
