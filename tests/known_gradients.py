@@ -22,7 +22,15 @@ from sparsync.protocols import Comm, Scheme
 # and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
 OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published")
-OTHER_VALUES = ("topk-bfloat16", "micro-int8", "exdyna-bfloat16", "exdyna-int8", "oktopk-bfloat16", "-int4")
+OTHER_VALUES = (
+    "topk-bfloat16",
+    "micro-int8",
+    "exdyna-bfloat16",
+    "exdyna-int8",
+    "oktopk-bfloat16",
+    "-int4",
+    "-int4_stochastic",
+)
 CHOSEN = (
     "skip-random-ring-contributors-flat-auto",
     "skip-random-direct-ranks-flat-patterns",

@@ -242,9 +242,12 @@ def vectors(draw: st.DrawFn) -> Tensor:
     return value
 
 
+RANDOM: dict[Format, Format] = {"int8": "int8_stochastic", "int4": "int4_stochastic"}
+
+
 def code(format: Format, value: Tensor, noisy: bool = False) -> tuple[Tensor, Tensor]:
-    codec = ValueCodec(format)
-    packet = codec.encode(value, torch.Generator().manual_seed(0) if noisy else None)
+    codec = ValueCodec(RANDOM.get(format, format) if noisy else format)
+    packet = codec.encode(value)
     assert packet.numel() == codec.nbytes(value.numel(), value.dtype)
     return packet, codec.decode(packet, value.numel(), value.dtype)
 
@@ -311,11 +314,21 @@ def test_random_rounding_is_right_on_average(backend: str, format: Format) -> No
     """4000 draws of 256 values: the mean of 4000 errors of a step or less stays below 6 of its standard deviations, step/2/sqrt(4000)."""
     value = torch.randn(256, generator=torch.Generator().manual_seed(5))
     step = float(value.abs().max()) / (127 if format == "int8" else 7) * (1 + 2**-7)
-    codec, source = ValueCodec(format), torch.Generator().manual_seed(6)
+    codec = ValueCodec(RANDOM[format])
     with use(backend):
-        packet = codec.encode(value.repeat(4000), source)
+        packet = codec.encode(value.repeat(4000))
         mean = codec.decode(packet, 256 * 4000, value.dtype).view(4000, 256).double().mean(0)
     assert float((mean - value).abs().max()) < 6 * step / 2 / math.sqrt(4000)
+
+
+def test_random_rounding_draws_the_same_for_the_same_values_and_something_else_for_others() -> None:
+    value = torch.randn(2560, generator=torch.Generator().manual_seed(7))
+    first, torch_state = code("int4", value, noisy=True)[0], torch.get_rng_state()
+    assert torch.equal(first, code("int4", value.clone(), noisy=True)[0])
+    assert torch.equal(torch_state, torch.get_rng_state()), "nobody else's random numbers are used up"
+    up = code("int4", value, noisy=True)[1] > value
+    other = code("int4", value * (1 + 2**-20), noisy=True)[1] > value
+    assert 0.3 < float((up == other).float().mean()) < 0.8
 
 
 def test_a_sign_goes_with_the_mean_magnitude_of_its_block() -> None:

@@ -16,13 +16,14 @@ from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.topk_allgather import TopK
 from sparsync.wire.values import ValueCodec, Values
 
-FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4"]
+FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int4_stochastic"]
 MOST = {
     "float32": 7.0,
     "bfloat16": 4.0,
     "float16": 4.0,
     "int8": 2.5,
     "int4": 1.7,
+    "int4_stochastic": 1.7,
 }  # bytes an element of the union, P = 4
 
 
@@ -104,7 +105,10 @@ def test_a_gradient_that_stays_is_written_in_full_over_time(values: Values) -> N
 
 @pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])
 def test_unknown_formats_are_refused(kind: type) -> None:
-    with pytest.raises(ValueError, match="values must be one of float32, bfloat16, float16, int8, int4, got 'sign'"):
+    with pytest.raises(
+        ValueError,
+        match="values must be one of float32, bfloat16, float16, int8, int4, int8_stochastic, int4_stochastic, got 'sign'",
+    ):
         kind(values="sign")
 
 

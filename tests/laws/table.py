@@ -133,7 +133,7 @@ def _rounded_rows() -> list[Row]:
     """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
     makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
         ("topk", TopK, ("bfloat16", "int4")),
-        ("micro", MiCRO, ("bfloat16", "float16", "int8", "int4")),
+        ("micro", MiCRO, ("bfloat16", "int8", "int4", "int4_stochastic")),
         ("exdyna", ExDyna, ("bfloat16", "int8")),
         ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
     ]

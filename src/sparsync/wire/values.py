@@ -13,16 +13,17 @@ from torch import Tensor
 
 from sparsync.kernels import codecs
 
-Values = Literal["float32", "bfloat16", "float16", "int8", "int4"]  # what a scheme may send
-Format = Literal["float32", "bfloat16", "float16", "int8", "int4", "sign"]
+Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic"]  # a scheme's
+Format = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_BITS = {"int8": 8, "int4": 4, "sign": 1}
+_BITS = {"int8": 8, "int4": 4, "int8_stochastic": 8, "int4_stochastic": 4, "sign": 1}
 
 
 @dataclass(frozen=True)
 class ValueCodec:
     """One format. "float32" leaves values as they are, float64 ones too; NaN and Inf pass in the float formats, as NaN for their block
-    of 256 in the others. "float16" makes Inf of what is above 65504."""
+    of 256 in the others. "float16" makes Inf of what is above 65504. The stochastic ones round up or down at random, right on average;
+    what is drawn is a function of the values, so that the same values make the same packet, in every run and after every resume."""
 
     format: Format = "float32"
 
@@ -41,8 +42,8 @@ class ValueCodec:
             return k * dtype.itemsize
         return codecs.scaled_nbytes(k, _BITS[self.format]) if self.format in _BITS else 2 * k
 
-    def encode(self, value: Float[Tensor, " k"], generator: torch.Generator | None = None) -> UInt8[Tensor, " nbytes"]:
-        """The packet; with a `generator`, "int8" and "int4" round up or down at random, right on average."""
+    def encode(self, value: Float[Tensor, " k"]) -> UInt8[Tensor, " nbytes"]:
+        """The packet."""
         if self.exact:
             return value.contiguous().view(torch.uint8)
         if self.format in _FLOATS:
@@ -50,7 +51,7 @@ class ValueCodec:
         value = value.to(torch.float32)
         if self.format == "sign":
             return codecs.sign_encode(value)
-        noise = None if generator is None else torch.rand(value.numel(), generator=generator).to(value.device)
+        noise = _noise(value) if self.format.endswith("_stochastic") else None
         return codecs.scaled_encode(value, _BITS[self.format], noise)
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
@@ -70,6 +71,12 @@ class ValueCodec:
             else codecs.scaled_decode(packet, k, _BITS[self.format])
         )
         return decoded.to(dtype)
+
+
+def _noise(value: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), [k], that other values would not draw."""
+    seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))  # a host sync on CUDA; exact in any order
+    return torch.rand(value.numel(), generator=torch.Generator().manual_seed(seed)).to(value.device)
 
 
 def check_values(values: str) -> None:
