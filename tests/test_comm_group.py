@@ -261,6 +261,7 @@ def closed_by_one() -> None:
     for round_number, operation in enumerate(OPERATIONS):
         with case(operation):
             call(comm, operation)
+            dist.barrier()  # what a rank has sent may be lost with its connections while the others have not read it
             if comm.rank == 1:
                 comm.close()
                 comm.close()
