@@ -1,9 +1,9 @@
 """The hot loops over whole vectors, one signature each; `reference` and `sparse_reference` are their specification in plain torch.
 
 Each function runs on the backend that `backend()` names, and on the reference where that backend lacks the tensor's device or type: the
-C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too; on a GPU
-`accumulate`, `at_least` and `top_k` run in Triton, the rest in torch. Results are the same bits on every backend,
-but for the bits inside a NaN. `threads` is for the C++ backend; the others do as torch does.
+C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too; so does the Triton one on a GPU, where `move_`,
+`among`, `split` and `sorted_union` are torch's own operations. Results are the same bits on every backend, but for the bits inside a NaN.
+`threads` is for the C++ backend; the others do as torch does.
 """
 
 from collections.abc import Sequence
@@ -75,6 +75,8 @@ def accumulate_select_(
     _check_span(span, n)
     found = _for_sum(residual, grad)
     if found is None:
+        if triton := _triton(residual, grad=grad):
+            return triton.accumulate_select_(residual, grad, threshold, span)
         return reference.accumulate_select_(residual, grad, threshold, span)
     return cpu.accumulate_select_(found, residual, grad, threshold, span, threads)
 
@@ -92,6 +94,8 @@ def accumulate_top_k(
     _check_count(k, residual.numel())
     found = _for_sum(residual, grad, out)
     if found is None:
+        if triton := _triton(residual, out, grad=grad):
+            return triton.accumulate_top_k(residual, grad, k, out, bound)
         finite = accumulate(residual, grad, out)
         return top_k(out, k, bound), finite
     return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads)
@@ -119,14 +123,20 @@ def accumulate_top_k_nonzero(
 def all_finite(x: Float[Tensor, " n"]) -> bool:
     """Whether `x` holds neither NaN nor Inf."""
     found = _for(x)
-    return reference.all_finite(x) if found is None else cpu.all_finite(found, x)
+    if found is None:
+        triton = _triton(grad=x)
+        return triton.all_finite(x) if triton else reference.all_finite(x)
+    return cpu.all_finite(found, x)
 
 
 def above(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
     """The elements of `x` whose magnitude is `threshold` or more, zeros included where that is 0. NaN is not; positions ascend."""
     _check_threads(threads)
     found = _for(x)
-    return sparse_reference.above(x, threshold) if found is None else cpu.above(found, x, threshold, threads)
+    if found is None:
+        triton = _triton(x)
+        return triton.above(x, threshold) if triton else sparse_reference.above(x, threshold)
+    return cpu.above(found, x, threshold, threads)
 
 
 def at_least(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
@@ -134,9 +144,8 @@ def at_least(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Spar
     _check_threads(threads)
     found = _for(x)
     if found is None:
-        if triton := _triton(x):
-            return triton.at_least(x, threshold, x.numel() // 50)
-        return sparse_reference.at_least(x, threshold)
+        triton = _triton(x)
+        return triton.at_least(x, threshold) if triton else sparse_reference.at_least(x, threshold)
     return cpu.at_least(found, x, threshold, threads)
 
 
@@ -150,9 +159,8 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: i
     _check_count(k, x.numel())
     found = _for(x)
     if found is None:
-        if triton := _triton(x):
-            return triton.top_k(x, k, bound)
-        return candidates.top_k(x, k)
+        triton = _triton(x)
+        return triton.top_k(x, k, bound) if triton else candidates.top_k(x, k)
     return cpu.top_k(found, x, k, bound, threads)
 
 
@@ -164,7 +172,8 @@ def top_k_nonzero(
     _check_span(skip or Span(0, 0), x.numel())
     found = _for(x)
     if found is None:
-        return sparse_reference.top_k_nonzero(x, k, skip)
+        triton = _triton(x) if k >= 0 else None
+        return triton.top_k_nonzero(x, k, skip, bound) if triton else sparse_reference.top_k_nonzero(x, k, skip)
     return cpu.top_k(found, x, k, bound, threads, skip, zeros=False)
 
 
@@ -175,7 +184,10 @@ def largest(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     """
     _check_count(k, magnitude.numel())
     found = _for(magnitude)
-    return reference.largest(magnitude, k) if found is None else cpu.largest(found, magnitude, k)
+    if found is None:
+        triton = _triton(magnitude)
+        return triton.largest(magnitude, k) if triton else reference.largest(magnitude, k)
+    return cpu.largest(found, magnitude, k)
 
 
 def histogram(magnitude: Float[Tensor, " n"]) -> Int[Tensor, " levels"]:
@@ -184,14 +196,17 @@ def histogram(magnitude: Float[Tensor, " n"]) -> Int[Tensor, " levels"]:
     What exceeds float32, and NaN, counts as its largest number.
     """
     found = _for(magnitude)
-    return reference.histogram(magnitude) if found is None else cpu.histogram(found, magnitude, reference.LEVELS)
+    if found is None:
+        triton = _triton(magnitude)
+        return triton.histogram(magnitude) if triton else reference.histogram(magnitude)
+    return cpu.histogram(found, magnitude, reference.LEVELS)
 
 
 def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
     """Adds the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
     found = _for(out, part.value) if _plain(part.index) else None
     if found is None:
-        reference.scatter_add_(out, part)
+        (_triton_at(part.index, out, part.value) or reference).scatter_add_(out, part)
     else:
         cpu.scatter_add_(found, out, part)
 
@@ -200,7 +215,7 @@ def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
     """Sets `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
     found = _for(x) if _plain(index) else None
     if found is None:
-        reference.clear_(x, index)
+        (_triton_at(index, x) or reference).clear_(x, index)
     else:
         cpu.clear_(found, x, index)
 
@@ -211,7 +226,7 @@ def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, 
         raise ValueError(f"there must be a value for each position, got {value.numel()} for {index.numel()}")
     found = _for(x, value) if _plain(index) else None
     if found is None:
-        reference.put_(x, index, value)
+        (_triton_at(index, x, value) or reference).put_(x, index, value)
     else:
         cpu.put_(found, x, index, value)
 
@@ -219,7 +234,7 @@ def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, 
 def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " k"]:
     """The elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
     found = _for(x) if _plain(index) else None
-    return reference.gather(x, index) if found is None else cpu.gather(found, x, index)
+    return (_triton_at(index, x) or reference).gather(x, index) if found is None else cpu.gather(found, x, index)
 
 
 def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
@@ -244,7 +259,10 @@ def sorted_union(parts: Sequence[Sparse]) -> Sparse:
 def summed(parts: Sequence[Sparse]) -> Sparse:
     """The sum of `parts` as one, added in their order, starting from 0; positions ascend."""
     found = _for_parts(parts)
-    return sparse_reference.summed(parts) if found is None else cpu.merged(found, parts, add=True)
+    if found is None:
+        triton = _triton(*(part.value for part in parts))
+        return triton.summed(parts) if triton else sparse_reference.summed(parts)
+    return cpu.merged(found, parts, add=True)
 
 
 def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
@@ -273,6 +291,13 @@ def _triton(*tensors: Tensor, grad: Tensor | None = None) -> ModuleType | None:
     if any(each.dtype != torch.float32 for each in tensors) or (grad is not None and grad.dtype not in cpu.TYPES):
         return None
     return on_triton(*tensors, *([] if grad is None else [grad]))
+
+
+def _triton_at(index: Tensor, *tensors: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they take these positions and vectors, which may be of 16 bits too."""
+    if index.dtype not in _INTEGERS or any(each.dtype not in cpu.TYPES for each in tensors):
+        return None
+    return on_triton(index, *tensors)
 
 
 def _for_sum(residual: Tensor, grad: Tensor, *out: Tensor) -> cpu.Native | None:

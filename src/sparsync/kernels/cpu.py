@@ -118,25 +118,25 @@ def scatter_add_(native: Native, out: Tensor, part: Sparse) -> None:
     if not native[0].scatter_add(
         out.data_ptr(), out.numel(), index.data_ptr(), wide, part.value.data_ptr(), index.numel()
     ):
-        raise IndexError(_outside(index, out))
+        raise IndexError(outside(index, out))
 
 
 def clear_(native: Native, x: Tensor, index: Tensor) -> None:
     if not native[0].clear(x.data_ptr(), x.numel(), index.data_ptr(), index.dtype == torch.int64, index.numel()):
-        raise IndexError(_outside(index, x))
+        raise IndexError(outside(index, x))
 
 
 def put_(native: Native, x: Tensor, index: Tensor, value: Tensor) -> None:
     wide = index.dtype == torch.int64
     if not native[0].put(x.data_ptr(), x.numel(), index.data_ptr(), wide, value.data_ptr(), index.numel()):
-        raise IndexError(_outside(index, x))
+        raise IndexError(outside(index, x))
 
 
 def gather(native: Native, x: Tensor, index: Tensor) -> Tensor:
     value = _new(index.numel(), torch.float32)
     wide = index.dtype == torch.int64
     if not native[0].gather(x.data_ptr(), x.numel(), index.data_ptr(), wide, value.data_ptr(), index.numel()):
-        raise IndexError(_outside(index, x))
+        raise IndexError(outside(index, x))
     return value
 
 
@@ -189,7 +189,7 @@ def _new(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
-def _outside(index: Tensor, x: Tensor) -> str:
+def outside(index: Tensor, x: Tensor) -> str:
     return (
         f"positions must be in [0, {x.numel()}) for {x.numel()} elements, got {int(index.min())} to {int(index.max())}"
     )

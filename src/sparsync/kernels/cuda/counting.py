@@ -1,0 +1,139 @@
+"""Counting by magnitude: the histogram that schemes share, and the counts by digits that find the k-th largest element."""
+
+# pyright: reportArgumentType=false
+# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsync.kernels.cuda.launching import BLOCK, WARPS, loaded, local, on_its_device, programs, rank_key
+from sparsync.kernels.reference import LEVELS
+
+COPIES = 32  # of the histogram at most, so that blocks seldom add to the same word
+DIGITS = tl.constexpr(4)  # of 8 bits each, the first the highest
+BINS = 256
+ROUNDS = 8  # blocks that one program counts before it adds its counts to all others'
+
+
+@on_its_device
+def histogram(x: Tensor) -> Tensor:
+    """As the reference's, in one pass over 4 bytes an element. No host sync."""
+    n = x.numel()
+    copies = max(1, min(COPIES, n >> 18))
+    counts = torch.zeros(copies * LEVELS, dtype=torch.int32, device=x.device)
+    if n:
+        _histogram_kernel[programs(n)](x, counts, n, copies, LEVELS=LEVELS, BLOCK=BLOCK, num_warps=WARPS)
+    return counts.view(copies, LEVELS).sum(0)
+
+
+def ranked(
+    x: Tensor, found: Tensor | None, count: int, k: int, least: int, skip: tuple[int, int], signed: bool
+) -> Tensor:
+    """What the k-th largest rank key is, and how many elements of that key belong to the k largest, int64 [2], on the device.
+
+    Of the first `found[0]` of `x`, or of the first `count` where `found` is None; of keys of `least` or more, outside of `skip`. Where
+    there are fewer than k, it is the smallest one that there is, and all of that key belong to them. Nothing to count: the largest key
+    there could be, and 0. Four passes over 4 bytes an element, whatever they are.
+    """
+    counts = torch.zeros(DIGITS.value * BINS, dtype=torch.int32, device=x.device)
+    result = torch.empty(2, dtype=torch.int64, device=x.device)
+    if count:
+        for depth in range(DIGITS.value):
+            _digit_kernel[programs(count, ROUNDS * BLOCK)](
+                x,
+                counts if found is None else found,
+                counts,
+                count,
+                k,
+                least,
+                *skip,
+                DEPTH=depth,
+                SIGNED=signed,
+                COUNTED=found is not None,
+                BLOCK=BLOCK,
+                ROUNDS=ROUNDS,
+                num_warps=WARPS,
+            )
+    _settle_kernel[(1,)](counts, result, k, num_warps=1)
+    return result
+
+
+@triton.jit
+def ordered_key(x, SIGNED: tl.constexpr):
+    """The rank key as a number of 32 bits without a sign, int64."""
+    return rank_key(x, SIGNED).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def _narrowed(counts, k, DEPTH: tl.constexpr):
+    """The first DEPTH digits of the k-th largest key, and how many of those that begin so belong to the k largest."""
+    digit = tl.arange(0, 256)
+    most = tl.minimum(tl.sum(tl.load(counts + digit)), k)
+    prefix = tl.full([], 0, tl.int64)
+    for depth in tl.static_range(DEPTH):
+        here = tl.load(counts + depth * 256 + digit)
+        reach = tl.cumsum(here, 0, reverse=True)  # how many have this digit or a larger one
+        found = tl.max(tl.where(reach >= most, digit, 0))
+        most -= tl.sum(tl.where(digit > found, here, 0))
+        prefix = prefix * 256 + found
+    return prefix, most
+
+
+@triton.jit(do_not_specialize=["k", "least", "start", "stop"])
+def _digit_kernel(
+    x,
+    found,
+    counts,
+    n,
+    k,
+    least,
+    start,
+    stop,
+    DEPTH: tl.constexpr,
+    SIGNED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Counts the digit after the first DEPTH ones of all keys that begin as the k-th largest does."""
+    last = n
+    if COUNTED:
+        last = tl.minimum(n, tl.load(found))
+    first = tl.program_id(0).to(tl.int64) * (ROUNDS * BLOCK)
+    if first < last:
+        prefix, _ = _narrowed(counts, k, DEPTH)
+        lane = tl.arange(0, BLOCK)
+        digit = tl.arange(0, 256)
+        total = tl.zeros((256,), tl.int32)
+        for _round in range(0, ROUNDS):
+            left = tl.minimum(last - first, BLOCK).to(tl.int32)
+            value = loaded(x + first, lane, left, BLOCK)
+            key = ordered_key(value, SIGNED)
+            outside = (lane < local(start, first, left)) | (lane >= local(stop, first, left))
+            counted = (lane < left) & (rank_key(value, SIGNED) >= least) & outside
+            if DEPTH > 0:
+                counted = counted & ((key >> (32 - 8 * DEPTH)) == prefix)
+            total += tl.histogram(((key >> (24 - 8 * DEPTH)) & 255).to(tl.int32), 256, mask=counted)
+            first += BLOCK
+        tl.atomic_add(counts + DEPTH * 256 + digit, total, mask=total > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def _settle_kernel(counts, result, k):
+    prefix, most = _narrowed(counts, k, DIGITS)
+    tl.store(result, prefix)
+    tl.store(result + 1, most.to(tl.int64))
+
+
+@triton.jit
+def _histogram_kernel(x, counts, n, copies, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    first = block.to(tl.int64) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    left = tl.minimum(n - first, BLOCK).to(tl.int32)
+    value = loaded(x + first, lane, left, BLOCK)
+    bits = value.to(tl.int32, bitcast=True)
+    level = tl.minimum((bits & 0x7FFFFFFF) >> 16, LEVELS - 1)
+    tl.atomic_add(counts + (block % copies) * LEVELS + level, 1, mask=(lane < left) & ((bits >= 0) | (value != value)), sem="relaxed")

@@ -1,0 +1,136 @@
+"""Reading and writing at positions, and adding up sparse vectors: deterministic, and nothing outside is ever touched.
+
+torch's own operations on a GPU would add with atomics, in any order and with denormal numbers as zero, and end the process at a position
+outside. One host sync each, because only the device knows whether all positions are inside.
+"""
+
+# pyright: reportArgumentType=false
+# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsync.core import Sparse
+from sparsync.kernels.cpu import outside
+from sparsync.kernels.cuda.launching import on_its_device, programs
+
+LANES = 1024
+
+
+@on_its_device
+def clear_(x: Tensor, index: Tensor) -> None:
+    """Sets `x` [n] to zero at the positions `index` [k]; IndexError, with nothing written, where one is outside."""
+    _write(x, index, None)
+
+
+@on_its_device
+def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
+    """Sets `x` [n] to `value` [k] at the distinct positions `index` [k]; IndexError, with nothing written, where one is outside."""
+    _write(x, index, value)
+
+
+@on_its_device
+def scatter_add_(out: Tensor, part: Sparse) -> None:
+    """Adds the elements of `part`, at distinct positions, to `out` [n]; IndexError, with nothing written, where one is outside."""
+    _write(out, part.index, part.value.to(out.dtype), add=True)
+
+
+@on_its_device
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """The elements of `x` [n] at the positions `index` [k]; IndexError where one is outside."""
+    k, n = index.numel(), x.numel()
+    value = torch.empty(k, dtype=x.dtype, device=x.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+    if k:
+        _gather_kernel[programs(k, LANES)](x, index, value, bad, k, n, LANES=LANES)
+        _refuse(bad, index, x)
+    return value
+
+
+def summed(parts: Sequence[Sparse]) -> Sparse:
+    """The sum of `parts` as one, added in their order, starting from 0; positions ascend. One host sync."""
+    return _summed(torch.cat([part.index for part in parts]), parts)
+
+
+@on_its_device
+def _summed(index: Tensor, parts: Sequence[Sparse]) -> Sparse:
+    ordered, order = index.sort(stable=True)  # so that elements of one position stay in the order of the parts
+    begins = torch.ones(index.numel(), dtype=torch.bool, device=index.device)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    first = begins.nonzero().view(-1)  # a host sync: how many positions differ depends on the data
+    value = torch.cat([part.value for part in parts])
+    total = torch.empty(first.numel(), dtype=value.dtype, device=value.device)
+    if first.numel():
+        _add_runs_kernel[programs(first.numel(), LANES)](
+            value, order, first, total, first.numel(), index.numel(), len(parts), LANES=LANES
+        )
+    return Sparse(ordered[first], total, parts[0].length)
+
+
+def _write(x: Tensor, index: Tensor, value: Tensor | None, add: bool = False) -> None:
+    k, n = index.numel(), x.numel()
+    if k == 0:
+        return
+    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+    _check_kernel[programs(k, LANES)](index, bad, k, n, LANES=LANES)
+    _write_kernel[programs(k, LANES)](
+        x, index, x if value is None else value, bad, k, CLEAR=value is None, ADD=add, LANES=LANES
+    )
+    _refuse(bad, index, x)
+
+
+def _refuse(bad: Tensor, index: Tensor, x: Tensor) -> None:
+    if int(bad):  # a host sync: whoever called must know
+        raise IndexError(outside(index, x))
+
+
+@triton.jit
+def _check_kernel(index, bad, k, n, LANES: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    place = tl.load(index + lane, mask=lane < k, other=0)
+    if tl.max(((lane < k) & ((place < 0) | (place >= n))).to(tl.int32)) > 0:
+        tl.atomic_max(bad, 1, sem="relaxed")
+
+
+@triton.jit
+def _write_kernel(x, index, value, bad, k, CLEAR: tl.constexpr, ADD: tl.constexpr, LANES: tl.constexpr):
+    if tl.load(bad) == 0:
+        lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+        inside = lane < k
+        place = tl.load(index + lane, mask=inside, other=0).to(tl.int64)
+        if CLEAR:
+            tl.store(x + place, tl.zeros((LANES,), x.dtype.element_ty), mask=inside)
+        else:
+            written = tl.load(value + lane, mask=inside, other=0.0)
+            if ADD:
+                before = tl.load(x + place, mask=inside, other=0.0)
+                written = (before.to(tl.float32) + written.to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(x + place, written.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather_kernel(x, index, value, bad, k, n, LANES: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    place = tl.load(index + lane, mask=lane < k, other=0).to(tl.int64)
+    inside = (lane < k) & (place >= 0) & (place < n)
+    tl.store(value + lane, tl.load(x + place, mask=inside, other=0.0), mask=inside)
+    if tl.max(((lane < k) & (inside == 0)).to(tl.int32)) > 0:
+        tl.atomic_max(bad, 1, sem="relaxed")
+
+
+@triton.jit
+def _add_runs_kernel(value, order, first, total, count, n, P, LANES: tl.constexpr):
+    """Every run of equal positions, added from its first element on."""
+    run = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    begin = tl.load(first + run, mask=run < count, other=0)
+    end = tl.load(first + run + 1, mask=run + 1 < count, other=n)
+    acc = tl.zeros((LANES,), tl.float32)
+    for part in range(0, P):  # no part has a position twice
+        there = (run < count) & (begin + part < end)
+        source = tl.load(order + begin + part, mask=there, other=0)
+        acc = tl.where(there, acc + tl.load(value + source, mask=there, other=0.0), acc)
+    tl.store(total + run, acc, mask=run < count)
