@@ -1,6 +1,12 @@
-"""The Triton kernels against the reference: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton kernels, called as the library calls them, against the reference: the same bits on a GPU, else in Triton's interpreter."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from json import loads
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,93 +14,232 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed here; it comes with torch on machines with CUDA")
+from on_triton import CUDA, DEVICE, KINDS, SPECIAL, bits, made, same
+from sparsync import Span, kernels
+from sparsync.core import Sparse
+from sparsync.kernels import cuda, reference, sparse_reference
+from sparsync.kernels.cuda import collecting, ranking
 
-from sparsync import kernels  # noqa: E402
-from sparsync.kernels import cuda, reference, sparse_reference  # noqa: E402
-
-DEVICE = "cuda" if CUDA else "cpu"
-SIZES = (0, 1, 63, 64, 65, cuda.BLOCK - 1, cuda.BLOCK, cuda.BLOCK + 1, 3 * cuda.BLOCK + 5)
-KINDS = ("normal", "ties", "equal", "zero", "poisoned", "tiny")
+BLOCK = cuda.BLOCK
+SIZES = (0, 1, 65, BLOCK - 1, BLOCK, 2 * BLOCK + 5)
+THRESHOLDS = (-1.0, 0.0, 1e-45, 1.0, 3e38, torch.inf, torch.nan)
 
 
-def made(kind: str, n: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, generator=generator)
-    if kind == "ties":
-        x = x.mul(2).round()
-    if kind == "equal":
-        x = torch.ones(n)
-    if kind == "zero":
-        x = torch.zeros(n)
-        x[::2] = -0.0
-    if kind == "poisoned" and n:
-        x[n // 2], x[-1], x[0] = torch.nan, torch.inf, -torch.inf
-    if kind == "tiny":
-        x = x * 1e-40  # denormal
-    return x.to(DEVICE)
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[None]:
+    with kernels.use("triton"):
+        yield
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are looked for in short vectors too."""
+    monkeypatch.setattr(ranking, "FEW", 0)
+
+
+def selected(residual: Tensor, grad: Tensor, threshold: float, span: Span) -> None:
+    """Accumulates and selects on both, and compares all there is."""
+    left, expected_left = residual.clone(), residual.clone()
+    expected, expected_finite = reference.accumulate_select_(expected_left, grad, threshold, span)
+    found, finite = kernels.accumulate_select_(left, grad, threshold, span)
+    same(found, expected)
+    assert finite == expected_finite
+    assert torch.equal(bits(left), bits(expected_left))
+
+
+def ranked(x: Tensor, k: int, bound: float | None) -> None:
+    """Adds and ranks on both."""
+    grad, out, expected_out = made("normal", x.numel(), 2), torch.empty_like(x), torch.empty_like(x)
+    found, finite = kernels.accumulate_top_k(x, grad, k, out, bound)
+    expected, expected_finite = reference.accumulate_top_k(x, grad, k, expected_out)
+    same(found, expected)
+    assert finite == expected_finite
+    assert torch.equal(bits(out), bits(expected_out))
+    same(kernels.top_k(x, k, bound), reference.top_k(x, k))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", SIZES)
-def test_every_kernel_gives_what_the_reference_gives(kind: str, n: int) -> None:
+def test_accumulating_and_selecting_is_the_reference(kind: str) -> None:
+    for n in SIZES:
+        residual, grad = made(kind, n), made("normal" if kind != "normal" else "special", n, 1)
+        out, expected = torch.empty_like(residual), torch.empty_like(residual)
+        assert kernels.accumulate(residual, grad, out) == reference.accumulate(residual, grad, expected)
+        assert torch.equal(bits(out), bits(expected))
+        for threshold in THRESHOLDS:
+            selected(residual, grad, threshold, Span(0, n))
+        selected(residual, grad, 0.5, Span(n // 3, n // 2))
+        selected(residual, grad, 0.0, Span(n // 2, n // 2))
+
+
+@pytest.mark.parametrize("kind", ["normal", "poisoned", "special"])
+@pytest.mark.parametrize("room", [1, 4])  # one in so many; more is found, in several of the blocks or in all
+def test_what_finds_no_room_is_neither_lost_nor_selected_twice(
+    kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 4 * BLOCK + 77
     residual, grad = made(kind, n), made("normal", n, 1)
-    acc, out = residual + grad, torch.empty_like(residual)
-    assert cuda.accumulate(residual, grad, out) == bool(acc.isfinite().all())
-    assert same(out, acc)
-    for threshold in (0.5, 1.0, 5.0, float("inf")):
-        for expected in (0, n):
-            found, finite = cuda.accumulate_select(residual, grad, out.zero_(), threshold, expected)
-            where = ((acc.abs() >= threshold) | acc.isnan()).nonzero().view(-1)
-            assert same(found.index, where.to(torch.int32))
-            assert same(found.value, acc[where])
-            assert same(out, acc)
-            assert finite == bool(acc.isfinite().all())
-    found, wanted = cuda.at_least(residual, 1.0, n), sparse_reference.at_least(residual, 1.0)
-    assert same(found.index, wanted.index)
-    level = (residual.abs().view(torch.int32) >> 16).long()
-    assert torch.equal(cuda.magnitude_histogram(residual), torch.bincount(level, minlength=cuda.BINS))
-    for k in {0, min(1, n), n // 3, n}:
-        for warm in (None, 0.3, 1.0, 100.0):
-            found, wanted = cuda.top_k(residual, k, warm), reference.top_k(residual, k)
-            assert same(found.index, wanted.index)
-            assert same(found.value, wanted.value)
+    monkeypatch.setattr(collecting, "SHARE", 10**9)  # the room is one block's
+    residual[: BLOCK * room // 4] *= 0.0  # the first of them find some
+    for threshold, span in product((0.0, 0.5), (Span(0, n), Span(BLOCK // 2, n - 9))):
+        selected(residual, grad, threshold, span)
+    same(kernels.above(residual, 0.1), sparse_reference.above(residual, 0.1))
+    same(kernels.at_least(residual, 0.0), sparse_reference.at_least(residual, 0.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection_by_a_threshold_counting_and_finiteness_are_the_reference(kind: str) -> None:
+    for n in SIZES:
+        x = made(kind, n)
+        for threshold in THRESHOLDS:
+            same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
+            same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+        assert torch.equal(kernels.histogram(x), reference.histogram(x))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert kernels.all_finite(x.to(dtype)) == reference.all_finite(x.to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
+    for n in (0, 1, 65, BLOCK + 1):
+        x = made(kind, n)
+        for k in {0, n // 3} if n > 65 else {0, min(1, n), n}:
+            ranked(x, k, None)
+            skip = Span(n // 3, n // 2)
+            same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
+            numbers = x.nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
+            assert torch.equal(kernels.largest(numbers, k), reference.largest(numbers, k))
+
+
+@pytest.mark.usefixtures("searched")
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> None:
+    n = BLOCK + 5
+    x, k = made(kind, n), n // 50
+    smallest = float(sparse_reference.magnitude(reference.top_k(x, k).value).min())
+    for bound in (None, smallest, 2 * smallest, torch.nan):
+        ranked(x, k, bound)
+    for skip, bound in ((Span(n // 3, n // 2), None), (Span(9, n - 9), smallest)):
+        same(kernels.top_k_nonzero(x, k, skip, bound), sparse_reference.top_k_nonzero(x, k, skip))
+    numbers = x.nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
+    assert torch.equal(kernels.largest(numbers, k), reference.largest(numbers, k))
+
+
+@pytest.mark.usefixtures("searched")
+def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = BLOCK + 1
+    monkeypatch.setattr(ranking, "SAMPLE", 64)
+    stride = n // 64 | 1
+    on_sample, off_sample = torch.full((n,), 0.5, device=DEVICE), torch.full((n,), 0.5, device=DEVICE)
+    on_sample[::stride] = 2.0
+    off_sample[1::stride] = torch.arange(len(off_sample[1::stride]), device=DEVICE) + 2.0
+    for x in (on_sample, off_sample):
+        for k in (1, n // 5):
+            same(kernels.top_k(x, k), reference.top_k(x, k))
+            assert torch.equal(kernels.largest(-x, k), reference.largest(-x, k))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bits_are_added_in_single_precision(dtype: torch.dtype) -> None:
-    residual, grad = made("normal", 1000), made("normal", 1000, 1).to(dtype)
+def test_gradients_of_16_bits_are_added_in_single_precision(dtype: torch.dtype, searched: None) -> None:
+    n = BLOCK + 100
+    residual, grad = made("normal", n), made("normal", n, 1).to(dtype)
     out = torch.empty_like(residual)
-    cuda.accumulate(residual, grad, out)
-    assert same(out, residual + grad.float())
+    kernels.accumulate(residual, grad, out)
+    assert torch.equal(out, residual + grad.float())
+    selected(residual, grad, 1.0, Span(0, n))
+    same(kernels.accumulate_top_k(residual, grad, 30, out)[0], reference.top_k(residual + grad.float(), 30))
 
 
-@settings(max_examples=30, deadline=None)
-@given(values=st.lists(st.floats(width=32), max_size=200), k=st.integers(0, 200), warm=st.floats(0, 2))
-def test_any_values_are_ranked_as_the_reference_ranks_them(values: list[float], k: int, warm: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_adding_reading_clearing_and_writing_at_positions_are_the_reference(dtype: torch.dtype, wide: bool) -> None:
+    n = 5000
+    index = (made("normal", n) > 0.7).nonzero().view(-1).to(torch.int64 if wide else torch.int32)
+    value = made("special", index.numel(), 1)
+    out, expected = made("special", n, 2).to(dtype), made("special", n, 2).to(dtype)
+    kernels.scatter_add_(out, Sparse(index, value, n))
+    reference.scatter_add_(expected, Sparse(index, value, n))
+    assert torch.equal(bits(out.float()), bits(expected.float()))
+    assert torch.equal(bits(kernels.gather(out, index).float()), bits(reference.gather(expected, index).float()))
+    kernels.clear_(out, index[::2].contiguous())
+    reference.clear_(expected, index[::2])
+    assert torch.equal(bits(out.float()), bits(expected.float()))
+    kernels.put_(out, index, value)
+    reference.put_(expected, index, value)
+    assert torch.equal(bits(out.float()), bits(expected.float()))
+
+
+@pytest.mark.parametrize("position", [-1, 4, 2**31 - 1, -(2**31)])
+def test_a_position_outside_is_refused_before_anything_is_written(position: int) -> None:
+    x, index = torch.ones(4, device=DEVICE), torch.tensor([0, position], dtype=torch.int32, device=DEVICE)
+    two = torch.full((2,), 2.0, device=DEVICE)
+    for call in (
+        lambda: kernels.scatter_add_(x, Sparse(index, two, 4)),
+        lambda: kernels.clear_(x, index),
+        lambda: kernels.put_(x, index, two),
+        lambda: kernels.gather(x, index),
+    ):
+        with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
+            call()
+    assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("P", [1, 2, 5, 13])
+def test_sums_are_added_in_the_order_of_their_parts(P: int) -> None:
+    n, source = 3000, torch.Generator().manual_seed(P)
+    parts = []
+    for part in range(P):
+        index = (torch.rand(n, generator=source) < 0.4).nonzero().view(-1).to(torch.int32).to(DEVICE)
+        parts.append(Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n))  # so that order matters
+    wanted = sparse_reference.summed([Sparse(part.index.cpu(), part.value.cpu(), n) for part in parts])
+    found = kernels.summed(parts)
+    same(Sparse(found.index.cpu(), found.value.cpu(), n), wanted)
+    same(kernels.summed([Sparse(part.index[:0], part.value[:0], n) for part in parts]), Sparse(parts[0].index[:0], parts[0].value[:0], n))
+
+
+values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
+
+
+@settings(max_examples=25, deadline=None)
+@given(values=values, threshold=st.sampled_from(SPECIAL) | st.floats(), data=st.data())
+def test_whatever_is_drawn_gives_the_bits_of_the_reference(
+    values: list[float], threshold: float, data: st.DataObject
+) -> None:
     x = torch.tensor(values, dtype=torch.float32, device=DEVICE)
-    found, wanted = cuda.top_k(x, min(k, len(values)), warm), reference.top_k(x, min(k, len(values)))
-    assert same(found.index, wanted.index)
-    assert same(found.value, wanted.value)
+    k = data.draw(st.integers(0, x.numel()))
+    few, ranking.FEW = ranking.FEW, data.draw(st.sampled_from([0, ranking.FEW]))
+    try:
+        with kernels.use("triton"):
+            same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
+            same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
+            same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+            selected(x.flip(0), x, threshold, Span(0, x.numel()))
+    finally:
+        ranking.FEW = few
 
 
-def test_the_kernels_of_the_library_run_in_triton_where_that_is_the_backend() -> None:
-    residual, grad = made("ties", 1000), made("normal", 1000, 1)
-    with kernels.use("triton"):
-        assert kernels.backend() == "triton"
-        out = torch.empty_like(residual)
-        found, finite = kernels.accumulate_top_k(residual, grad, 50, out)
-        above = kernels.at_least(out, 1.0)
-    wanted = reference.top_k(residual + grad, 50)
-    assert finite
-    assert same(out, residual + grad)
-    assert same(found.index, wanted.index)
-    assert same(found.value, wanted.value)
-    assert same(above.index, sparse_reference.at_least(out, 1.0).index)
+def test_what_triton_does_not_take_is_done_by_torch() -> None:
+    x = made("normal", 100).double()
+    same(kernels.top_k(x, 7), reference.top_k(x, 7))
+    matrix = made("normal", 100).view(10, 10)[:, 3]
+    same(kernels.above(matrix, 0.5), sparse_reference.above(matrix, 0.5))
+
+
+@pytest.mark.skipif(CUDA, reason="the kernels run on the GPU that is here")
+def test_every_kernel_compiles_for_a_gpu_with_wide_loads_and_exact_arithmetic(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = Path(__file__).with_name("compiled_kernels.py")
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", program],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *rows, last = map(loads, told.stdout.splitlines())
+    assert {row["kernel"] for row in rows} == set(last["all"])
+    for row in rows:
+        assert not row["inexact"], row
+        if row["kernel"] in ("_add_kernel", "_accumulate_select_kernel", "_collect_kernel", "_digit_kernel"):
+            assert row["wide_loads"], row
+        if row["kernel"] == "_accumulate_select_kernel":
+            assert row["wide_stores"], row

@@ -61,9 +61,9 @@ def ranked(
 
 
 @triton.jit
-def ordered_key(x, SIGNED: tl.constexpr):
-    """The rank key as a number of 32 bits without a sign, int64."""
-    return rank_key(x, SIGNED).to(tl.int64) + 2147483648
+def ordered(rank):
+    """A rank key as a number of 32 bits without a sign, int64."""
+    return rank.to(tl.int64) + 2147483648
 
 
 @triton.jit
@@ -107,16 +107,15 @@ def _digit_kernel(
         lane = tl.arange(0, BLOCK)
         digit = tl.arange(0, 256)
         total = tl.zeros((256,), tl.int32)
-        for _round in range(0, ROUNDS):
-            left = tl.minimum(last - first, BLOCK).to(tl.int32)
-            value = loaded(x + first, lane, left, BLOCK)
-            key = ordered_key(value, SIGNED)
-            outside = (lane < local(start, first, left)) | (lane >= local(stop, first, left))
-            counted = (lane < left) & (rank_key(value, SIGNED) >= least) & outside
+        for at in range(first, tl.minimum(first + ROUNDS * BLOCK, last), BLOCK):
+            left = tl.minimum(last - at, BLOCK).to(tl.int32)
+            rank = rank_key(loaded(x + at, lane, left, BLOCK), SIGNED)
+            outside = (lane < local(start, at, left)) | (lane >= local(stop, at, left))
+            counted = (lane < left) & (rank >= least) & outside
+            key = ordered(rank)
             if DEPTH > 0:
                 counted = counted & ((key >> (32 - 8 * DEPTH)) == prefix)
             total += tl.histogram(((key >> (24 - 8 * DEPTH)) & 255).to(tl.int32), 256, mask=counted)
-            first += BLOCK
         tl.atomic_add(counts + DEPTH * 256 + digit, total, mask=total > 0, sem="relaxed")
 
 

@@ -19,8 +19,8 @@ from sparsync.core import Span, Sparse
 from sparsync.kernels.candidates import MARGIN, SAMPLE
 from sparsync.kernels.cpu import bits_of
 from sparsync.kernels.cuda.collecting import Pool, accumulate, collect, pool_for
-from sparsync.kernels.cuda.counting import ordered_key, ranked
-from sparsync.kernels.cuda.launching import BLOCK, INFINITY, local, on_its_device, programs
+from sparsync.kernels.cuda.counting import ordered, ranked
+from sparsync.kernels.cuda.launching import BLOCK, INFINITY, local, on_its_device, programs, rank_key
 
 CHUNK = 128  # elements of a piece of the pool that are looked at once
 FEW = 32 * BLOCK  # elements that are not worth a search for candidates
@@ -174,9 +174,10 @@ def _piece(counts, offsets, capacity, POOL: tl.constexpr, BLOCK: tl.constexpr):
 def _looked_at(value, source, lane, count, level, least, start, stop, SIGNED: tl.constexpr):
     """The elements from `source` on, which of them are above the level, and which on it."""
     acc = tl.load(value + source + lane, mask=lane < count, other=0.0)
-    key = ordered_key(acc, SIGNED)
+    rank = rank_key(acc, SIGNED)
+    key = ordered(rank)
     outside = (lane < local(start, source, count)) | (lane >= local(stop, source, count))
-    counted = (lane < count) & (key - 2147483648 >= least) & outside
+    counted = (lane < count) & (rank >= least) & outside
     return acc, counted & (key > level), counted & (key == level)
 
 

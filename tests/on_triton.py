@@ -1,0 +1,53 @@
+"""What tests of the Triton kernels share: a GPU where there is one, else Triton's interpreter, and inputs that are awkward to select from."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton", reason="triton is not installed here; it comes with torch on machines with CUDA")
+
+from sparsync.core import Sparse  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan]
+KINDS = ("normal", "special", "ties", "equal", "zero", "poisoned", "tiny", "two-valued", "sorted")
+
+
+def made(kind: str, n: int, seed: int = 0) -> Tensor:
+    """A vector of `n` elements."""
+    source = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, generator=source)
+    if kind == "special":
+        return torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (n,), generator=source)].to(DEVICE)
+    poisoned = normal.clone()
+    if n:
+        poisoned[n // 2], poisoned[-1], poisoned[0] = torch.nan, torch.inf, -torch.inf
+    zero = torch.zeros(n)
+    zero[::2] = -0.0
+    return {
+        "normal": normal,
+        "ties": normal.mul(2).round(),
+        "equal": torch.full((n,), -2.0),
+        "zero": zero,
+        "poisoned": poisoned,
+        "tiny": normal * 1e-40,  # denormal
+        "two-valued": torch.where(normal > 2, 2.0, 1.0),
+        "sorted": normal.sort().values,
+    }[kind].to(DEVICE)
+
+
+def bits(x: Tensor) -> Tensor:
+    """What is compared: the bits, but all NaN alike, because which one an addition makes is the processor's affair."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
+
+
+def same(got: Sparse, expected: Sparse) -> None:
+    assert got.index.dtype == expected.index.dtype
+    assert torch.equal(got.index, expected.index)
+    assert torch.equal(bits(got.value), bits(expected.value))
+    assert got.length == expected.length
