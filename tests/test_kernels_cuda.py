@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from json import loads
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from sparsync.kernels import cuda, reference, sparse_reference
 from sparsync.kernels.cuda import collecting, ranking
 
 BLOCK = cuda.BLOCK
-SIZES = (0, 1, 65, BLOCK - 1, BLOCK, 2 * BLOCK + 5)
-THRESHOLDS = (-1.0, 0.0, 1e-45, 1.0, 3e38, torch.inf, torch.nan)
+SIZES = (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 5)
+THRESHOLDS = (0.0, 1e-45, 1.0, torch.inf, torch.nan)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_accumulating_and_selecting_is_the_reference(kind: str) -> None:
         for threshold in THRESHOLDS:
             selected(residual, grad, threshold, Span(0, n))
         selected(residual, grad, 0.5, Span(n // 3, n // 2))
-        selected(residual, grad, 0.0, Span(n // 2, n // 2))
+        selected(residual, grad, -1.0, Span(n // 2, n // 2))
 
 
 @pytest.mark.parametrize("kind", ["normal", "poisoned", "special"])
@@ -80,7 +79,7 @@ def test_what_finds_no_room_is_neither_lost_nor_selected_twice(
     residual, grad = made(kind, n), made("normal", n, 1)
     monkeypatch.setattr(collecting, "SHARE", 10**9)  # the room is one block's
     residual[: BLOCK * room // 4] *= 0.0  # the first of them find some
-    for threshold, span in product((0.0, 0.5), (Span(0, n), Span(BLOCK // 2, n - 9))):
+    for threshold, span in ((0.0, Span(0, n)), (0.5, Span(BLOCK // 2, n - 9))):
         selected(residual, grad, threshold, span)
     same(kernels.above(residual, 0.1), sparse_reference.above(residual, 0.1))
     same(kernels.at_least(residual, 0.0), sparse_reference.at_least(residual, 0.0))
@@ -102,7 +101,7 @@ def test_selection_by_a_threshold_counting_and_finiteness_are_the_reference(kind
 def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
     for n in (0, 1, 65, BLOCK + 1):
         x = made(kind, n)
-        for k in {0, n // 3} if n > 65 else {0, min(1, n), n}:
+        for k in {n // 3} if n > 65 else {0, n}:
             ranked(x, k, None)
             skip = Span(n // 3, n // 2)
             same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
@@ -189,17 +188,22 @@ def test_sums_are_added_in_the_order_of_their_parts(P: int) -> None:
     parts = []
     for part in range(P):
         index = (torch.rand(n, generator=source) < 0.4).nonzero().view(-1).to(torch.int32).to(DEVICE)
-        parts.append(Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n))  # so that order matters
+        parts.append(
+            Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n)
+        )  # so that order matters
     wanted = sparse_reference.summed([Sparse(part.index.cpu(), part.value.cpu(), n) for part in parts])
     found = kernels.summed(parts)
     same(Sparse(found.index.cpu(), found.value.cpu(), n), wanted)
-    same(kernels.summed([Sparse(part.index[:0], part.value[:0], n) for part in parts]), Sparse(parts[0].index[:0], parts[0].value[:0], n))
+    same(
+        kernels.summed([Sparse(part.index[:0], part.value[:0], n) for part in parts]),
+        Sparse(parts[0].index[:0], parts[0].value[:0], n),
+    )
 
 
 values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(values=values, threshold=st.sampled_from(SPECIAL) | st.floats(), data=st.data())
 def test_whatever_is_drawn_gives_the_bits_of_the_reference(
     values: list[float], threshold: float, data: st.DataObject

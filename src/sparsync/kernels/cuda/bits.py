@@ -3,8 +3,8 @@
 They begin with the lowest bit of the first byte. Whatever the bytes, nothing is read or written outside of them and of what is returned.
 """
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# (Triton makes its own types of what a kernel is called with; its stubs do not know what reductions return, nor that ranges are iterated.)
 
 import torch
 import triton
@@ -51,9 +51,7 @@ def marked(index: Tensor, shift: int, stride: int, length: int) -> Tensor:
     """`length` bits, filled up to whole bytes, with the i-th mark at (index[i] >> shift) + stride i: uint8. Marks outside are left out."""
     words = torch.zeros(-(-length // 32), dtype=torch.int32, device=index.device)
     if index.numel():
-        _mark_kernel[programs(index.numel(), LANES)](
-            index, words, index.numel(), shift, stride, length, LANES=LANES
-        )
+        _mark_kernel[programs(index.numel(), LANES)](index, words, index.numel(), shift, stride, length, LANES=LANES)
     return words.view(torch.uint8)[: -(-length // 8)]
 
 
@@ -92,7 +90,7 @@ def _bytes_of(x, lane, k, bits, LANES: tl.constexpr):
     element = lane * 8 // bits  # the first one with a bit in this byte
     ahead = (element * bits - lane * 8).to(tl.int32)  # where its lowest bit lies: in this byte, or before it
     value = tl.zeros((LANES,), tl.int64)
-    for _each in range(0, 7 // bits + 2):
+    for _each in range(7 // bits + 2):
         number = tl.load(x + element, mask=element < k, other=0).to(tl.int64) & _mask(bits)
         behind = number << tl.minimum(tl.maximum(ahead, 0), 8)
         before = number >> tl.maximum(-ahead, 0)

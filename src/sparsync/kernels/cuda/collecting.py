@@ -4,8 +4,8 @@ Every block reserves a piece of a pool with one atomic addition, so pieces lie i
 kernel copies them to where they belong. So a pass reads and writes every element once, and no block waits for another.
 """
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ from sparsync.kernels.cpu import NONE, bits_of
 from sparsync.kernels.cuda.launching import (
     ANY,
     BLOCK,
+    BUSY_PASS,
     INFINITY,
-    REGISTERS,
-    WARPS,
+    PASS,
     loaded,
     local,
     magnitude,
@@ -32,7 +32,7 @@ from sparsync.kernels.cuda.launching import (
 )
 
 SHARE = 25  # one in so many elements fits into a pool, where nothing is known about how many there are
-PIECE = 128  # elements of a piece that are copied at once
+COPYING = {"PIECE": 128, "num_warps": 1}  # elements of a piece that are copied at once, by how much of a program
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Pool:
     counts: Tensor
     offsets: Tensor
     state: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What kernels are given."""
+        return self.index, self.value, self.counts, self.offsets, self.state
 
     @property
     def capacity(self) -> int:
@@ -78,7 +83,7 @@ def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
     n = residual.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
     if n:
-        _add_kernel[programs(n)](residual, grad, out, bad, n, ADD=True, BLOCK=BLOCK, num_warps=WARPS)
+        _add_kernel[programs(n)](residual, grad, out, bad, n, ADD=True, **PASS)
     return not int(bad)  # a host sync: what is sent depends on it
 
 
@@ -88,7 +93,7 @@ def all_finite(x: Tensor) -> bool:
     n = x.numel()
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     if n:
-        _add_kernel[programs(n)](x, x, x, bad, n, ADD=False, BLOCK=BLOCK, num_warps=WARPS)
+        _add_kernel[programs(n)](x, x, x, bad, n, ADD=False, **PASS)
     return not int(bad)  # a host sync: what is sent depends on it
 
 
@@ -105,26 +110,8 @@ def accumulate_select_(residual: Tensor, grad: Tensor, threshold: float, span: S
     low, high = _range(threshold, 0, INFINITY - 1)
 
     def select(pool: Pool, filled: int, again: bool) -> None:
-        _accumulate_select_kernel[programs(n)](
-            residual,
-            grad,
-            pool.index,
-            pool.value,
-            pool.counts,
-            pool.offsets,
-            pool.state,
-            n,
-            low,
-            high,
-            span.start,
-            span.stop,
-            filled,
-            pool.capacity,
-            AGAIN=again,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            maxnreg=REGISTERS,
-        )
+        limits = (n, low, high, span.start, span.stop, filled, pool.capacity)
+        _accumulate_select_kernel[programs(n)](residual, grad, *pool.parts, *limits, AGAIN=again, **BUSY_PASS)
 
     pool = pool_for(residual, len(span) // SHARE + BLOCK)
     select(pool, 0, again=False)
@@ -139,7 +126,7 @@ def accumulate_select_(residual: Tensor, grad: Tensor, threshold: float, span: S
 
 @on_its_device
 def above(x: Tensor, threshold: float) -> Sparse:
-    """The elements of `x` [n] with |x| >= `threshold`; NaN is not. One host sync, and another pass where far more were found than guessed."""
+    """The elements of `x` [n] with |x| >= `threshold`; NaN is not. One host sync; another pass where far more were found."""
     return _in_range(x, *_range(threshold, 0, INFINITY))
 
 
@@ -164,29 +151,23 @@ def collect(
 
     NaN ranks above all others here. `low` may be a number on the device; never less than `least`. Elements inside `skip` are left out.
     """
-    n, skip = x.numel(), skip or Span(0, 0)
-    _collect_kernel[programs(n)](
+    skip, sampled = skip or Span(0, 0), isinstance(low, Tensor)
+    _collect_kernel[programs(x.numel())](
         x,
         x if grad is None else grad,
         out,
-        pool.index,
-        pool.value,
-        pool.counts,
-        pool.offsets,
-        pool.state,
-        low if isinstance(low, Tensor) else pool.state,
-        n,
-        least if isinstance(low, Tensor) else max(low, least),
+        *pool.parts,
+        low if sampled else pool.state,
+        x.numel(),
+        least if sampled else max(low, least),
         high,
         skip.start,
         skip.stop,
         pool.capacity,
         ACCUMULATE=grad is not None,
         SIGNED=signed,
-        SAMPLED=isinstance(low, Tensor),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
+        SAMPLED=sampled,
+        **BUSY_PASS,
     )
 
 
@@ -223,7 +204,7 @@ def _in_order(pool: Pool) -> tuple[Tensor, Tensor]:
     ends = pool.counts.cumsum(0, dtype=torch.int32)
     index, value = torch.empty_like(pool.index), torch.empty_like(pool.value)
     _order_kernel[(pool.counts.numel(),)](
-        pool.index, pool.value, index, value, pool.counts, pool.offsets, ends, pool.capacity, PIECE=PIECE, num_warps=1
+        pool.index, pool.value, index, value, pool.counts, pool.offsets, ends, pool.capacity, **COPYING
     )
     return index, value
 
@@ -283,7 +264,9 @@ def _accumulate_select_kernel(
         before = loaded(residual + first, lane, left, BLOCK)
         acc = before + loaded(grad + first, lane, left, BLOCK).to(tl.float32)
         size = magnitude(acc)
-        chosen = (size >= low) & (size <= high) & (lane >= local(start, first, left)) & (lane < local(stop, first, left))
+        chosen = (
+            (size >= low) & (size <= high) & (lane >= local(start, first, left)) & (lane < local(stop, first, left))
+        )
         taken = chosen.to(tl.int32)
         count = tl.sum(taken)
         if AGAIN:
@@ -359,5 +342,9 @@ def _order_kernel(index, value, index_out, value_out, counts, offsets, ends, cap
         lane = tl.arange(0, PIECE)
         for done in range(0, count, PIECE):
             inside = lane < count - done
-            tl.store(index_out + end - count + done + lane, tl.load(index + source + done + lane, mask=inside), mask=inside)
-            tl.store(value_out + end - count + done + lane, tl.load(value + source + done + lane, mask=inside), mask=inside)
+            tl.store(
+                index_out + end - count + done + lane, tl.load(index + source + done + lane, mask=inside), mask=inside
+            )
+            tl.store(
+                value_out + end - count + done + lane, tl.load(value + source + done + lane, mask=inside), mask=inside
+            )

@@ -1,14 +1,14 @@
 """Counting by magnitude: the histogram that schemes share, and the counts by digits that find the k-th largest element."""
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launching import BLOCK, WARPS, loaded, local, on_its_device, programs, rank_key
+from sparsync.kernels.cuda.launching import BLOCK, ONE_WARP, PASS, loaded, local, on_its_device, programs, rank_key
 from sparsync.kernels.reference import LEVELS
 
 COPIES = 32  # of the histogram at most, so that blocks seldom add to the same word
@@ -24,7 +24,7 @@ def histogram(x: Tensor) -> Tensor:
     copies = max(1, min(COPIES, n >> 18))
     counts = torch.zeros(copies * LEVELS, dtype=torch.int32, device=x.device)
     if n:
-        _histogram_kernel[programs(n)](x, counts, n, copies, LEVELS=LEVELS, BLOCK=BLOCK, num_warps=WARPS)
+        _histogram_kernel[programs(n)](x, counts, n, copies, LEVELS=LEVELS, **PASS)
     return counts.view(copies, LEVELS).sum(0)
 
 
@@ -52,11 +52,10 @@ def ranked(
                 DEPTH=depth,
                 SIGNED=signed,
                 COUNTED=found is not None,
-                BLOCK=BLOCK,
                 ROUNDS=ROUNDS,
-                num_warps=WARPS,
+                **PASS,
             )
-    _settle_kernel[(1,)](counts, result, k, num_warps=1)
+    _settle_kernel[(1,)](counts, result, k, **ONE_WARP)
     return result
 
 
@@ -72,7 +71,7 @@ def _narrowed(counts, k, DEPTH: tl.constexpr):
     digit = tl.arange(0, 256)
     most = tl.minimum(tl.sum(tl.load(counts + digit)), k)
     prefix = tl.full([], 0, tl.int64)
-    for depth in tl.static_range(DEPTH):
+    for depth in tl.static_range(DEPTH):  # pyright: ignore[reportGeneralTypeIssues]  # the compiler iterates
         here = tl.load(counts + depth * 256 + digit)
         reach = tl.cumsum(here, 0, reverse=True)  # how many have this digit or a larger one
         found = tl.max(tl.where(reach >= most, digit, 0))
@@ -135,4 +134,9 @@ def _histogram_kernel(x, counts, n, copies, LEVELS: tl.constexpr, BLOCK: tl.cons
     value = loaded(x + first, lane, left, BLOCK)
     bits = value.to(tl.int32, bitcast=True)
     level = tl.minimum((bits & 0x7FFFFFFF) >> 16, LEVELS - 1)
-    tl.atomic_add(counts + (block % copies) * LEVELS + level, 1, mask=(lane < left) & ((bits >= 0) | (value != value)), sem="relaxed")
+    tl.atomic_add(
+        counts + (block % copies) * LEVELS + level,
+        1,
+        mask=(lane < left) & ((bits >= 0) | (value != value)),
+        sem="relaxed",
+    )

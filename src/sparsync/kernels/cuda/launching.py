@@ -1,7 +1,7 @@
 """What all Triton kernels share: the size of a block, how one is loaded and stored, and on which device it is launched."""
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,9 +14,14 @@ from torch import Tensor
 
 BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
 WARPS = 8  # of such a program: 8 elements a thread
-REGISTERS = 64  # of a thread at most, so that four such programs share a processor: one waits for its place while others load
+REGISTERS = (
+    64  # of a thread at most, so that four such programs share a processor: one waits for its place while others load
+)
 P = ParamSpec("P")
 R = TypeVar("R")
+PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
+BUSY_PASS = PASS | {"maxnreg": REGISTERS}
+ONE_WARP = {"num_warps": 1}
 INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; above infinity there is NaN
 
 
@@ -42,7 +47,7 @@ def loaded(x, lane, left, BLOCK: tl.constexpr):
 
     Whole blocks are loaded without a mask: one that is not known to be alike for four neighbours would make four loads of one.
     """
-    if left >= BLOCK:
+    if left >= BLOCK:  # noqa: SIM108  # a branch: only one of the two is done
         value = tl.load(x + lane)
     else:
         value = tl.load(x + lane, mask=lane < left, other=0)
@@ -74,8 +79,4 @@ def magnitude(x):
 def rank_key(x, SIGNED: tl.constexpr):
     """What elements are ranked by, int32: |x| with NaN as infinity, or x itself, of which -0 is 0."""
     size = magnitude(x)
-    if SIGNED:
-        key = tl.where(x.to(tl.int32, bitcast=True) < 0, -size, size)
-    else:
-        key = tl.minimum(size, 0x7F800000)
-    return key
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -size, size) if SIGNED else tl.minimum(size, 0x7F800000)

@@ -200,7 +200,9 @@ def _rice_plan(gap: Tensor) -> tuple[int, int]:
 
 def _check(position: Tensor, span: int, packet: Tensor, total: Tensor) -> None:
     """Raises RuntimeError unless the packet holds as many positions as there are here, which ascend inside [0, span)."""
-    found, outside, disorder = torch.cat([total, *strays(position, span)]).tolist()  # a host sync: they came from elsewhere
+    found, outside, disorder = torch.cat(
+        [total, *strays(position, span)]
+    ).tolist()  # a host sync: they came from elsewhere
     k = position.numel()
     for wrong, reason in ((found != k, COUNT), (outside, OUTSIDE), (disorder, ORDER)):
         if wrong:

@@ -4,8 +4,8 @@ The bound is the caller's, or comes from a sample. Where fewer than k reach it, 
 the digits of its rank keys, in a fixed number of passes: a bad bound costs time and never changes the result.
 """
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 import math
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ FEW = 32 * BLOCK  # elements that are not worth a search for candidates
 MANY = 4  # where one in so many or more is selected, candidates would be most of the vector
 LOWEST = -(2**31) + 1  # the rank key that none is below, where numbers have signs
 
+NOWHERE = Span(0, 0)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -34,7 +36,7 @@ class Wanted:
 
     k: int
     least: int = 0
-    skip: Span = Span(0, 0)
+    skip: Span = NOWHERE
     signed: bool = False
     bound: float | None = None
 
@@ -48,7 +50,7 @@ def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
 @on_its_device
 def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
     """As the reference's. Syncs as `top_k`."""
-    skip = skip or Span(0, 0)
+    skip = skip or NOWHERE
     return _selected(x, None, x, Wanted(min(k, x.numel() - len(skip)), 1, skip, bound=bound))[0]
 
 
@@ -204,9 +206,7 @@ def _tally_kernel(
     over = tl.zeros((CHUNK,), tl.int32)
     on = tl.zeros((CHUNK,), tl.int32)
     for done in range(0, count, CHUNK):
-        _, larger, equal = _looked_at(
-            value, source + done, lane, count - done, threshold, least, start, stop, SIGNED
-        )
+        _, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
         over += larger.to(tl.int32)
         on += equal.to(tl.int32)
     block = tl.program_id(0)
@@ -244,15 +244,13 @@ def _choose_kernel(
     on = tl.load(ends + blocks + block) - tl.load(tally + blocks + block)
     lane = tl.arange(0, CHUNK)
     for done in range(0, count, CHUNK):
-        acc, larger, equal = _looked_at(
-            value, source + done, lane, count - done, threshold, least, start, stop, SIGNED
-        )
+        acc, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
         level_before = on + tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
         chosen = larger | (equal & (level_before < spare))
         taken = chosen.to(tl.int32)
         target = over + tl.minimum(on, spare) + tl.cumsum(taken, 0) - taken
         written = chosen & (target < k)
-        if POOL:
+        if POOL:  # noqa: SIM108  # as the branches of `_piece`
             place = tl.load(index + source + done + lane, mask=written, other=0)
         else:
             place = (source + done).to(tl.int32) + lane

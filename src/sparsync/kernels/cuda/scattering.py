@@ -4,8 +4,8 @@ torch's own operations on a GPU would add with atomics, in any order and with de
 outside. One host sync each, because only the device knows whether all positions are inside.
 """
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Sequence
 
@@ -131,7 +131,7 @@ def _add_runs_kernel(value, order, first, total, count, n, P, LANES: tl.constexp
     begin = tl.load(first + run, mask=run < count, other=0)
     end = tl.load(first + run + 1, mask=run + 1 < count, other=n)
     acc = tl.zeros((LANES,), tl.float32)
-    for part in range(0, P):  # no part has a position twice
+    for part in range(P):  # no part has a position twice
         there = (run < count) & (begin + part < end)
         source = tl.load(order + begin + part, mask=there, other=0)
         acc = tl.where(there, acc + tl.load(value + source, mask=there, other=0.0), acc)

@@ -1,7 +1,7 @@
 """The codec that rounds values to 8 or 4 bits, on the device: the bytes of `value_reference`. Signs are encoded by that, in torch."""
 
-# pyright: reportArgumentType=false
-# (Triton makes its own types of the numbers and tensors that a kernel is called with.)
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from functools import cache
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launching import magnitude, on_its_device, programs
+from sparsync.kernels.cuda.launching import ONE_WARP, magnitude, on_its_device, programs
 from sparsync.kernels.value_reference import BLOCK, LARGEST, scaled_nbytes, sign_decode, sign_encode
 
 __all__ = ["scaled_decode", "scaled_encode", "sign_decode", "sign_encode"]
@@ -33,7 +33,7 @@ def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
             NOISY=noise is not None,
             PER_BYTE=8 // bits,
             BLOCK=BLOCK,
-            num_warps=1,
+            **ONE_WARP,
         )
     return packet
 
@@ -43,7 +43,7 @@ def scaled_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     """As the reference's. No host sync."""
     value = torch.empty(k, dtype=torch.float32, device=packet.device)
     if k:
-        _decode_kernel[programs(k, BLOCK)](packet, value, k, PER_BYTE=8 // bits, BLOCK=BLOCK, num_warps=1)
+        _decode_kernel[programs(k, BLOCK)](packet, value, k, PER_BYTE=8 // bits, BLOCK=BLOCK, **ONE_WARP)
     return value
 
 
@@ -85,7 +85,7 @@ def _encode_kernel(
     low = tl.load(value + first, mask=first < k, other=0.0)
     high = tl.load(value + first + 1, mask=(first + 1 < k) & (PER_BYTE > 1), other=0.0)
     largest = tl.max(tl.maximum(magnitude(low), magnitude(high)))
-    share = tl.math.div_rn(largest.to(tl.float32, bitcast=True), MOST * 1.0)
+    share = tl.math.div_rn(tl.cast(largest, tl.float32, bitcast=True), MOST * 1.0)
     upper = tl.minimum((share.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, CEILING)
     upper = tl.where(largest < 0x7F800000, upper, 0x7FC0)
     scale = (upper << 16).to(tl.float32, bitcast=True)

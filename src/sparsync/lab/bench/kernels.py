@@ -1,11 +1,13 @@
 """What the kernels cost beside the memory's limit and beside other ways to select the same elements.
 
     sparsync bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --threads 1 --rounds 15] [--json -]
+    sparsync bench kernels --device cuda --n 1e7,1e8 --gradient float32,bfloat16
 
 One JSON line per case. Every result is checked against the reference first, and a wrong one ends the run. The cases take turns;
-`ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a, which reads two vectors,
-writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7, on a machine with nothing else to do. With one
-thread the clock is its processor time, with more it is the wall's; the alternatives always run on one.
+`ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
+vectors, writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on a machine with nothing
+else to do. With one thread the clock is its processor time, with more it is the wall's; the alternatives always run on one. On a GPU it is
+the wall's from one moment at which the device has nothing left to do to the next, so that launches and host syncs count.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,7 +32,14 @@ from sparsync.lab.environment import machine, versions
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
 CEILING = "plain pass"
 SORTED = 1_000_000  # elements that a full sort is tried on at most
-TARGETS = {"cpp/avx512": (1.15, 1.4), "cpp/avx2": (1.35, 1.4), "cpp/scalar": (2.0, 2.0)}  # by threshold, exact
+LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGETS = {  # by threshold, exact
+    "cpp/avx512": (1.15, 1.4),
+    "cpp/avx2": (1.35, 1.4),
+    "cpp/scalar": (2.0, 2.0),
+    "triton": (1.25, 1.6),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class Data:
 
     before: Tensor
     grad: Tensor
+    wide: Tensor  # the same gradient in float32
     residual: Tensor  # what cases write to
     out: Tensor
     k: int
@@ -60,12 +71,11 @@ def main(arguments: Sequence[str]) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     kernels.use(options.backend)
-    context = {"backend": kernels.backend(), "threads": options.threads, **versions(), **machine()}
+    context = {"backend": kernels.backend(), "threads": options.threads, **versions(), **machine(), **_device(options)}
     rows: list[dict[str, Any]] = []  # Any: JSON
-    for n in options.n:
-        for density in options.density:
-            data = _data(n, density)
-            rows += [row | context for row in _measured(_cases(data, options.threads), data, density, options)]
+    for n, density, kind in product(options.n, options.density, options.gradient):
+        data = _data(n, density, TYPES[kind], options.device)
+        rows += [row | context for row in _measured(_cases(data, options.threads), data, density, options)]
     write(rows, options.json)
 
 
@@ -75,11 +85,35 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
     parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
-    parser.add_argument("--backend", default=kernels.backends()[0], help=f"of {', '.join(kernels.backends())}")
+    parser.add_argument("--gradient", type=_kinds, default=["float32"], help=f"its types, of {', '.join(TYPES)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
+    parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
     parser.add_argument("--threads", type=int, default=1, help="of the C++ kernels (default: 1)")
     parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
     parser.add_argument("--json", default="-", help="file for the JSON lines, - for standard output")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "--device cuda needs a GPU that torch can use, and there is none here; leave it out to measure the processor"
+        )
+    if options.device == "cuda" and options.backend not in (None, "triton", "reference"):
+        parser.error(f"on a GPU the kernels are those of triton or reference, got --backend {options.backend}")
+    options.backend = options.backend or ("triton" if options.device == "cuda" else kernels.backends()[0])
+    return options
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if not set(kinds) <= set(TYPES):
+        raise argparse.ArgumentTypeError(f"types of a gradient are {', '.join(TYPES)}, got {text!r}")
+    return kinds
+
+
+def _device(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
+    """Which device, and of a GPU what kind."""
+    if options.device == "cpu":
+        return {"device": "cpu"}
+    return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _sizes(text: str) -> list[int]:
@@ -90,13 +124,16 @@ def _shares(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _data(n: int, density: float) -> Data:
+def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
     source = torch.Generator().manual_seed(0)
-    before, grad = torch.randn(n, generator=source), torch.randn(n, generator=source)
+    before = torch.randn(n, generator=source).to(device)
+    grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
     acc = before + grad
     k = max(1, int(density * n))
     top = reference.top_k(acc, k)
-    return Data(before, grad, before.clone(), torch.zeros(n), k, float(top.value.abs().min()), top)
+    return Data(
+        before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, float(top.value.abs().min()), top
+    )
 
 
 def _cases(data: Data, threads: int) -> list[Case]:
@@ -108,7 +145,7 @@ def _cases(data: Data, threads: int) -> list[Case]:
     warm = WARM * threshold
 
     def plain() -> None:
-        residual.add_(grad) if found is None else cpu.plain_(found, grad, residual, threads)
+        residual.add_(data.wide) if found is None else cpu.plain_(found, data.wide, residual, threads)
 
     def right(result: tuple[Sparse, bool]) -> bool:
         return result[1] and _same(result[0], data.top)
@@ -181,7 +218,7 @@ def _alternatives(data: Data) -> list[Case]:
 def _sampled(acc: Tensor, k: int) -> Sparse:
     """About the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
     magnitude = acc.abs()
-    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),))]
+    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),), device=acc.device)]
     threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
     index = (magnitude >= threshold).nonzero().view(-1)
     if index.numel() > 1.3 * k:
@@ -200,7 +237,7 @@ def _counted(counts: Tensor, x: Tensor) -> bool:
 def _measured(
     cases: list[Case], data: Data, density: float, options: argparse.Namespace
 ) -> list[dict[str, Any]]:  # Any: JSON
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    kind, clock = _clock(options)
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for round_number in range(options.rounds + 1):
         first = round_number % len(cases)
@@ -213,7 +250,19 @@ def _measured(
                 raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
             if round_number > 0:
                 seconds[case.name].append(taken)
-    return [_row(case, seconds, data, density, "processor" if options.threads == 1 else "wall") for case in cases]
+    return [_row(case, seconds, data, density, kind) for case in cases]
+
+
+def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
+    """What time is counted, and what tells it."""
+    if options.device == "cpu":
+        return ("processor", time.thread_time) if options.threads == 1 else ("wall", time.perf_counter)
+
+    def idle() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return "wall", idle
 
 
 def _row(
@@ -227,6 +276,7 @@ def _row(
         "n": n,
         "k": data.k,
         "density": density,
+        "gradient": str(data.grad.dtype).removeprefix("torch."),
         "clock": clock,
         "p20_s": own[len(own) // 5],
         "p50_s": statistics.median(own),
@@ -234,5 +284,5 @@ def _row(
         "ceiling_s": statistics.median(ceiling),
         "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
         "ratio": statistics.median(ratios),
-        "target": case.target if n >= 10**7 else None,
+        "target": case.target if n >= LARGE[data.grad.device.type] else None,
     }
