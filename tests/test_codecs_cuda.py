@@ -50,7 +50,7 @@ def alike(work: Callable[[], Tensor]) -> Tensor | str:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(chosen=selections(), data=st.data())
 def test_positions_and_spoilt_packets_are_the_reference(
     codec: Codec, chosen: tuple[Tensor, int], data: st.DataObject
@@ -74,7 +74,7 @@ def test_positions_and_spoilt_packets_are_the_reference(
 
 
 @pytest.mark.parametrize("codec", ["bitmap", "delta", "rice", "elias_fano"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(content=st.binary(max_size=80), k=st.integers(0, 300), span=st.sampled_from([1, 8, 60, 300, 2**16, 2**31 - 1]))
 def test_any_bytes_are_taken_or_refused_as_the_reference_does(codec: Codec, content: bytes, k: int, span: int) -> None:
     packet = torch.tensor(list(content), dtype=torch.uint8, device=DEVICE)
@@ -91,7 +91,7 @@ def test_positions_that_do_not_ascend_inside_the_span_are_refused(content: list[
 @pytest.mark.parametrize("width", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_in_few_bits_are_the_reference(kind: str, width: int) -> None:
-    for k in (0, 1, 255, 513):
+    for k in (0, 1, 513):
         value = made(kind, k)
         if kind == "ties":
             value[::3] *= 1e-39  # so that quotients are denormal

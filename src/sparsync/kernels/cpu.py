@@ -23,7 +23,7 @@ def bits_of(threshold: float) -> int | None:
     """The bits of the float32 nearest to `threshold`, 0 for a negative one, None for NaN."""
     if threshold != threshold:
         return None
-    return max(0, int(torch.tensor(threshold, dtype=torch.float64).to(torch.float32).view(torch.int32)))
+    return max(0, int(torch.tensor(threshold, dtype=torch.float64, device="cpu").to(torch.float32).view(torch.int32)))
 
 
 def plain_(native: Native, a: Tensor, b: Tensor, threads: int) -> None:

@@ -12,7 +12,7 @@ from sparsync.kernels.cuda.launching import BLOCK, ONE_WARP, PASS, loaded, local
 from sparsync.kernels.reference import LEVELS
 
 COPIES = 32  # of the histogram at most, so that blocks seldom add to the same word
-DIGITS = tl.constexpr(4)  # of 8 bits each, the first the highest
+DIGITS = 4  # of 8 bits each, the first the highest
 BINS = 256
 ROUNDS = 8  # blocks that one program counts before it adds its counts to all others'
 
@@ -37,10 +37,10 @@ def ranked(
     there are fewer than k, it is the smallest one that there is, and all of that key belong to them. Nothing to count: the largest key
     there could be, and 0. Four passes over 4 bytes an element, whatever they are.
     """
-    counts = torch.zeros(DIGITS.value * BINS, dtype=torch.int32, device=x.device)
+    counts = torch.zeros(DIGITS * BINS, dtype=torch.int32, device=x.device)
     result = torch.empty(2, dtype=torch.int64, device=x.device)
     if count:
-        for depth in range(DIGITS.value):
+        for depth in range(DIGITS):
             _digit_kernel[programs(count, ROUNDS * BLOCK)](
                 x,
                 counts if found is None else found,
@@ -49,13 +49,13 @@ def ranked(
                 k,
                 least,
                 *skip,
-                DEPTH=depth,
+                depth,
                 SIGNED=signed,
                 COUNTED=found is not None,
                 ROUNDS=ROUNDS,
                 **PASS,
             )
-    _settle_kernel[(1,)](counts, result, k, **ONE_WARP)
+    _settle_kernel[(1,)](counts, result, k, DIGITS, **ONE_WARP)
     return result
 
 
@@ -66,13 +66,13 @@ def ordered(rank):
 
 
 @triton.jit
-def _narrowed(counts, k, DEPTH: tl.constexpr):
-    """The first DEPTH digits of the k-th largest key, and how many of those that begin so belong to the k largest."""
+def _narrowed(counts, k, depth):
+    """The first `depth` digits of the k-th largest key, and how many of those that begin so belong to the k largest."""
     digit = tl.arange(0, 256)
     most = tl.minimum(tl.sum(tl.load(counts + digit)), k)
     prefix = tl.full([], 0, tl.int64)
-    for depth in tl.static_range(DEPTH):  # pyright: ignore[reportGeneralTypeIssues]  # the compiler iterates
-        here = tl.load(counts + depth * 256 + digit)
+    for known in range(depth):
+        here = tl.load(counts + known * 256 + digit)
         reach = tl.cumsum(here, 0, reverse=True)  # how many have this digit or a larger one
         found = tl.max(tl.where(reach >= most, digit, 0))
         most -= tl.sum(tl.where(digit > found, here, 0))
@@ -80,7 +80,7 @@ def _narrowed(counts, k, DEPTH: tl.constexpr):
     return prefix, most
 
 
-@triton.jit(do_not_specialize=["k", "least", "start", "stop"])
+@triton.jit(do_not_specialize=["depth", "k", "least", "start", "stop"])
 def _digit_kernel(
     x,
     found,
@@ -90,19 +90,19 @@ def _digit_kernel(
     least,
     start,
     stop,
-    DEPTH: tl.constexpr,
+    depth,
     SIGNED: tl.constexpr,
     COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Counts the digit after the first DEPTH ones of all keys that begin as the k-th largest does."""
+    """Counts the digit after the first `depth` ones of all keys that begin as the k-th largest does."""
     last = n
     if COUNTED:
         last = tl.minimum(n, tl.load(found))
     first = tl.program_id(0).to(tl.int64) * (ROUNDS * BLOCK)
     if first < last:
-        prefix, _ = _narrowed(counts, k, DEPTH)
+        prefix, _ = _narrowed(counts, k, depth)
         lane = tl.arange(0, BLOCK)
         digit = tl.arange(0, 256)
         total = tl.zeros((256,), tl.int32)
@@ -112,15 +112,14 @@ def _digit_kernel(
             outside = (lane < local(start, at, left)) | (lane >= local(stop, at, left))
             counted = (lane < left) & (rank >= least) & outside
             key = ordered(rank)
-            if DEPTH > 0:
-                counted = counted & ((key >> (32 - 8 * DEPTH)) == prefix)
-            total += tl.histogram(((key >> (24 - 8 * DEPTH)) & 255).to(tl.int32), 256, mask=counted)
-        tl.atomic_add(counts + DEPTH * 256 + digit, total, mask=total > 0, sem="relaxed")
+            counted = counted & ((key >> (32 - 8 * depth)) == prefix)
+            total += tl.histogram(((key >> (24 - 8 * depth)) & 255).to(tl.int32), 256, mask=counted)
+        tl.atomic_add(counts + depth * 256 + digit, total, mask=total > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k"])
-def _settle_kernel(counts, result, k):
-    prefix, most = _narrowed(counts, k, DIGITS)
+@triton.jit(do_not_specialize=["k", "digits"])
+def _settle_kernel(counts, result, k, digits):
+    prefix, most = _narrowed(counts, k, digits)
     tl.store(result, prefix)
     tl.store(result + 1, most.to(tl.int64))
 
