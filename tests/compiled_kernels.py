@@ -99,7 +99,7 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.summed([part, part]),
         lambda: positions.elias_fano_encode(index, n),
         lambda: positions.elias_fano_decode(positions.elias_fano_encode(index, n), 40, n),
-        lambda: positions.delta_encode(index),
+        lambda: positions.delta_encode(index, positions.delta_plan(index)),
         lambda: positions.delta_decode(packet, 300, n),
         lambda: positions.ascend(index.long(), n),
     ]

@@ -122,6 +122,11 @@ def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> N
         ranked(x, k, bound)
     for skip, bound in ((Span(n // 3, n // 2), None), (Span(9, n - 9), smallest)):
         same(kernels.top_k_nonzero(x, k, skip, bound), sparse_reference.top_k_nonzero(x, k, skip))
+        grad, out = made("special", n, 2), torch.empty_like(x)
+        found, finite = kernels.accumulate_top_k_nonzero(x, grad, k, out, skip, bound)
+        same(found, sparse_reference.top_k_nonzero(x + grad, k, skip))
+        assert finite == reference.all_finite(x + grad)
+        assert torch.equal(bits(out), bits(x + grad))
     numbers = x.nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
     assert torch.equal(kernels.largest(numbers, k), reference.largest(numbers, k))
 

@@ -115,6 +115,8 @@ def accumulate_top_k_nonzero(
     _check_span(skip or Span(0, 0), residual.numel())
     found = _for_sum(residual, grad, out)
     if found is None:
+        if k >= 0 and (triton := _triton(residual, out, grad=grad)):
+            return triton.accumulate_top_k_nonzero(residual, grad, k, out, skip, bound)
         finite = accumulate(residual, grad, out)
         return top_k_nonzero(out, k, skip, bound), finite
     return cpu.accumulate_top_k(found, residual, grad, k, out, bound, threads, skip, zeros=False)

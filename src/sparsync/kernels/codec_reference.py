@@ -76,14 +76,14 @@ def unpack(packet: Packet, k: int, bits: int) -> Int[Tensor, " k"]:
 
 def delta_plan(index: Int[Tensor, " k"]) -> Plan:
     """The bytes of the delta packet of `index`, which has a width for each block."""
-    sizes = _block_sizes(_block_widths(gaps(index)), index.numel())
+    sizes = block_sizes(block_widths(gaps(index)), index.numel())
     return Plan(0, sizes.numel() + int(sizes.sum()))
 
 
 def delta_encode(index: Int[Tensor, " k"]) -> Packet:
     """A byte with the width of each block of 128 gaps, then the blocks, each packed in its width and filled up to whole bytes."""
     gap = gaps(index)
-    widths = _block_widths(gap)
+    widths = block_widths(gap)
     parts = gap.split(BLOCK) if gap.numel() else ()  # split would return one empty part
     blocks = [pack(part, width) for part, width in zip(parts, widths.tolist(), strict=True)]
     return torch.cat([widths.to(torch.uint8), *blocks])
@@ -97,7 +97,7 @@ def delta_decode(packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
         raise refusal(SIZE, k, span, packet.numel())
     if count and int(widths.max()) > MOST_BITS:
         raise refusal(WIDTH, k, span, packet.numel())
-    sizes = _block_sizes(widths, k)
+    sizes = block_sizes(widths, k)
     if packet.numel() != count + int(sizes.sum()):
         raise refusal(SIZE, k, span, packet.numel())
     parts = packet[count:].split(sizes.tolist())
@@ -237,7 +237,7 @@ def _elias_fano_nbytes(k: int, span: int, bits: int) -> int:
     return -(-k * bits // 8) + -(-(k + (span - 1 >> bits)) // 8) if k else 0
 
 
-def _block_widths(gap: Tensor) -> Tensor:
+def block_widths(gap: Tensor) -> Tensor:
     """The bits of the largest gap of each block, int64."""
     if not gap.numel():
         return gap.long()
@@ -245,7 +245,8 @@ def _block_widths(gap: Tensor) -> Tensor:
     return (largest[:, None] >> torch.arange(MOST_BITS, device=gap.device) > 0).sum(1)
 
 
-def _block_sizes(widths: Tensor, k: int) -> Tensor:
+def block_sizes(widths: Tensor, k: int) -> Tensor:
+    """The bytes of each block of `k` gaps, int64."""
     sizes = widths * BLOCK // 8
     if k % BLOCK:
         sizes[-1] = (widths[-1] * (k % BLOCK) + 7) // 8

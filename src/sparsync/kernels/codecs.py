@@ -1,4 +1,4 @@
-"""The codecs of positions and values: in C++ on the CPU, unless `kernels.backend()` is the reference; else in torch. The same bytes.
+"""The codecs of positions and values: in C++ on the CPU, in Triton on a GPU, unless `kernels.backend()` is the reference. The same bytes.
 
 Positions are int32 or int64, ascending, inside a span that both sides know; they come out as int32. Encoders refuse others with a
 ValueError, decoders refuse a packet that cannot be one with a RuntimeError.
@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsync.kernels import codec_reference as reference
 from sparsync.kernels import value_reference
 from sparsync.kernels.choice import native as chosen
+from sparsync.kernels.choice import on_triton
 from sparsync.kernels.codec_reference import Codec, Decoded, Plan, elias_fano_bits, elias_fano_nbytes, refusal
 from sparsync.kernels.value_reference import scaled_nbytes
 
@@ -30,6 +31,8 @@ def check(index: Index, span: int) -> None:
     if native and index.dtype == torch.int32:
         x = index.contiguous()
         fine = not native.codec_check(x.data_ptr(), x.numel(), span)
+    elif triton := on_triton(index):
+        fine = triton.positions.ascend(index, span)
     else:
         fine = (
             not index.numel()
@@ -53,7 +56,7 @@ def pack(x: Index, bits: int) -> Packet:
     """The low `bits` bits of each of `x`, after each other without gaps."""
     native = _native(x)
     if not native or bits > reference.MOST_BITS:
-        return reference.pack(x, bits)
+        return _of_positions(x).pack(x, bits)
     x, out = _int32(x), _bytes(-(-x.numel() * bits // 8))
     native.codec_pack(x.data_ptr(), x.numel(), bits, out.data_ptr())
     return out
@@ -63,7 +66,7 @@ def unpack(packet: Packet, k: int, bits: int) -> Index:
     """The `k` numbers that were packed."""
     native = _native(packet)
     if not native or bits > reference.MOST_BITS or packet.numel() != -(-k * bits // 8):
-        return reference.unpack(packet, k, bits)
+        return _of_positions(packet).unpack(packet, k, bits)
     packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
     native.codec_unpack(packet.data_ptr(), k, bits, out.data_ptr())
     return out
@@ -75,7 +78,8 @@ def measured(index: Index, span: int) -> dict[str, Plan]:
     if not native or index.dtype != torch.int32:
         check(index, span)
     if not native:
-        return {"delta": reference.delta_plan(index), "rice": reference.rice_plan(index)}
+        codecs = _of_positions(index)
+        return {"delta": codecs.delta_plan(index), "rice": codecs.rice_plan(index)}
     check_span(span)
     x = _int32(index)
     reason, delta_nbytes, rice_bits, rice_nbytes = native.codec_measure(x.data_ptr(), x.numel(), span)
@@ -93,7 +97,7 @@ def encode(codec: Codec, index: Index, span: int, plan: Plan, head: bytes = b"")
     if codec not in MEASURED and (not native or index.dtype != torch.int32):
         check(index, span)
     if not native:
-        return _behind(head, reference.encode(codec, index, span, plan))
+        return _behind(head, _of_positions(index).encode(codec, index, span, plan))
     check_span(span)
     x, out = _int32(index), _bytes(len(head) + plan.nbytes)
     if head:
@@ -110,7 +114,7 @@ def decode(codec: Decoded, packet: Packet, k: int, span: int) -> Index:
         raise refusal(reference.COUNT, k, span, packet.numel())
     native = _native(packet)
     if not native:
-        return getattr(reference, f"{codec}_decode")(packet, k, span)
+        return getattr(_of_positions(packet), f"{codec}_decode")(packet, k, span)
     packet, out = packet.contiguous(), torch.empty(k, dtype=torch.int32, device="cpu")
     reason = getattr(native, f"codec_{codec}_decode")(packet.data_ptr(), packet.numel(), k, span, out.data_ptr())
     if reason:
@@ -122,7 +126,7 @@ def scaled_encode(value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " 
     """Values in 8 or 4 bits with a scale for each block; `noise` in [0, 1) rounds at random."""
     native = _native(value)
     if not native:
-        return value_reference.scaled_encode(value, bits, noise)
+        return _of_values(value, *(() if noise is None else (noise,))).scaled_encode(value, bits, noise)
     value, out = value.contiguous(), _bytes(scaled_nbytes(value.numel(), bits))
     noise = noise.contiguous() if noise is not None else None
     at = noise.data_ptr() if noise is not None else 0
@@ -135,7 +139,7 @@ def scaled_decode(packet: Packet, k: int, bits: int) -> Float[Tensor, " k"]:
     _check_values(packet, k, bits)
     native = _native(packet)
     if not native:
-        return value_reference.scaled_decode(packet, k, bits)
+        return _of_values(packet).scaled_decode(packet, k, bits)
     packet, out = packet.contiguous(), torch.empty(k, dtype=torch.float32, device="cpu")
     native.codec_scaled_decode(packet.data_ptr(), k, bits, out.data_ptr())
     return out
@@ -145,7 +149,7 @@ def sign_encode(value: Float[Tensor, " k"]) -> Packet:
     """Signs, and the mean magnitude of each block."""
     native = _native(value)
     if not native:
-        return value_reference.sign_encode(value)
+        return _of_values(value).sign_encode(value)
     value, out = value.contiguous(), _bytes(scaled_nbytes(value.numel(), 1))
     native.codec_sign_encode(value.data_ptr(), value.numel(), out.data_ptr())
     return out
@@ -156,7 +160,7 @@ def sign_decode(packet: Packet, k: int) -> Float[Tensor, " k"]:
     _check_values(packet, k, 1)
     native = _native(packet)
     if not native:
-        return value_reference.sign_decode(packet, k)
+        return _of_values(packet).sign_decode(packet, k)
     packet, out = packet.contiguous(), torch.empty(k, dtype=torch.float32, device="cpu")
     native.codec_sign_decode(packet.data_ptr(), k, out.data_ptr())
     return out
@@ -166,6 +170,19 @@ def _native(x: Tensor) -> ModuleType | None:
     """The C++ codecs, where they are built and can read `x`."""
     found = chosen() if x.device.type == "cpu" else None
     return found[0] if found else None
+
+
+def _of_positions(x: Tensor) -> ModuleType:
+    """The codecs of positions that are not in C++: Triton's where they take `x`, else the reference."""
+    triton = on_triton(x)
+    return triton.positions if triton else reference
+
+
+def _of_values(*tensors: Tensor) -> ModuleType:
+    """The same of values: Triton's take float32, and packets."""
+    fine = all(each.dtype in (torch.float32, torch.uint8) for each in tensors)
+    triton = on_triton(*tensors) if fine else None
+    return triton.values if triton else value_reference
 
 
 def _disorder(index: Tensor, span: int) -> ValueError:

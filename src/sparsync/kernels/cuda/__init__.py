@@ -9,7 +9,7 @@ from sparsync.kernels.cuda import positions, values
 from sparsync.kernels.cuda.collecting import above, accumulate, accumulate_select_, all_finite, at_least
 from sparsync.kernels.cuda.counting import histogram
 from sparsync.kernels.cuda.launching import BLOCK
-from sparsync.kernels.cuda.ranking import accumulate_top_k, largest, top_k, top_k_nonzero
+from sparsync.kernels.cuda.ranking import accumulate_top_k, accumulate_top_k_nonzero, largest, top_k, top_k_nonzero
 from sparsync.kernels.cuda.scattering import clear_, gather, put_, scatter_add_, summed
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "accumulate",
     "accumulate_select_",
     "accumulate_top_k",
+    "accumulate_top_k_nonzero",
     "all_finite",
     "at_least",
     "clear_",

@@ -16,6 +16,8 @@ from sparsync.kernels.codec_reference import (
     OUTSIDE,
     SIZE,
     WIDTH,
+    Codec,
+    Plan,
     block_sizes,
     block_widths,
     elias_fano_bits,
@@ -31,6 +33,19 @@ from sparsync.kernels.cuda.launching import on_its_device
 def ascend(index: Tensor, span: int) -> bool:
     """Whether `index` ascends inside [0, span)."""
     return not bool(torch.cat(strays(index, span)).any())  # a host sync; an encoder would write nonsense
+
+
+def encode(codec: Codec, index: Tensor, span: int, plan: Plan) -> Tensor:
+    """As the reference's. No host sync, as the plan tells all lengths."""
+    if codec == "raw":
+        return reference.encode(codec, index, span, plan)
+    if codec == "packed":
+        return pack(index, plan.bits)
+    if codec == "delta":
+        return delta_encode(index, plan)
+    if codec == "bitmap":
+        return bitmap_encode(index, span)
+    return rice_encode(index, plan) if codec == "rice" else elias_fano_encode(index, span)
 
 
 @on_its_device
@@ -90,23 +105,21 @@ def elias_fano_decode(packet: Tensor, k: int, span: int) -> Tensor:
 
 
 @on_its_device
-def delta_nbytes(index: Tensor) -> int:
+def delta_plan(index: Tensor) -> Plan:
     """As the reference's."""
     sizes = block_sizes(block_widths(gaps(index)), index.numel())
-    return sizes.numel() + int(sizes.sum())  # a host sync
+    return Plan(0, sizes.numel() + int(sizes.sum()))  # a host sync
 
 
 @on_its_device
-def delta_encode(index: Tensor) -> Tensor:
-    """As the reference's."""
+def delta_encode(index: Tensor, plan: Plan) -> Tensor:
+    """As the reference's, in the bytes that `delta_plan` told. No host sync."""
     gap = gaps(index)
     widths = block_widths(gap)
     sizes = block_sizes(widths, gap.numel())
-    ends = sizes.cumsum(0) + sizes.numel()
-    length = int(ends[-1]) if gap.numel() else 0  # a host sync
-    packet = torch.empty(length, dtype=torch.uint8, device=index.device)
+    packet = torch.empty(plan.nbytes, dtype=torch.uint8, device=index.device)
     packet[: sizes.numel()] = widths
-    pack_blocks_(packet, gap, widths, ends - sizes, BLOCK)
+    pack_blocks_(packet, gap, widths, sizes.cumsum(0) + sizes.numel() - sizes, BLOCK)
     return packet
 
 
@@ -136,25 +149,30 @@ def delta_decode(packet: Tensor, k: int, span: int) -> Tensor:
 
 
 @on_its_device
-def rice_plan(index: Tensor) -> tuple[int, int]:
+def rice_plan(index: Tensor) -> Plan:
     """As the reference's. Two host syncs."""
     k = index.numel()
     if k == 0:
-        return 0, 0
-    bits, stream = _rice_plan(gaps(index).long())
-    return bits, 1 + -(-k * bits // 8) + -(-stream // 8)
+        return Plan(0, 0)
+    gap = gaps(index).long()
+    middle = max(1, (int(gap.sum()) // k).bit_length() - 1)  # a host sync
+    near = range(middle - 1, middle + 2)
+    high = torch.stack([(gap >> bits).sum() for bits in near]).tolist()  # a host sync
+    stream = {bits: k + count for bits, count in zip(near, high, strict=True)}
+    bits = min(stream, key=lambda bits: (bits * k + stream[bits], bits))
+    return Plan(bits, 1 + -(-k * bits // 8) + -(-stream[bits] // 8))
 
 
 @on_its_device
-def rice_encode(index: Tensor) -> Tensor:
-    """As the reference's. Two host syncs."""
+def rice_encode(index: Tensor, plan: Plan) -> Tensor:
+    """As the reference's, in the bytes that `rice_plan` told. No host sync."""
     if index.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=index.device)
     gap = gaps(index).long()
-    bits, stream = _rice_plan(gap)
-    place = ((gap >> bits) + 1).cumsum(0) - 1
-    head = torch.full((1,), bits, dtype=torch.uint8, device=index.device)
-    return torch.cat([head, packed(gap, bits), marked(place, 0, 0, stream)])
+    place = ((gap >> plan.bits) + 1).cumsum(0) - 1
+    head = torch.full((1,), plan.bits, dtype=torch.uint8, device=index.device)
+    low = packed(gap, plan.bits)
+    return torch.cat([head, low, marked(place, 0, 0, 8 * (plan.nbytes - 1 - low.numel()))])
 
 
 @on_its_device
@@ -185,17 +203,6 @@ def rice_decode(packet: Tensor, k: int, span: int) -> Tensor:
     if far:
         raise refusal(OUTSIDE, k, span, nbytes)
     return position.to(torch.int32)
-
-
-def _rice_plan(gap: Tensor) -> tuple[int, int]:
-    """How many low bits the shortest packet of these gaps keeps apart, and the bits of its stream."""
-    k = gap.numel()
-    middle = max(1, (int(gap.sum()) // k).bit_length() - 1)  # a host sync
-    near = range(middle - 1, middle + 2)
-    high = torch.stack([(gap >> bits).sum() for bits in near]).tolist()  # a host sync
-    stream = {bits: k + count for bits, count in zip(near, high, strict=True)}
-    bits = min(stream, key=lambda bits: (bits * k + stream[bits], bits))
-    return bits, stream[bits]
 
 
 def _check(position: Tensor, span: int, packet: Tensor, total: Tensor) -> None:

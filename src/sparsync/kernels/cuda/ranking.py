@@ -59,17 +59,30 @@ def accumulate_top_k(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
 ) -> tuple[Sparse, bool]:
     """As the reference's. Syncs as `top_k`."""
-    wanted = Wanted(k, bound=bound)
-    if _has_candidates(residual.numel(), k):
-        return _selected(residual, grad, out, wanted)
-    finite = accumulate(residual, grad, out)
-    return _selected(out, None, out, wanted)[0], finite
+    return _accumulated(residual, grad, out, Wanted(k, bound=bound))
+
+
+@on_its_device
+def accumulate_top_k_nonzero(
+    residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
+) -> tuple[Sparse, bool]:
+    """`top_k_nonzero` of residual + grad [n], which is written to `out`, and whether it is finite everywhere. Syncs as `top_k`."""
+    skip = skip or NOWHERE
+    return _accumulated(residual, grad, out, Wanted(min(k, residual.numel() - len(skip)), 1, skip, bound=bound))
 
 
 @on_its_device
 def largest(magnitude: Tensor, k: int) -> Tensor:
     """As the reference's. Syncs as `top_k`."""
     return _selected(magnitude, None, magnitude, Wanted(k, LOWEST, signed=True))[0].index.long()
+
+
+def _accumulated(residual: Tensor, grad: Tensor, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
+    """What is wanted of residual + grad, which is written to `out`, and whether it is finite everywhere."""
+    if _has_candidates(residual.numel(), wanted.k):
+        return _selected(residual, grad, out, wanted)
+    finite = accumulate(residual, grad, out)
+    return _selected(out, None, out, wanted)[0], finite
 
 
 def _selected(x: Tensor, grad: Tensor | None, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
@@ -103,15 +116,20 @@ def _bound(x: Tensor, grad: Tensor | None, wanted: Wanted) -> int | Tensor:
     if known is not None:
         return max(wanted.least, min(known, INFINITY))
     stride = x.numel() // SAMPLE | 1  # odd, so that it does not walk down one column of a matrix
-    sample = x[::stride] if grad is None else x[::stride] + grad[::stride]
-    if len(wanted.skip):
-        sample = torch.cat([x[: wanted.skip.start : stride], x[wanted.skip.stop :: stride]])
+    sample = _every(stride, x, wanted.skip)
+    if grad is not None:
+        sample += _every(stride, grad, wanted.skip)
     bits = sample.view(torch.int32)
     size = bits & 0x7FFFFFFF
     key = torch.where(bits < 0, -size, size) if wanted.signed else size
     expected = key.numel() * wanted.k / (x.numel() - len(wanted.skip))
     place = min(key.numel(), int(expected + MARGIN * math.sqrt(expected) + 1))
     return key.topk(place, sorted=False).values.min().clamp(max=INFINITY)
+
+
+def _every(stride: int, x: Tensor, skip: Span) -> Tensor:
+    """One in `stride` elements of what lies outside `skip`, copied."""
+    return torch.cat([x[: skip.start : stride], x[skip.stop :: stride]])
 
 
 def _chosen_of_pool(pool: Pool, wanted: Wanted) -> tuple[Tensor, Tensor]:
