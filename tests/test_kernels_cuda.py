@@ -164,7 +164,9 @@ def test_adding_reading_clearing_and_writing_at_positions_are_the_reference(dtyp
     value = made("special", index.numel(), 1)
     out, expected = made("special", n, 2).to(dtype), made("special", n, 2).to(dtype)
     kernels.scatter_add_(out, Sparse(index, value, n))
-    reference.scatter_add_(expected, Sparse(index, value, n))
+    host = expected.cpu()  # where torch adds denormal numbers too
+    reference.scatter_add_(host, Sparse(index.cpu(), value.cpu(), n))
+    expected.copy_(host)
     assert torch.equal(bits(out.float()), bits(expected.float()))
     assert torch.equal(bits(kernels.gather(out, index).float()), bits(reference.gather(expected, index).float()))
     kernels.clear_(out, index[::2].contiguous())

@@ -227,6 +227,17 @@ def _add_kernel(x, grad, out, bad, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _reserved(counts, offsets, state, block, count, size):
+    """Where the piece of this block begins, which is noted; and that something is not finite, where it is so."""
+    start = tl.atomic_add(state, count, sem="relaxed")
+    tl.store(counts + block, count)
+    tl.store(offsets + block, start)
+    if tl.max(size) >= 0x7F800000:
+        tl.atomic_max(state + 1, 1, sem="relaxed")
+    return start
+
+
+@triton.jit
 def _write_piece(index, value, start, first, lane, acc, chosen, taken):
     """Writes what is chosen of a block to the pool from `start` on."""
     rank = start + tl.cumsum(taken, 0) - taken
@@ -264,19 +275,11 @@ def _accumulate_select_kernel(
         before = loaded(residual + first, lane, left, BLOCK)
         acc = before + loaded(grad + first, lane, left, BLOCK).to(tl.float32)
         size = magnitude(acc)
-        chosen = (
-            (size >= low) & (size <= high) & (lane >= local(start, first, left)) & (lane < local(stop, first, left))
-        )
+        inside = (lane >= local(start, first, left)) & (lane < local(stop, first, left))
+        chosen = (size >= low) & (size <= high) & inside
         taken = chosen.to(tl.int32)
         count = tl.sum(taken)
-        if AGAIN:
-            reserved = tl.load(offsets + block)
-        else:
-            reserved = tl.atomic_add(state, count, sem="relaxed")
-            tl.store(counts + block, count)
-            tl.store(offsets + block, reserved)
-            if tl.max(size) >= 0x7F800000:
-                tl.atomic_max(state + 1, 1, sem="relaxed")
+        reserved = tl.load(offsets + block) if AGAIN else _reserved(counts, offsets, state, block, count, size)
         if reserved + count <= capacity:  # all of the block, or nothing: what is cleared has been written elsewhere
             _write_piece(index, value, reserved, first, lane, acc, chosen, taken)
             kept = tl.where(size < 0x7F800000, tl.where(chosen, 0.0, acc), before)
@@ -314,20 +317,13 @@ def _collect_kernel(
         acc += loaded(grad + first, lane, left, BLOCK).to(tl.float32)
         store(out + first, lane, acc, left, BLOCK)
     size = magnitude(acc)
-    key = size
-    if SIGNED:
-        key = rank_key(acc, True)
-    if SAMPLED:
-        low = tl.maximum(low, tl.load(sampled))
+    key = rank_key(acc, True) if SIGNED else size
+    low = tl.maximum(low, tl.load(sampled)) if SAMPLED else low
     outside = (lane < local(start, first, left)) | (lane >= local(stop, first, left))
     chosen = (lane < left) & (key >= low) & (key <= high) & outside
     taken = chosen.to(tl.int32)
     count = tl.sum(taken)
-    reserved = tl.atomic_add(state, count, sem="relaxed")
-    tl.store(counts + block, count)
-    tl.store(offsets + block, reserved)
-    if tl.max(size) >= 0x7F800000:
-        tl.atomic_max(state + 1, 1, sem="relaxed")
+    reserved = _reserved(counts, offsets, state, block, count, size)
     if reserved + count <= capacity:
         _write_piece(index, value, reserved, first, lane, acc, chosen, taken)
 

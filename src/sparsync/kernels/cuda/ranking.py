@@ -1,14 +1,14 @@
 """Exact top-k: the elements that reach a bound are collected in one pass, and the k largest chosen among those.
 
-The bound is the caller's, or comes from a sample. Where fewer than k reach it, or far more, the k largest of the whole vector are found by
-the digits of its rank keys, in a fixed number of passes: a bad bound costs time and never changes the result.
+The bound is the caller's; where it has none, or fewer than k reach it, or far more, a sample's. Where that is no better, the k largest of
+the whole vector are found by the digits of its rank keys, in a fixed number of passes: a bad bound costs time and never changes the result.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -43,7 +43,7 @@ class Wanted:
 
 @on_its_device
 def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
-    """As the reference's `top_k`. One host sync, two where the bound was wrong."""
+    """As the reference's `top_k`. One host sync, two where the bound was no good."""
     return _selected(x, None, x, Wanted(k, bound=bound))[0]
 
 
@@ -99,6 +99,8 @@ def _selected(x: Tensor, grad: Tensor | None, out: Tensor, wanted: Wanted) -> tu
         total, finite = pool.outcome()
         if total <= pool.capacity and (total >= k or complete):
             return Sparse(index[:total], value[:total], n), finite
+        if not isinstance(low, Tensor):  # what the caller knew was no good; a sample is worth another pass over `out`
+            return _selected(out, None, out, replace(wanted, bound=None))[0], finite
     index, value, count = _chosen_of_all(out, wanted)
     if wanted.least == 1:  # there may be fewer that are not zero
         k = int(count)  # a host sync
@@ -268,10 +270,8 @@ def _choose_kernel(
         taken = chosen.to(tl.int32)
         target = over + tl.minimum(on, spare) + tl.cumsum(taken, 0) - taken
         written = chosen & (target < k)
-        if POOL:  # noqa: SIM108  # as the branches of `_piece`
-            place = tl.load(index + source + done + lane, mask=written, other=0)
-        else:
-            place = (source + done).to(tl.int32) + lane
+        at = source + done
+        place = tl.load(index + at + lane, mask=written, other=0) if POOL else at.to(tl.int32) + lane
         tl.store(index_out + target, place, mask=written)
         tl.store(value_out + target, acc, mask=written)
         over += tl.sum(larger.to(tl.int32))
