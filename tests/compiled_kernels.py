@@ -31,7 +31,7 @@ def compile_instead(
 ) -> None:  # Any: arguments
     """Takes the place of a launch."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | named
-    options = {name: given.pop(name) for name in ("num_warps", "maxnreg") if name in given}
+    options = {"num_warps": given.pop("num_warps", 4)}
     constants = {p.name for p in kernel.params if p.is_constexpr or _is_one(given[p.name], p.do_not_specialize)}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
     place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}

@@ -19,9 +19,9 @@ from sparsync.kernels.cpu import NONE, bits_of
 from sparsync.kernels.cuda.launching import (
     ANY,
     BLOCK,
-    BUSY_PASS,
     INFINITY,
     PASS,
+    lanes,
     loaded,
     local,
     magnitude,
@@ -107,11 +107,13 @@ def accumulate_select_(residual: Tensor, grad: Tensor, threshold: float, span: S
     n = residual.numel()
     if n == 0:
         return _empty(residual), True
-    low, high = _range(threshold, 0, INFINITY - 1)
+    low, _ = _range(threshold, 0, INFINITY)
 
     def select(pool: Pool, filled: int, again: bool) -> None:
-        limits = (n, low, high, span.start, span.stop, filled, pool.capacity)
-        _accumulate_select_kernel[programs(n)](residual, grad, *pool.parts, *limits, AGAIN=again, **BUSY_PASS)
+        limits = (n, low, span.start, span.stop, filled, pool.capacity)
+        _accumulate_select_kernel[programs(n)](
+            residual, grad, *pool.parts, *limits, WHOLE=len(span) == n, AGAIN=again, **PASS
+        )
 
     pool = pool_for(residual, len(span) // SHARE + BLOCK)
     select(pool, 0, again=False)
@@ -167,7 +169,8 @@ def collect(
         ACCUMULATE=grad is not None,
         SIGNED=signed,
         SAMPLED=sampled,
-        **BUSY_PASS,
+        SKIPS=len(skip) > 0,
+        **PASS,
     )
 
 
@@ -216,7 +219,7 @@ def _empty(x: Tensor) -> Sparse:
 @triton.jit
 def _add_kernel(x, grad, out, bad, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
+    lane = lanes(BLOCK)
     left = tl.minimum(n - first, BLOCK).to(tl.int32)
     acc = loaded(x + first, lane, left, BLOCK).to(tl.float32)
     if ADD:
@@ -241,11 +244,16 @@ def _reserved(counts, offsets, state, block, count, size):
 def _write_piece(index, value, start, first, lane, acc, chosen, taken):
     """Writes what is chosen of a block to the pool from `start` on."""
     rank = start + tl.cumsum(taken, 0) - taken
+    # HACK: the compiler is told that four ranks at a time follow each other, which they need not, so that it leaves four neighbours with
+    # the thread that loaded them; otherwise all of the block goes through shared memory before it is stored, with three times the barriers
+    # and half as many instructions again. Price: it may not store four at once, which it does not as the mask differs between neighbours;
+    # the test of what it makes counts the wide stores.
+    rank = tl.max_contiguous(tl.multiple_of(rank, 4), 4)
     tl.store(index + rank, first.to(tl.int32) + lane, mask=chosen)
     tl.store(value + rank, acc, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["low", "high", "start", "stop", "filled", "capacity"])
+@triton.jit(do_not_specialize=["low", "start", "stop", "filled", "capacity"])
 def _accumulate_select_kernel(
     residual,
     grad,
@@ -256,11 +264,11 @@ def _accumulate_select_kernel(
     state,  # [2]: how many are found, whether anything is not finite
     n,
     low,
-    high,
     start,
     stop,
     filled,  # AGAIN: pieces that end inside of so many elements are there already
     capacity,
+    WHOLE: tl.constexpr,  # from `start` to `stop` is everything
     AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -270,19 +278,21 @@ def _accumulate_select_kernel(
         wanted = tl.load(offsets + block) + tl.load(counts + block) > filled
     if wanted:
         first = block.to(tl.int64) * BLOCK
-        lane = tl.arange(0, BLOCK)
+        lane = lanes(BLOCK)
         left = tl.minimum(n - first, BLOCK).to(tl.int32)
         before = loaded(residual + first, lane, left, BLOCK)
         acc = before + loaded(grad + first, lane, left, BLOCK).to(tl.float32)
         size = magnitude(acc)
-        inside = (lane >= local(start, first, left)) & (lane < local(stop, first, left))
-        chosen = (size >= low) & (size <= high) & inside
+        finite = size < 0x7F800000
+        chosen = finite & (size >= low) & (lane < left)
+        if not WHOLE:
+            chosen = chosen & (lane >= local(start, first, left)) & (lane < local(stop, first, left))
         taken = chosen.to(tl.int32)
         count = tl.sum(taken)
         reserved = tl.load(offsets + block) if AGAIN else _reserved(counts, offsets, state, block, count, size)
         if reserved + count <= capacity:  # all of the block, or nothing: what is cleared has been written elsewhere
             _write_piece(index, value, reserved, first, lane, acc, chosen, taken)
-            kept = tl.where(size < 0x7F800000, tl.where(chosen, 0.0, acc), before)
+            kept = tl.where(finite, tl.where(chosen, 0.0, acc), before)
             store(residual + first, lane, kept, left, BLOCK)
 
 
@@ -306,11 +316,12 @@ def _collect_kernel(
     ACCUMULATE: tl.constexpr,
     SIGNED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    SKIPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     first = block.to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
+    lane = lanes(BLOCK)
     left = tl.minimum(n - first, BLOCK).to(tl.int32)
     acc = loaded(x + first, lane, left, BLOCK)
     if ACCUMULATE:
@@ -319,8 +330,9 @@ def _collect_kernel(
     size = magnitude(acc)
     key = rank_key(acc, True) if SIGNED else size
     low = tl.maximum(low, tl.load(sampled)) if SAMPLED else low
-    outside = (lane < local(start, first, left)) | (lane >= local(stop, first, left))
-    chosen = (lane < left) & (key >= low) & (key <= high) & outside
+    chosen = (lane < left) & (key >= low) & (key <= high)
+    if SKIPS:
+        chosen = chosen & ((lane < local(start, first, left)) | (lane >= local(stop, first, left)))
     taken = chosen.to(tl.int32)
     count = tl.sum(taken)
     reserved = _reserved(counts, offsets, state, block, count, size)

@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
-WARPS = 8  # of such a program: 8 elements a thread
+WARPS = 8  # of such a program: 8 elements a thread, so few that five programs share a processor and some load while others wait
 REGISTERS = (
     64  # of a thread at most, so that four such programs share a processor: one waits for its place while others load
 )
 P = ParamSpec("P")
 R = TypeVar("R")
 PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
-BUSY_PASS = PASS | {"maxnreg": REGISTERS}
 ONE_WARP = {"num_warps": 1}
 INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; above infinity there is NaN
 
@@ -39,6 +38,13 @@ def on_its_device(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
 def programs(n: int, block: int = BLOCK) -> tuple[int]:
     """A grid of one program for each block of `n` elements."""
     return (triton.cdiv(n, block),)
+
+
+@triton.jit
+def lanes(BLOCK: tl.constexpr):
+    """0, 1, ... BLOCK - 1, four after each other in a thread, whatever the type that is loaded: numbers of 16 bits then meet those of 32
+    where they are, without a way through shared memory."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), 4)
 
 
 @triton.jit
