@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
-WARPS = 8  # of such a program: 8 elements a thread, so few that five programs share a processor and some load while others wait
+WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
 REGISTERS = (
     64  # of a thread at most, so that four such programs share a processor: one waits for its place while others load
 )
