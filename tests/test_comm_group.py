@@ -195,7 +195,9 @@ def error_of(comm: Comm, operation: str) -> tuple[str, float]:
     with pytest.raises(RuntimeError) as caught:
         call(comm, operation)
     message = str(caught.value)
-    del caught  # its traceback holds the group, and this frame it: connections would stay open until garbage is collected
+    del (
+        caught
+    )  # its traceback holds the group, and this frame it: connections would stay open until garbage is collected
     return message, time.monotonic() - began
 
 
