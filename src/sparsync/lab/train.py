@@ -23,7 +23,7 @@ from sparsync.lab.settings import SchemeChoice, Settings
 from sparsync.lab.workloads.base import Workload
 from sparsync.stations import Station
 
-COMPUTE_STEPS = 8  # without communication; their median is the limit every scheme is held against
+COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is held against
 COMPUTE_WARMUP = 3
 
 Emit = Callable[[dict[str, Any]], None]  # takes one message; only rank 0's are listened to
