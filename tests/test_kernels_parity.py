@@ -13,11 +13,13 @@ from torch import Tensor
 from sparsync import Span, kernels
 from sparsync.core import Sparse
 from sparsync.kernels import reference, sparse_reference
+from sparsync.wire.values import Format, ValueCodec
 
 NATIVE = [name for name in kernels.backends() if name.startswith("cpp")]
 SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
+ROUNDED: tuple[Format, ...] = ("bfloat16", "int8", "int8_stochastic", "int4_stochastic", "sign")
 LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
 
 
@@ -346,10 +348,13 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
 def test_kernels_do_not_care_for_torchs_default_type(dtype: torch.dtype) -> None:
     x, part = made("normal", 1000), pieces(1000, 2, apart=True)
     wanted = reference.top_k(x, 50), sparse_reference.sorted_union(part)
+    packets = {values: ValueCodec(values).encode(x) for values in ROUNDED}
     torch.set_default_dtype(dtype)
     try:
         same(kernels.top_k(x, 50), wanted[0])
         same(kernels.sorted_union(part), wanted[1])
         assert torch.equal(kernels.gather(x, wanted[0].index), wanted[0].value)
+        for values, packet in packets.items():
+            assert torch.equal(ValueCodec(values).encode(x), packet)
     finally:
         torch.set_default_dtype(torch.float32)

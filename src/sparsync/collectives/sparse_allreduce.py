@@ -44,15 +44,16 @@ class Reduced:
 
     outgoing: list[int]
     incoming: list[int]
-    before: (
-        Sparse  # what the region held where elements came to, perhaps one several times: writing it back undoes the sum
-    )
+    before: Sparse | None  # what the region held where elements came to, some several times; None unless asked for
     error: Tensor | None  # [k], of what this rank sent; None: others got it all
 
 
-def split_and_reduce_(region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: Codec) -> Reduced:
+def split_and_reduce_(
+    region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: Codec, undoable: bool = False
+) -> Reduced:
     """Adds to `region`, the part of the vector this rank owns, what all ranks selected there, in rank order.
 
+    Writing back what `before` tells, where it is to be `undoable`, undoes it.
     Steps: 1 for the counts, 1 for the elements
     Bytes sent per rank: 4 (P-1), and the packets of its elements outside its own region
     """
@@ -67,8 +68,7 @@ def split_and_reduce_(region: Tensor, mine: Sparse, regions: Sequence[Span], com
     arrived = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
     with station("decode"):
         parts = [codec.decode(packet, k, n, dtype) for packet, k in zip(arrived, incoming, strict=True)]
-        touched = torch.cat([part.index for part in parts])
-        before = Sparse(touched, gather_values(region, touched), n)
+        before = _held_at(region, parts) if undoable else None
         for part in parts:
             scatter_add_(region, part)
         if codec.exact:
@@ -76,6 +76,11 @@ def split_and_reduce_(region: Tensor, mine: Sparse, regions: Sequence[Span], com
         told = zip(packets, outgoing, regions, strict=True)
         read = torch.cat([codec.decode_values(packet, k, len(span), dtype) for packet, k, span in told])
         return Reduced(outgoing, incoming, before, mine.value - read)
+
+
+def _held_at(region: Tensor, parts: Sequence[Sparse]) -> Sparse:
+    touched = torch.cat([part.index for part in parts])
+    return Sparse(touched, gather_values(region, touched), region.numel())
 
 
 def split_and_reduce_cost(

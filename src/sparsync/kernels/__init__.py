@@ -223,7 +223,10 @@ def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
 
 
 def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, " k"]) -> None:
-    """Sets `x` to `value` at the distinct positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
+    """Sets `x` to `value` at the positions `index`, distinct or with equal values.
+
+    Raises IndexError, before anything is written, for positions outside of it.
+    """
     if value.shape != index.shape:
         raise ValueError(f"there must be a value for each position, got {value.numel()} for {index.numel()}")
     found = _for(x, value) if _plain(index) else None

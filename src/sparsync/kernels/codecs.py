@@ -128,7 +128,9 @@ def scaled_encode(value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " 
     if not native:
         return _of_values(value, *(() if noise is None else (noise,))).scaled_encode(value, bits, noise)
     value, out = value.contiguous(), _bytes(scaled_nbytes(value.numel(), bits))
-    noise = noise.contiguous() if noise is not None else None
+    if noise is not None and noise.shape != value.shape:
+        raise ValueError(f"there must be a number for each of {value.numel()} values, got {noise.numel()}")
+    noise = noise.to(value).contiguous() if noise is not None else None
     at = noise.data_ptr() if noise is not None else 0
     native.codec_scaled_encode(value.data_ptr(), value.numel(), bits, at, out.data_ptr())
     return out

@@ -88,7 +88,7 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Sets `x` [n] to `value` [k] at the positions `index` [k], which are distinct."""
+    """Sets `x` [n] to `value` [k] at the positions `index` [k], distinct or with equal values."""
     x.index_copy_(0, index.long(), value.to(x.dtype))
 
 

@@ -43,11 +43,12 @@ def exact_step(
             terms.wide, terms.narrow, most_sent(k, n, P), acc, skip=own, bound=control.local_threshold
         )
     region = own.of(acc)  # all of this rank's own region counts, at no cost
-    reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
+    reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec, undoable=True)
     cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, codec)
     with station("select"):
         top = kernels.top_k_nonzero(region, k)
-        kernels.put_(region, reduced.before.index, reduced.before.value)
+        if reduced.before is not None:
+            kernels.put_(region, reduced.before.index, reduced.before.value)
         finite = finite and kernels.all_finite(top.value)  # NaN and Inf are the largest
         rungs = regions.ladder(top.value, k, P, poisoned=not finite)
     ladders = torch.stack(comm.all_gather(rungs, [regions.LADDER] * P))

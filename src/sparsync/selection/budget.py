@@ -70,7 +70,7 @@ def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: 
     return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _exempt(layout: tuple[Slot, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
     """The spans of the smallest parameters that match, as long as they have `left` elements together."""
     exempt: list[Span] = []
@@ -82,7 +82,7 @@ def _exempt(layout: tuple[Slot, ...], patterns: tuple[str, ...], left: int) -> t
     return tuple(exempt)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _exact(share: float | Fraction) -> Fraction:
     """The fraction that was meant: 0.01 is 1/100."""
     return Fraction(share).limit_denominator(10**9)

@@ -71,7 +71,7 @@ class Interleaved:
     def positions(self, part: int, place: Tensor) -> Tensor:
         """Where the elements at `place` of partition `part` stand in the vector, in the type of `place`."""
         starts = _starts(self.n, self.P, self.row, place.device)[part]
-        group = torch.div(place, self.row, rounding_mode="floor")  # a tail is shorter than a row: one more group
+        group = torch.div(place, self.row, rounding_mode="floor")  # a tail is no longer than a row: one more group
         return starts.to(place.dtype)[group] + place - group * self.row
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Interleaved:
         return torch.tensor([span.start for span in self._tails()], device=device)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
     """Where each row of each partition begins, and its tail, int32 [P, groups + 1]."""
     inner = n // (row * P) * row * P
@@ -101,7 +101,7 @@ def _starts(n: int, P: int, row: int, device: torch.device) -> Tensor:
     return torch.cat([_rows(n // (row * P), P, device) * row, tails[:, None]], dim=1)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _rows(groups: int, P: int, device: torch.device) -> Tensor:
     """Which row each group gives to each partition, int32 [P, groups]."""
     group = torch.arange(groups, device=device)
@@ -208,7 +208,7 @@ class Profile:
         self.mass = [before + (now - before) // rate for before, now in zip(old, share, strict=True)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _edges(n: int, blocks: int) -> tuple[int, ...]:
     """Where the blocks of a profile begin, and where the last one ends."""
     return (0, *(span.stop for span in spans(n, blocks)))

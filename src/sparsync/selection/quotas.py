@@ -33,7 +33,9 @@ def level_of(magnitude: Tensor) -> Tensor:
 
 def relative_magnitudes(levels: Sequence[int]) -> list[int]:
     """The magnitudes at `levels`, in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
-    magnitude = (torch.tensor(list(levels), dtype=torch.int32) << 16).view(torch.float32).to(torch.float64)
+    magnitude = (
+        (torch.tensor(list(levels), dtype=torch.int32, device="cpu") << 16).view(torch.float32).to(torch.float64)
+    )
     largest = magnitude.max()
     return (magnitude / largest * 65536).to(torch.int64).tolist() if largest > 0 else [1] * len(levels)
 
@@ -64,18 +66,18 @@ def quotas(ladders: Int[Tensor, "P rungs"], free: Sequence[int], total: int) -> 
     """
     levels = ladders.cpu().to(torch.float64)  # [P, rungs], descending; a host sync, what is sent next depends on it
     P = len(free)
-    counts = _logarithm(torch.tensor([rung_counts(total, P, each) for each in free], dtype=torch.float64))
-    limit = torch.tensor(list(free), dtype=torch.float64)
+    counts = _logarithm(torch.tensor([rung_counts(total, P, each) for each in free], dtype=torch.float64, device="cpu"))
+    limit = torch.tensor(list(free), dtype=torch.float64, device="cpu")
     low, high = 0, TOP + 1  # the highest level that enough elements reach lies in [low, high)
     while high - low > 1:
         step = -(-(high - low) // _TRIED)
         tried = range(low, high, step)
-        reaching = _reaching(torch.tensor(tried, dtype=torch.float64), levels, counts, limit).tolist()
+        reaching = _reaching(torch.tensor(tried, dtype=torch.float64, device="cpu"), levels, counts, limit).tolist()
         enough = sum(
             math.fsum(each) >= total for each in reaching
         )  # exact, in whatever order; fewer reach a higher level
         low, high = tried[max(0, enough - 1)], min(high, tried[max(0, enough - 1)] + step)
-    weights = _reaching(torch.tensor([low], dtype=torch.float64), levels, counts, limit)[0]
+    weights = _reaching(torch.tensor([low], dtype=torch.float64, device="cpu"), levels, counts, limit)[0]
     return apportion([int(weight * 1024) for weight in weights.tolist()], free, total)
 
 
@@ -116,7 +118,7 @@ def _reaching(asked: Tensor, levels: Tensor, counts: Tensor, limit: Tensor) -> T
     """About how many elements of each partition reach each level `asked`, [asked, P]: straight lines through its ladder, in logarithms."""
     reached = (levels >= asked[:, None, None]).sum(2)  # [asked, P]
     left = (reached - 1).clamp(0, levels.shape[1] - 2)
-    part, level = torch.arange(levels.shape[0]), asked[:, None]
+    part, level = torch.arange(levels.shape[0], device="cpu"), asked[:, None]
     upper, lower = levels[part, left], levels[part, left + 1]
     few, many = counts[part, left], counts[part, left + 1]
     inside = few + (upper - level) * (many - few) / (upper - lower).clamp(min=0.5)

@@ -69,18 +69,18 @@ def shares(ladders: Int[Tensor, "P 6"], k: int) -> list[int]:
     P = ladders.shape[0]
     ladders = ladders.cpu().long()  # a host sync: all that follows decides lengths of messages
     count, bits = ladders[:, 0], ladders[:, 1:]
-    number = torch.minimum(torch.tensor(_rungs(k, P)), count[:, None])  # [P, rungs]
+    number = torch.minimum(torch.tensor(_rungs(k, P), device="cpu"), count[:, None])  # [P, rungs]
     wanted = min(k, int(count.sum()))
     if wanted == 0:
         return [0] * P
     low, high = 1, _TOP  # the estimate at `low` is at least as many as wanted, at `high` it is less
     while high - low > 1:
         step = max(1, (high - low) // _TRIED)
-        levels = torch.arange(low, high, step)
+        levels = torch.arange(low, high, step, device="cpu")
         enough = _estimate(levels, bits, number).sum(dim=1) >= wanted
         last = int(enough.sum()) - 1  # estimates fall as levels rise, and the first is enough
         low, high = int(levels[last]), min(high, int(levels[last]) + step)
-    level, above = _estimate(torch.tensor([low, low + 1]), bits, number)
+    level, above = _estimate(torch.tensor([low, low + 1], device="cpu"), bits, number)
     room = level - above
     rest = wanted - int(above.sum())
     given = above + rest * room // max(1, int(room.sum()))
@@ -98,7 +98,7 @@ def _estimate(levels: Tensor, bits: Tensor, number: Tensor) -> Tensor:
     """About how many of each region's sums have at least `levels` as their bits, [levels, P]; falls as the level rises."""
     passed = (bits[None] >= levels[:, None, None]).sum(dim=2)  # [levels, P]: rungs at or above the level
     upper, lower = (passed - 1).clamp(min=0), passed.clamp(max=RUNGS - 1)
-    region = torch.arange(bits.shape[0])
+    region = torch.arange(bits.shape[0], device="cpu")
     drop = (bits[region, upper] - bits[region, lower]).clamp(min=1)
     more = (number[region, lower] - number[region, upper]) * (bits[region, upper] - levels[:, None]) // drop
     return torch.where(passed > 0, number[region, upper] + more, 0)

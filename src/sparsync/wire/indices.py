@@ -48,14 +48,6 @@ def nbytes(index: Int[Tensor, " k"], span: int, codec: Codec) -> int:
     return _plan(index, span, codec).nbytes
 
 
-def counted_nbytes(k: int, span: int, codec: Codec) -> int:
-    """The bytes of any `k` positions inside [0, span), for a codec whose length depends on nothing else."""
-    plans = _counted_plans(k, span)
-    if codec not in plans:
-        raise ValueError(f"the length of a packet is known beforehand for {', '.join(plans)}, not for {codec!r}")
-    return plans[codec].nbytes
-
-
 def cheapest(index: Int[Tensor, " k"], span: int) -> Codec:
     """The codec that takes the fewest bytes; the first of equals."""
     return _cheapest(index, span)[0]

@@ -76,7 +76,8 @@ class ValueCodec:
 def _noise(value: Tensor) -> Tensor:
     """Uniform numbers in [0, 1), [k], that other values would not draw."""
     seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))  # a host sync on CUDA; exact in any order
-    return torch.rand(value.numel(), generator=torch.Generator().manual_seed(seed)).to(value.device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand(value.numel(), generator=generator, dtype=torch.float32, device="cpu").to(value.device)
 
 
 def check_values(values: str) -> None:

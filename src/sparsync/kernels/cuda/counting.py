@@ -1,4 +1,4 @@
-"""Counting by magnitude: the histogram that schemes share, and the counts by digits that find the k-th largest element."""
+"""Counting by magnitude: the histogram, and the counts by digits that find the k-th largest element."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)

@@ -14,9 +14,6 @@ from torch import Tensor
 
 BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
 WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
-REGISTERS = (
-    64  # of a thread at most, so that four such programs share a processor: one waits for its place while others load
-)
 P = ParamSpec("P")
 R = TypeVar("R")
 PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched

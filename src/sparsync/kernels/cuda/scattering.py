@@ -29,7 +29,7 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 @on_its_device
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Sets `x` [n] to `value` [k] at the distinct positions `index` [k]; IndexError, with nothing written, where one is outside."""
+    """Sets `x` [n] to `value` [k] at the positions `index` [k], as the reference; IndexError, with nothing done, where one is outside."""
     _write(x, index, value.to(x.dtype))
 
 
