@@ -348,13 +348,13 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
 def test_kernels_do_not_care_for_torchs_default_type(dtype: torch.dtype) -> None:
     x, part = made("normal", 1000), pieces(1000, 2, apart=True)
     wanted = reference.top_k(x, 50), sparse_reference.sorted_union(part)
-    packets = {values: ValueCodec(values).encode(x) for values in ROUNDED}
+    codecs = [ValueCodec(values) for values in ROUNDED]
+    packets = [codec.encode(x) for codec in codecs]
     torch.set_default_dtype(dtype)
     try:
         same(kernels.top_k(x, 50), wanted[0])
         same(kernels.sorted_union(part), wanted[1])
         assert torch.equal(kernels.gather(x, wanted[0].index), wanted[0].value)
-        for values, packet in packets.items():
-            assert torch.equal(ValueCodec(values).encode(x), packet)
+        assert all(torch.equal(codec.encode(x), packet) for codec, packet in zip(codecs, packets, strict=True))
     finally:
         torch.set_default_dtype(torch.float32)
