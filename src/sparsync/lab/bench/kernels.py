@@ -203,7 +203,7 @@ def _alternatives(data: Data) -> list[Case]:
 
     cases = [
         Case("torch: topk", topk, right),
-        Case("torch: |x| >= threshold, nonzero, gather", nonzero, right),
+        Case("torch: abs(x) >= threshold, nonzero, gather", nonzero, right),
         Case(
             "torch: threshold from a 1 % sample, as DGC",
             lambda: _sampled(accumulated(), data.k),

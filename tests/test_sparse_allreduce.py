@@ -1,0 +1,137 @@
+"""The parts of a sparse all-reduce: who holds how much, the exchanges and their costs, and the shares of the regions."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from sparsync import LocalWorld, MeteredComm
+from sparsync.collectives import sparse_allreduce
+from sparsync.core import Span, Sparse, generator
+from sparsync.kernels import put_, sparse_reference
+from sparsync.selection import regions
+from sparsync.wire import raw
+from sparsync.wire.elements import Elements
+
+
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=40))
+def test_balancing_lets_no_rank_send_more_than_all_survivors_and_p_minus_2(held: list[int]) -> None:
+    P, total = len(held), sum(held)
+    wanted = sparse_allreduce.least_holdings(held)
+    sent = [max(0, g - h) + h * (P - 1) for g, h in zip(held, wanted, strict=True)]
+    assert sum(wanted) == total
+    assert min(wanted) >= 0
+    assert max(sent) <= total + P - 2
+    assert max(sent) <= max(held) * (P - 1)  # never worse than not to balance
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_moves_turn_what_is_held_into_what_is_wanted(held: list[int], random: object) -> None:
+    wanted = list(reversed(held))
+    after = list(held)
+    for (giver, taker), count in sparse_allreduce.moves(held, wanted).items():
+        assert count > 0
+        after[giver] -= count
+        after[taker] += count
+    assert after == wanted
+    assert len(sparse_allreduce.moves(held, wanted)) < 2 * len(held)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=9),
+    st.integers(1, 40),
+)
+def test_shares_are_k_together_and_no_more_than_there_are(sums: list[list[int]], k: int) -> None:
+    P = len(sums)
+    tops = [torch.tensor(sorted(each, reverse=True)[:k], dtype=torch.float32) for each in sums]
+    held = regions.shares(torch.stack([regions.ladder(top, k, P) for top in tops]), k)
+    assert sum(held) == min(k, sum(top.numel() for top in tops))
+    assert all(0 <= share <= top.numel() for share, top in zip(held, tops, strict=True))
+
+
+def cubed(n: int, rank: int) -> Tensor:
+    return torch.randn(n, generator=generator(rank, "cubed", 0)) ** 3
+
+
+def test_shares_find_nearly_the_k_largest() -> None:
+    """Against exact counts, on eight regions of one distribution: the survivors carry 99 % of the best magnitude."""
+    P, k = 8, 400
+    sums = [cubed(2000, r).abs().sort(descending=True).values[:k] for r in range(P)]
+    held = regions.shares(torch.stack([regions.ladder(each, k, P) for each in sums]), k)
+    best = torch.cat(sums).topk(k).values.sum()
+    assert sum(float(each[:share].sum()) for each, share in zip(sums, held, strict=True)) >= 0.99 * best
+
+
+def test_equal_sums_are_shared_in_proportion() -> None:
+    P, k = 4, 40
+    held = regions.shares(torch.stack([regions.ladder(torch.ones(k), k, P) for _ in range(P)]), k)
+    assert held == [10, 10, 10, 10]
+
+
+def test_split_cuts_at_regions_and_counts_from_their_start() -> None:
+    part = Sparse(torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0, 4.0]), 10)
+    pieces = sparse_reference.split(part, [Span(0, 4), Span(4, 4), Span(4, 10)])
+    assert [piece.index.tolist() for piece in pieces] == [[0, 3], [], [0, 5]]
+    assert [piece.value.tolist() for piece in pieces] == [[1.0, 2.0], [], [3.0, 4.0]]
+
+
+def test_among_finds_common_positions_also_in_nothing() -> None:
+    a = torch.tensor([1, 4, 7], dtype=torch.int32)
+    assert sparse_reference.among(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
+    assert sparse_reference.among(a, a[:0]).tolist() == [False, False, False]
+    assert sparse_reference.among(a[:0], a).tolist() == []
+
+
+def test_at_least_selects_what_is_level_but_never_zeros() -> None:
+    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
+    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("codec", [raw, Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
+def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.Codec) -> None:
+    held, P = [7, 0, 3, 2], 4
+
+    def body(comm: MeteredComm) -> bool:
+        count = held[comm.rank]
+        mine = Sparse(torch.arange(count, dtype=torch.int32) + 10 * comm.rank, torch.ones(count), 40)
+        cut = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)]
+        region = torch.zeros(10)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
+        cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, torch.float32, comm.rank, codec)
+        assert comm.take()[0] == cost
+        assert region.sum() == count
+        wanted = sparse_allreduce.equal_holdings(held)
+        moved = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
+        assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, cut, torch.float32, comm.rank, codec)
+        assert moved.index.numel() == 3
+        places = [Span(0, 40)] * P
+        everything, read = sparse_allreduce.gather(moved, wanted, places, comm, codec)
+        assert comm.take()[0] == sparse_allreduce.gather_cost(wanted, places, torch.float32, comm.rank, codec)
+        assert torch.equal(read, moved.value)
+        return everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
+
+    assert LocalWorld(P).run(lambda comm: body(MeteredComm(comm))) == [True] * P
+
+
+@pytest.mark.parametrize("P", [1, 3, 5])
+def test_what_was_there_before_undoes_a_sum_to_the_bit(P: int) -> None:
+    """Also where several ranks add to one position, with numbers that additions round."""
+    n, k = 40, 25
+
+    def body(comm: MeteredComm) -> None:
+        own = Span(8 * comm.rank, 8 * comm.rank + 8)
+        cut = [Span(8 * r, 8 * r + 8 if r < P - 1 else n) for r in range(P)]
+        draw = generator(comm.rank, "undo", 0)
+        mine = torch.randperm(n, generator=draw)[:k].sort().values.to(torch.int32)
+        region = torch.randn(len(cut[comm.rank]), generator=draw)
+        before = region.clone()
+        part = Sparse(mine, torch.randn(k, generator=draw), n)
+        reduced = sparse_allreduce.split_and_reduce_(region, part, cut, comm, raw, undoable=True)
+        assert reduced.before is not None
+        assert own.start == cut[comm.rank].start
+        assert not torch.equal(region, before)
+        put_(region, reduced.before.index, reduced.before.value)
+        assert torch.equal(region, before)
+
+    LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))
