@@ -24,6 +24,10 @@ runtime_checkable(protocols.Comm)
 runtime_checkable(protocols.Scheme)
 jaxtyping.install_import_hook("sparsync", "annotations.checked")
 
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # what shells start in the background; programs under test would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparsync")
