@@ -11,8 +11,6 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed here; it comes with torch on machines with CUDA")
 
-from sparsync.core import Sparse  # noqa: E402
-
 DEVICE = "cuda" if CUDA else "cpu"
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan]
 KINDS = ("normal", "special", "ties", "equal", "zero", "poisoned", "tiny", "two-valued")
@@ -38,15 +36,3 @@ def made(kind: str, n: int, seed: int = 0) -> Tensor:
         "tiny": normal * 1e-40,  # denormal
         "two-valued": torch.where(normal > 2, 2.0, 1.0),
     }[kind].to(DEVICE)
-
-
-def bits(x: Tensor) -> Tensor:
-    """What is compared: the bits, but all NaN alike, because which one an addition makes is the processor's affair."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
-
-
-def same(got: Sparse, expected: Sparse) -> None:
-    assert got.index.dtype == expected.index.dtype
-    assert torch.equal(got.index, expected.index)
-    assert torch.equal(bits(got.value), bits(expected.value))
-    assert got.length == expected.length

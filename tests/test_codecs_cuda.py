@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from on_triton import DEVICE, KINDS, bits, made
+from on_triton import DEVICE, KINDS, made
+from same_bits import bits
 from sparsync.kernels import codecs, use
 from sparsync.wire import indices
 from sparsync.wire.indices import CODECS, Codec

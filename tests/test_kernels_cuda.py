@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from on_triton import CUDA, DEVICE, KINDS, SPECIAL, bits, made, same
+from on_triton import CUDA, DEVICE, KINDS, SPECIAL, made
+from same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse

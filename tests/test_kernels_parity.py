@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Sparse
 from sparsync.kernels import reference, sparse_reference
@@ -63,18 +64,6 @@ KINDS = [
     "mostly-nan",
 ]
 THRESHOLDS = [-1.0, 0.0, 1e-45, 1.0, 2.0, 2.1, 3e38, math.inf, math.nan]
-
-
-def bits(x: Tensor) -> Tensor:
-    """What is compared: the bits, but all NaN alike, because which one an addition makes is the processor's affair."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
-
-
-def same(got: Sparse, expected: Sparse) -> None:
-    assert got.index.dtype == expected.index.dtype
-    assert torch.equal(got.index, expected.index)
-    assert torch.equal(bits(got.value), bits(expected.value))
-    assert got.length == expected.length
 
 
 def counts(n: int) -> list[int]:

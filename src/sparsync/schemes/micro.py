@@ -6,7 +6,8 @@ meet, and every rank sends its value at each of them.
 `published()` is the paper's algorithm: one threshold for all, scaled by a fixed factor a step until the union has density * n elements.
 The plain setting spreads every partition over the whole vector, so that layers of different scale load all ranks alike. It replaces
 the threshold: the ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
-may send, and send exactly density * n elements, at every scale of the gradient and from the first step. Nothing but residuals is kept.
+may send, and send exactly density * n elements, at every scale of the gradient and from the first step. Nothing but residuals is kept that
+changes a result.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
 code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
