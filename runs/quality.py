@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, Report, Slot
-from sparsync.core import Cost
+from sparsync import Bucket, LocalWorld, ParameterSpan, Report
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm, Cost
 from sparsync.lab import one_process, workloads
 from sparsync.lab.settings import SchemeChoice, parse_schemes
-from sparsync.protocols import Comm, Scheme
 from sparsync.selection.topk import select_top
 
 
@@ -98,7 +98,7 @@ class Job:
         }
 
     def _reduced(
-        self, schemes: list[Scheme], grads: list[Tensor], layout: tuple[Slot, ...], step: int
+        self, schemes: list[Scheme], grads: list[Tensor], layout: tuple[ParameterSpan, ...], step: int
     ) -> tuple[Tensor, Report]:
         def body(comm: Comm) -> tuple[Tensor, Report]:
             bucket = Bucket("bucket0", grads[comm.rank], step, layout)

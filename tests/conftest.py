@@ -4,25 +4,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import runtime_checkable
 
 import hypothesis
 import jaxtyping
 import pytest
 import torch
 
-import annotations
+from helpers import annotations
 
 assert "sparsync" not in sys.modules, "sparsync was imported before its annotations could be made to check"
 jaxtyping.jaxtyped = annotations.executed
 
-# An annotation that names a protocol can be checked only once the protocol is runtime-checkable, so these two become it before any other
-# module is loaded. Their own module stays outside the hook; its methods are never run.
-with jaxtyping.install_import_hook("sparsync.core", "annotations.checked"):
-    from sparsync import protocols
-runtime_checkable(protocols.Comm)
-runtime_checkable(protocols.Scheme)
-jaxtyping.install_import_hook("sparsync", "annotations.checked")
+jaxtyping.install_import_hook("sparsync", "helpers.annotations.checked")
 
 if (
     signal.getsignal(signal.SIGINT) == signal.SIG_IGN

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
-from distributed import run
+from helpers.adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
+from helpers.distributed import run
 from sparsync import MiCRO
 
 pytest.importorskip("accelerate")

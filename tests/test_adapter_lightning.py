@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from adapter_training import DENSITY, Collected, Trained, as_torchrun, check, examples, network
-from distributed import run
+from helpers.adapter_training import DENSITY, Collected, Trained, as_torchrun, check, examples, network
+from helpers.distributed import run
 from sparsync import MiCRO, TopK
 
 pytest.importorskip("lightning")

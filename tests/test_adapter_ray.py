@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from adapter_training import DENSITY, Trained, check, examples, network
+from helpers.adapter_training import DENSITY, Trained, check, examples, network
 from sparsync import MiCRO
-from sparsync.hooks import checkpoint
+from sparsync.integrations import checkpoint
 
 pytest.importorskip("ray.train", exc_type=ImportError)  # which is there without what it needs, too
 import ray

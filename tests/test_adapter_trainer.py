@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapter_training import DENSITY, Collected, Trained, as_torchrun, check
-from distributed import run
+from helpers.adapter_training import DENSITY, Collected, Trained, as_torchrun, check
+from helpers.distributed import run
 from sparsync import ExDyna
 
 pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
 
-from ddp_training import Training
-from distributed import run
+from helpers.ddp_training import Training
+from helpers.distributed import run
 from sparsync import ExDyna, MiCRO, OkTopk, SkipReduce, TopK
-from sparsync.hooks import checkpoint
+from sparsync.integrations import checkpoint
 
 pytestmark = pytest.mark.distributed
 SCHEMES: dict[str, Any] = {  # Any: constructors of schemes

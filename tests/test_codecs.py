@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync.kernels import backends, use
+from sparsync.kernels import backends, set_backend
 from sparsync.wire import indices, packed
 from sparsync.wire.indices import CODECS, Codec
 from sparsync.wire.values import Format, ValueCodec
@@ -66,9 +66,9 @@ def test_the_cheapest_packet_says_what_it_is_and_then_what_that_codec_writes(
 def test_the_agreed_packet_is_as_long_as_k_and_the_span_tell(chosen: tuple[Tensor, int]) -> None:
     index, span = chosen
     k = index.numel()
-    packet = indices.encode_agreed(index, span)
-    assert packet.numel() == indices.agreed_nbytes(k, span) <= packed.nbytes(k, packed.width(span))
-    assert torch.equal(indices.decode_agreed(packet, k, span), index)
+    packet = indices.encode_fixed_length(index, span)
+    assert packet.numel() == indices.fixed_length_nbytes(k, span) <= packed.nbytes(k, packed.width(span))
+    assert torch.equal(indices.decode_fixed_length(packet, k, span), index)
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
@@ -86,7 +86,7 @@ def on_all(work: Callable[[], Tensor]) -> list[Tensor]:
     """What `work` returns on each backend."""
     found = []
     for backend in BACKENDS:
-        with use(backend):
+        with set_backend(backend):
             found.append(work())
     return found
 
@@ -108,7 +108,7 @@ def assert_refused_or_valid(packet: Tensor, k: int, span: int, codec: Codec) -> 
     """The same on every backend."""
     results = []
     for backend in BACKENDS:
-        with use(backend):
+        with set_backend(backend):
             results.append(outcome(packet, k, span, codec))
     first = results[0]
     assert all(torch.equal(first, each) if isinstance(first, Tensor) else first == each for each in results)
@@ -169,7 +169,7 @@ def test_any_bytes_that_name_a_codec_are_refused_or_are_positions(content: bytes
     ],
 )
 def test_a_refusal_says_what_is_wrong(backend: str, codec: Codec, content: list[int], k: int, told: str) -> None:
-    with use(backend), pytest.raises(RuntimeError, match=told):
+    with set_backend(backend), pytest.raises(RuntimeError, match=told):
         indices.decode(torch.tensor(content, dtype=torch.uint8), k, 7 if codec == "delta" else 10, codec)
 
 
@@ -179,7 +179,7 @@ def test_a_refusal_says_what_is_wrong(backend: str, codec: Codec, content: list[
 def test_positions_that_no_decoder_would_accept_are_not_encoded(
     backend: str, codec: Codec, positions: list[int]
 ) -> None:
-    with use(backend):
+    with set_backend(backend):
         for dtype in (torch.int64, torch.int32):
             index = torch.tensor(positions)
             if torch.equal(index, index.to(dtype)):
@@ -206,7 +206,7 @@ def test_one_position_out_of_order_is_found_wherever_it_is(codec: Codec, place: 
 @pytest.mark.parametrize("span", [-1, 2**31])
 def test_a_span_too_long_for_int32_positions_is_refused(backend: str, span: int) -> None:
     none = torch.empty(0, dtype=torch.int32)
-    with use(backend):
+    with set_backend(backend):
         for codec in CODECS:
             with pytest.raises(ValueError, match=rf"spans of at most 2147483647 elements, got {span}; use smaller"):
                 indices.encode(none, span, codec)
@@ -284,7 +284,7 @@ def test_rounding_to_nearest_plus_its_error_is_the_value_without_rounding(value:
 def test_a_poisoned_value_poisons_its_block_and_no_other(backend: str, poison: float) -> None:
     value = torch.ones(600)
     value[300] = poison
-    with use(backend):
+    with set_backend(backend):
         for format in BLOCKS:
             _, decoded = code(format, value)
             assert decoded[256:512].isnan().all()
@@ -303,7 +303,7 @@ def test_no_value_moves_by_more_than_half_a_step_and_random_rounding_by_less_tha
     """A step is the largest magnitude of the block over 127 or 7, and up to 1/128 more."""
     value = torch.randn(4096, generator=torch.Generator().manual_seed(3))
     step = value.view(-1, 256).abs().amax(1).repeat_interleave(256) / steps * (1 + 2**-7)
-    with use(backend):
+    with set_backend(backend):
         assert ((code(format, value)[1] - value).abs() <= step / 2).all()
         assert ((code(format, value, noisy=True)[1] - value).abs() < step).all()
 
@@ -315,7 +315,7 @@ def test_random_rounding_is_right_on_average(backend: str, format: Format) -> No
     value = torch.randn(256, generator=torch.Generator().manual_seed(5))
     step = float(value.abs().max()) / (127 if format == "int8" else 7) * (1 + 2**-7)
     codec = ValueCodec(RANDOM[format])
-    with use(backend):
+    with set_backend(backend):
         packet = codec.encode(value.repeat(4000))
         mean = codec.decode(packet, 256 * 4000, value.dtype).view(4000, 256).double().mean(0)
     assert float((mean - value).abs().max()) < 6 * step / 2 / math.sqrt(4000)
@@ -341,7 +341,7 @@ def test_a_sign_goes_with_the_mean_magnitude_of_its_block() -> None:
 def test_a_packet_of_values_of_another_length_is_refused(backend: str, format: Format) -> None:
     codec = ValueCodec(format)
     packet = codec.encode(torch.ones(300))
-    with use(backend):
+    with set_backend(backend):
         for wrong in (packet[:-1], torch.cat([packet, packet[:1]]), packet[:0]):
             with pytest.raises(RuntimeError, match=f"300 values as {format} take {packet.numel()} bytes"):
                 codec.decode(wrong, 300, torch.float32)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from on_triton import DEVICE, KINDS, made
-from same_bits import bits
-from sparsync.kernels import codecs, use
+from helpers.on_triton import DEVICE, KINDS, made
+from helpers.same_bits import bits
+from sparsync.kernels import codecs, set_backend
 from sparsync.wire import indices
 from sparsync.wire.indices import CODECS, Codec
 
@@ -32,14 +32,14 @@ def selections(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 def outcome(work: Callable[[], Tensor], backend: str) -> Tensor | str:
     """What `work` returns on this backend, or what the refusal says."""
-    with use(backend):
+    with set_backend(backend):
         try:
             return work()
         except RuntimeError as refused:
             return str(refused)
 
 
-def alike(work: Callable[[], Tensor]) -> Tensor | str:
+def config_fingerprint(work: Callable[[], Tensor]) -> Tensor | str:
     """What `work` returns, the same in Triton as in the reference."""
     found, wanted = (outcome(work, backend) for backend in ("triton", "reference"))
     if isinstance(found, Tensor) and isinstance(wanted, Tensor):
@@ -60,18 +60,18 @@ def test_positions_and_spoilt_packets_are_the_reference(
     span = min(span, LONGEST_BITMAP) if codec == "bitmap" else span
     index = index[index < span]
     k = index.numel()
-    packet = alike(lambda: indices.encode(index, span, codec))
+    packet = config_fingerprint(lambda: indices.encode(index, span, codec))
     assert isinstance(packet, Tensor)
-    found = alike(lambda: indices.decode(packet, k, span, codec))
+    found = config_fingerprint(lambda: indices.decode(packet, k, span, codec))
     assert isinstance(found, Tensor)
     assert found.tolist() == index.tolist()
     spoilt = packet.clone()
     if packet.numel():
         spoilt[data.draw(st.integers(0, packet.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    alike(lambda: indices.decode(spoilt, k, span, codec))
+    config_fingerprint(lambda: indices.decode(spoilt, k, span, codec))
     cut = packet[: data.draw(st.integers(0, packet.numel()))]
-    alike(lambda: indices.decode(cut, k, span, codec))
-    alike(lambda: indices.decode(packet, min(span, k + 1), span, codec))
+    config_fingerprint(lambda: indices.decode(cut, k, span, codec))
+    config_fingerprint(lambda: indices.decode(packet, min(span, k + 1), span, codec))
 
 
 @pytest.mark.parametrize("codec", ["bitmap", "delta", "rice", "elias_fano"])
@@ -79,13 +79,13 @@ def test_positions_and_spoilt_packets_are_the_reference(
 @given(content=st.binary(max_size=80), k=st.integers(0, 300), span=st.sampled_from([1, 8, 60, 300, 2**16, 2**31 - 1]))
 def test_any_bytes_are_taken_or_refused_as_the_reference_does(codec: Codec, content: bytes, k: int, span: int) -> None:
     packet = torch.tensor(list(content), dtype=torch.uint8, device=DEVICE)
-    alike(lambda: indices.decode(packet, k, span, codec))
+    config_fingerprint(lambda: indices.decode(packet, k, span, codec))
 
 
 @pytest.mark.parametrize("content", [[3, 3], [3, 2], [-1, 2], [0, 9]])
 @pytest.mark.parametrize("codec", CODECS)
 def test_positions_that_do_not_ascend_inside_the_span_are_refused(content: list[int], codec: Codec) -> None:
-    with use("triton"), pytest.raises(ValueError, match=r"must ascend inside \[0, 8\]"):
+    with set_backend("triton"), pytest.raises(ValueError, match=r"must ascend inside \[0, 8\]"):
         indices.encode(torch.tensor(content, device=DEVICE), 9, codec)
 
 
@@ -97,8 +97,8 @@ def test_values_in_few_bits_are_the_reference(kind: str, width: int) -> None:
         if kind == "ties":
             value[::3] *= 1e-39  # so that quotients are denormal
         for noise in (None, torch.rand(k, device=DEVICE), torch.zeros(k, device=DEVICE)):
-            packet = alike(partial(codecs.scaled_encode, value, width, noise))
+            packet = config_fingerprint(partial(codecs.scaled_encode, value, width, noise))
             assert isinstance(packet, Tensor)
-            alike(partial(codecs.scaled_decode, packet, k, width))
-    with use("triton"), pytest.raises(RuntimeError, match="513 values of"):
+            config_fingerprint(partial(codecs.scaled_decode, packet, k, width))
+    with set_backend("triton"), pytest.raises(RuntimeError, match="513 values of"):
         codecs.scaled_decode(torch.zeros(9, dtype=torch.uint8, device=DEVICE), 513, width)

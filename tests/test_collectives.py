@@ -1,4 +1,4 @@
-"""The collectives by themselves: halves, edges and closed forms. Who is in which sum is a law, tests/laws/test_contributors.py."""
+"""The collectives by themselves: halves, edges and closed forms. Who is in which sum is an invariant, tests/invariants/test_contributors.py."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsync import LocalWorld, MeteredComm
 from sparsync.collectives import direct, hierarchical, ring
-from sparsync.collectives.skipping import Plan, first_offsets, skip_count
+from sparsync.collectives.skip_plan import SkipPlan, first_offsets, skip_count
 from sparsync.core import Span, spans
 
 WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
@@ -61,7 +61,7 @@ def test_a_direct_reduce_scatter_touches_its_own_slice_only(P: int, n: int) -> N
 
     def body(comm: MeteredComm) -> tuple[Span, Tensor]:
         x = ramp(comm.rank, n)
-        return direct.direct_reduce_scatter_(x, comm, Plan(shift=1 % P)), x
+        return direct.direct_reduce_scatter_(x, comm, SkipPlan(shift=1 % P)), x
 
     for rank, (span, x) in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
         assert span == spans(n, P)[(rank + 1) % P]
@@ -77,7 +77,7 @@ def test_sums_stay_in_the_type_of_the_vector(dtype: torch.dtype) -> None:
 
         def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
             x = ramp(comm.rank, n).to(dtype)
-            all_reduce_(x, comm, Plan(), None)
+            all_reduce_(x, comm, SkipPlan(), None)
             return x
 
         for x in LocalWorld(P).run(lambda comm: body(MeteredComm(comm))):
@@ -93,7 +93,7 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
     def reduced(all_reduce_: hierarchical.AllReduce) -> Tensor:
         def body(comm: MeteredComm) -> Tensor:
             x = parts[comm.rank].clone()
-            all_reduce_(x, comm, Plan(), None)
+            all_reduce_(x, comm, SkipPlan(), None)
             return x
 
         return LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))[0]
@@ -112,7 +112,7 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
 def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
     """What a narrow wire type rounded away is in `kept` already, and must survive."""
     P, n = 3, 6
-    plan = Plan(first_offsets(2), 1)
+    plan = SkipPlan(first_offsets(2), 1)
     for all_reduce_ in (ring.ring_all_reduce_, direct.direct_all_reduce_):
 
         def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
@@ -133,7 +133,7 @@ def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
 ) -> None:
     """Every step of a ring moves the vector once, cut into P slices; the direct form moves P-1-s slices to owners, P-1 to all."""
     skip, shift = data.draw(st.integers(0, P - 1)), data.draw(st.integers(0, P - 1))
-    plan = Plan(first_offsets(skip), shift)
+    plan = SkipPlan(first_offsets(skip), shift)
     for cost in (ring.cost, direct.cost, direct.cost_in_messages):
         costs = [cost(count, element, P, rank, plan) for rank in range(P)]
         assert sum(each.nbytes for each in costs) == (2 * (P - 1) - skip) * count * element
@@ -145,7 +145,7 @@ def test_what_each_position_loses_is_what_the_contributor_sets_lack(
     P: int, shift: int, count: int, data: st.DataObject
 ) -> None:
     offsets = data.draw(st.sets(st.integers(1, max(1, P - 1)))) if P > 1 else set()
-    plan = Plan(tuple(sorted(offsets)), shift % P)
+    plan = SkipPlan(tuple(sorted(offsets)), shift % P)
     slices = spans(count, P)
     for position in range(P):
         lacking = [slices[c] for c in range(P) if position not in plan.contributors(c, P)]

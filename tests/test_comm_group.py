@@ -1,4 +1,4 @@
-"""GroupComm on real gloo processes: it does what LocalWorld says, every scheme keeps its laws on it, and no failure is waited out."""
+"""GroupComm on real gloo processes: it does what LocalWorld says, every scheme keeps its invariants on it, and no failure is waited out."""
 
 import os
 import signal
@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import case, run
-from known_gradients import row, schemes, whole_numbers
-from laws.world import flat_residual, layout, same_bits
-from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm, Slot
-from sparsync.core import generator
-from sparsync.protocols import Comm
+from helpers.distributed import case, run
+from helpers.known_gradients import row, schemes, whole_numbers
+from invariants.world import flat_residual, layout, same_bits
+from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm, ParameterSpan
+from sparsync.core import Comm, generator
 
 pytestmark = pytest.mark.distributed
 
@@ -233,8 +232,8 @@ def test_a_private_group_that_others_do_not_join_is_an_error_that_names_them() -
 def ranks_disagree() -> None:
     rank = dist.get_rank()
     with pytest.raises(RuntimeError, match=f"ranks must agree, but rank {rank} has setting {rank} and rank {1 - rank}"):
-        GroupComm.private(timeout_s=20, alike=f"setting {rank}")
-    call(GroupComm.private(timeout_s=20, alike="the same"), "all_reduce")
+        GroupComm.private(timeout_s=20, fingerprint=f"setting {rank}")
+    call(GroupComm.private(timeout_s=20, fingerprint="the same"), "all_reduce")
 
 
 def test_ranks_that_disagree_are_told_so_on_all_ranks() -> None:
@@ -269,14 +268,14 @@ def closed_by_one() -> None:
             if comm.rank == 1:
                 comm.close()
                 comm.close()
-                with pytest.raises(RuntimeError, match=r"rank 1 of 3: this communicator is closed; use renewed\(\)"):
+                with pytest.raises(RuntimeError, match=r"rank 1 of 3: this communicator is closed; use reconnect\(\)"):
                     call(comm, operation)
             else:
                 message, seconds = error_of(comm, operation)
                 assert f"rank {comm.rank} of 3: " in message
                 assert seconds < SLACK_S
                 comm.close()
-            comm = comm.renewed(alike=f"round {round_number}")
+            comm = comm.reconnect(fingerprint=f"round {round_number}")
             call(comm, operation)
 
 
@@ -301,7 +300,7 @@ def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:
     scheme, watched, found = row(id).make(), Watched(comm), []
     for step in range(3):
         for key, n in (("bucket0", 97), ("bucket1", 3), ("bucket2", 0), ("bucket3", 1000)):
-            slots = tuple(Slot(f"{key}.{slot.name}", slot.span) for slot in layout(n))
+            slots = tuple(ParameterSpan(f"{key}.{slot.name}", slot.span) for slot in layout(n))
             real = torch.randn(n, generator=generator(comm.rank, key, step))
             bucket = Bucket(key, whole_numbers(n, comm.rank, step, key) if whole else real, step, slots)
             report = scheme.reduce(bucket, watched)
@@ -324,7 +323,7 @@ def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["P2", "P4"])
 def traces(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], list[Traced]]]:
-    """Every scheme on as many ranks, in rank order; run once for the laws below."""
+    """Every scheme on as many ranks, in rank order; run once for the invariants below."""
     return run(all_traced, request.param, ids=schemes(request.param))
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import Bucket, Cost, Report, Slot, Span
+from sparsync import Bucket, Cost, ParameterSpan, Report, Span
 from sparsync.core import Sparse, generator, spans
 
 
@@ -25,8 +25,8 @@ def test_a_span_is_a_view() -> None:
 
 
 def test_a_bucket_without_layout_is_one_parameter_called_by_its_key() -> None:
-    assert Bucket("whole", torch.zeros(4), 0).layout == (Slot("whole", Span(0, 4)),)
-    assert Bucket("empty", torch.zeros(0), 0).layout == (Slot("empty", Span(0, 0)),)
+    assert Bucket("whole", torch.zeros(4), 0).layout == (ParameterSpan("whole", Span(0, 4)),)
+    assert Bucket("empty", torch.zeros(0), 0).layout == (ParameterSpan("empty", Span(0, 0)),)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_a_bucket_takes_every_floating_type(dtype: torch.dtype) -> None:
     ids=["gap", "overlap", "late-start", "backwards", "too-short", "too-long"],
 )
 def test_a_layout_must_cover_the_gradient_in_order(slots: list[tuple[str, int, int]], told: str) -> None:
-    layout = tuple(Slot(name, Span(start, stop)) for name, start, stop in slots)
+    layout = tuple(ParameterSpan(name, Span(start, stop)) for name, start, stop in slots)
     with pytest.raises(ValueError, match=f"the layout of bucket 'b' .*{told}"):
         Bucket("b", torch.zeros(5), 0, layout)
 
 
 def test_a_layout_may_hold_empty_parameters() -> None:
-    layout = (Slot("none", Span(0, 0)), Slot("all", Span(0, 3)), Slot("nothing", Span(3, 3)))
+    layout = (ParameterSpan("none", Span(0, 0)), ParameterSpan("all", Span(0, 3)), ParameterSpan("nothing", Span(3, 3)))
     assert Bucket("b", torch.zeros(3), 0, layout).layout == layout
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, step_at_once, total
-from distributed import case, run
-from known_gradients import FEW, Expected, KnownGradients, Recorder, expected, row, schemes
-from laws.world import same_bits
-from overlapping import IN_ORDER, Overlapping
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, step_at_once, total
+from helpers.distributed import case, run
+from helpers.known_gradients import FEW, Expected, KnownGradients, Recorder, expected, row, schemes
+from helpers.overlapping import IN_ORDER, Overlapping
+from invariants.world import same_bits
 from sparsync import Cost, Dense
 
 pytestmark = pytest.mark.distributed

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
-from distributed import run
-from known_gradients import KnownGradients
+from helpers.ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
+from helpers.distributed import run
+from helpers.known_gradients import KnownGradients
 from sparsync import Bucket, Dense, Report, TopK
-from sparsync.hooks.ddp import DdpHandle
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Stateless
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm
+from sparsync.integrations.ddp import DdpHandle
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ SOON_S = 5.0  # for an error that need not wait for a timeout; generous, as the 
 WHERE = (2, "bucket1")  # the step and bucket at which things go wrong
 
 
-class Failing(Stateless):
+class Failing(Scheme):
     """A dense ring that does `what` on some ranks at one bucket of one step, before or after its communication."""
 
     name = "failing"

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
-from distributed import case, run
-from known_gradients import FEW, KnownGradients, row
-from laws.world import same_bits
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
+from helpers.distributed import case, run
+from helpers.known_gradients import FEW, KnownGradients, row
+from invariants.world import same_bits
 from sparsync import Report
-from sparsync.hooks import handle as handle_module
-from sparsync.hooks.handle import Handle
-from sparsync.hooks.terms import Terms
+from sparsync.integrations import handle as handle_module
+from sparsync.integrations.handle import Handle
+from sparsync.integrations.residual_scale import Terms
 
 pytestmark = pytest.mark.distributed
 

@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import sparsync
-from distributed import run
+from helpers.distributed import run
 from sparsync import Dense, MiCRO, PerParameter, SkipReduce
 
 pytestmark = pytest.mark.distributed
 
 
-def named(words: str, model: DistributedDataParallel, scheme: sparsync.schemes.Scheme, error: type[Exception]) -> None:
+def named(words: str, model: DistributedDataParallel, scheme: sparsync.Scheme, error: type[Exception]) -> None:
     """The doctor finds it, and attach refuses it with the same words."""
     (finding,) = sparsync.doctor(model, scheme)
     assert finding.refused is error

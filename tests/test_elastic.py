@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.distributed
-SCRIPT = Path(__file__).with_name("elastic_training.py")
+SCRIPT = Path(__file__).with_name("helpers") / "elastic_training.py"
 STEPS, KILLED = 6, 3
 
 

@@ -1,4 +1,4 @@
-"""ExDyna's own: published boundaries, blocks for every n, and boundaries that follow equal quotas. The shared laws: test_micro.py."""
+"""ExDyna's own: published boundaries, blocks for every n, and boundaries that follow equal quotas. The shared invariants: test_micro.py."""
 
 import math
 from itertools import pairwise
@@ -8,26 +8,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import exclusive_laws as streams
-from exclusive_laws import run
-from plain_micro import Restated
+from helpers import exclusive_invariants as streams
+from helpers.exclusive_invariants import run
+from helpers.plain_micro import Restated
 from sparsync.core import Span
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.selection.budget import TAKEN, budget
-from sparsync.selection.partition import Interleaved, Profile, block_edges, block_spans, rebalanced
+from sparsync.selection.partition import BlockCyclic, Profile, block_edges, block_spans, rebalanced
 from sparsync.selection.quotas import apportion, ladder, quotas, rung_counts
 from sparsync.wire import packed
 
 
-@pytest.mark.parametrize("authors_code", [False, True])
+@pytest.mark.parametrize("bug_compatible", [False, True])
 @pytest.mark.parametrize("P", [2, 4, 8])
-def test_published_is_the_restated_algorithm_bit_for_bit(authors_code: bool, P: int) -> None:
+def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P: int) -> None:
     n, density = 33_000, 0.01
     scale = 1 / (2 * math.sqrt(density * n)) / 8
     steps = [streams.layered(n, P, step, scale) for step in range(25)]
-    restated = Restated(n, P, density, authors_code, blocks=True)
-    seen = run(lambda: ExDyna.published(density=density, authors_code=authors_code), P, steps)
+    restated = Restated(n, P, density, bug_compatible, blocks=True)
+    seen = run(lambda: ExDyna.published(density=density, bug_compatible=bug_compatible), P, steps)
     for step, grads in enumerate(steps):
         expected = restated.step(grads)
         for rank in range(P):
@@ -79,7 +79,7 @@ def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
     scale[: n // 2] = 8.0
     draw = torch.Generator().manual_seed(5)
     steps = [[torch.randn(n, generator=draw) * scale for _ in range(P)] for _ in range(60)]
-    seen = run(lambda: ExDyna(density=0.05, sweep=0.0), P, steps)
+    seen = run(lambda: ExDyna(density=0.05, refresh=0.0), P, steps)
 
     def spread(step: int) -> float:
         thresholds = [float(each[step].report.details["threshold"]) for each in seen]
@@ -102,7 +102,7 @@ def test_a_profile_cuts_at_equal_mass_and_keeps_the_least_length() -> None:
 
 @given(n=st.integers(0, 3000), P=st.integers(1, 64))
 def test_interleaved_partitions_hold_every_element_once(n: int, P: int) -> None:
-    partitions, x = Interleaved(n, P), torch.arange(n)
+    partitions, x = BlockCyclic(n, P), torch.arange(n)
     parts = [partitions.of(x, part) for part in range(P)]
     assert [part.numel() for part in parts] == partitions.lengths()
     assert torch.equal(torch.cat(parts).sort().values, x)
@@ -167,10 +167,10 @@ def test_a_packet_of_another_length_or_span_is_refused() -> None:
         packed.decode(packet, 2, 3, 6)
 
 
-@given(n=st.integers(1, 400), sweep=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))
-def test_a_budget_is_never_overdrawn(n: int, sweep: float, density: float, step: int) -> None:
+@given(n=st.integers(1, 400), refresh=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))
+def test_a_budget_is_never_overdrawn(n: int, refresh: float, density: float, step: int) -> None:
     layout = streams.cut_in({"a.weight": n - n // 3, "a.bias": n // 3})
-    allowed = budget(density, layout, ["*bias"], sweep, step)
+    allowed = budget(density, layout, ["*bias"], refresh, step)
     assert 1 <= allowed.count <= n
     assert 0 <= allowed.open_count <= allowed.count
     whole = Span(0, n)

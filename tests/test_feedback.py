@@ -1,4 +1,4 @@
-"""Error feedback: the residual by parameter, across layouts, ranks, files and worlds. Its balance is a law, tests/laws."""
+"""Error feedback: the residual by parameter, across layouts, ranks, files and worlds. Its balance is an invariant, tests/invariants."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Bucket, SkipReduce, Slot, Span, TopK
+from sparsync import Bucket, ParameterSpan, SkipReduce, Span, TopK
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.feedback import ErrorFeedback, redistributed, state_from
-from sparsync.protocols import Scheme
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -22,7 +22,7 @@ SIZES = {"a": 3, "b": 0, "c": 1, "d": 5}
 
 def bucket(*names: str, key: str = "bucket0", dtype: torch.dtype = torch.float32) -> Bucket:
     stops = [sum(SIZES[name] for name in names[: i + 1]) for i in range(len(names))]
-    layout = tuple(Slot(name, Span(stop - SIZES[name], stop)) for name, stop in zip(names, stops, strict=True))
+    layout = tuple(ParameterSpan(name, Span(stop - SIZES[name], stop)) for name, stop in zip(names, stops, strict=True))
     return Bucket(key, torch.zeros(stops[-1] if stops else 0, dtype=dtype), 0, layout)
 
 
@@ -87,7 +87,7 @@ def test_a_layout_that_comes_back_does_not_bring_back_its_old_residual() -> None
 def test_a_parameter_that_changed_its_size_is_refused() -> None:
     feedback = ErrorFeedback()
     feedback.residual(bucket("a"), 0)
-    changed = Bucket("bucket0", torch.zeros(4), 0, (Slot("a", Span(0, 4)),))
+    changed = Bucket("bucket0", torch.zeros(4), 0, (ParameterSpan("a", Span(0, 4)),))
     with pytest.raises(
         ValueError, match="the residual of 'a' has 3 elements, its gradient 4; load the state of the same model"
     ):
@@ -223,7 +223,7 @@ def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(mak
         for step in range(2):
             scheme.reduce(Bucket("w", torch.randn(300, generator=torch.Generator().manual_seed(comm.rank)), step), comm)
         before = scheme.state_dict()
-        scheme.begin_anew()
+        scheme.reset_shared_state()
         after, blank = scheme.state_dict(), fresh.state_dict()
         assert torch.equal(after.pop("residual")["w"], before["residual"]["w"])
         assert after == {field: kept for field, kept in blank.items() if field != "residual"}

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sparsync
-from distributed import case, run
-from fsdp_training import (
+from helpers.distributed import case, run
+from helpers.fsdp_training import (
     SHAPES,
     TIMEOUT_S,
     Net,
@@ -34,13 +34,13 @@ from fsdp_training import (
     saved,
     skipped,
 )
-from laws.world import same_bits
-from overlapping import IN_ORDER, Overlapping
+from helpers.overlapping import IN_ORDER, Overlapping
+from invariants.world import same_bits
 from sparsync import Bucket, Dense, ExDyna, MiCRO, OkTopk, PerParameter, Report, SkipReduce, TopK
-from sparsync.hooks import checkpoint
-from sparsync.hooks.handle import Handle
-from sparsync.protocols import Comm, Scheme
-from sparsync.schemes.base import Stateless
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm
+from sparsync.integrations import checkpoint
+from sparsync.integrations.handle import Handle
 
 pytestmark = pytest.mark.distributed
 
@@ -265,7 +265,7 @@ def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_n
     run(replicas, 4, folder=tmp_path)
 
 
-class Unlucky(Stateless):
+class Unlucky(Scheme):
     """A dense reduction that fails on rank 1 at step 1 in one module."""
 
     name = "unlucky"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from distributed import case, run
-from fsdp_training import (
+from helpers.distributed import case, run
+from helpers.fsdp_training import (
     KEYS,
     SHAPES,
     as_fsdp,
@@ -29,7 +29,7 @@ from fsdp_training import (
     skipped,
 )
 from sparsync import Dense, OkTopk, Report, SkipReduce
-from sparsync.hooks import checkpoint
+from sparsync.integrations import checkpoint
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from on_triton import CUDA, DEVICE, KINDS, SPECIAL, made
-from same_bits import bits, same
+from helpers.on_triton import CUDA, DEVICE, KINDS, SPECIAL, made
+from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse
@@ -30,7 +30,7 @@ THRESHOLDS = (0.0, 1e-45, 1.0, torch.inf, torch.nan)
 
 @pytest.fixture(autouse=True)
 def backend() -> Iterator[None]:
-    with kernels.use("triton"):
+    with kernels.set_backend("triton"):
         yield
 
 
@@ -86,7 +86,7 @@ def test_what_finds_no_room_is_neither_lost_nor_selected_twice(
     for threshold, span in ((0.0, Span(0, n)), (0.5, Span(BLOCK // 2, n - 9))):
         selected(residual, grad, threshold, span)
     same(kernels.above(residual, 0.1), sparse_reference.above(residual, 0.1))
-    same(kernels.at_least(residual, 0.0), sparse_reference.at_least(residual, 0.0))
+    same(kernels.select_ge(residual, 0.0), sparse_reference.select_ge(residual, 0.0))
 
 
 @pytest.mark.parametrize("kind", AWKWARD)
@@ -95,7 +95,7 @@ def test_selection_by_a_threshold_counting_and_finiteness_are_the_reference(kind
         x = made(kind, n)
         for threshold in THRESHOLDS:
             same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
-            same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+            same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
         assert torch.equal(kernels.histogram(x), reference.histogram(x))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert kernels.all_finite(x.to(dtype)) == reference.all_finite(x.to(dtype))
@@ -110,7 +110,7 @@ def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
             skip = Span(n // 3, n // 2)
             same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
             numbers = x.nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
-            assert torch.equal(kernels.largest(numbers, k), reference.largest(numbers, k))
+            assert torch.equal(kernels.argtopk(numbers, k), reference.argtopk(numbers, k))
 
 
 @pytest.mark.usefixtures("searched")
@@ -129,7 +129,7 @@ def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> N
         assert finite == reference.all_finite(x + grad)
         assert torch.equal(bits(out), bits(x + grad))
     numbers = x.nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
-    assert torch.equal(kernels.largest(numbers, k), reference.largest(numbers, k))
+    assert torch.equal(kernels.argtopk(numbers, k), reference.argtopk(numbers, k))
 
 
 @pytest.mark.usefixtures("searched")
@@ -143,7 +143,7 @@ def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: py
     for x in (on_sample, off_sample):
         for k in (1, n // 5):
             same(kernels.top_k(x, k), reference.top_k(x, k))
-            assert torch.equal(kernels.largest(-x, k), reference.largest(-x, k))
+            assert torch.equal(kernels.argtopk(-x, k), reference.argtopk(-x, k))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,11 +202,11 @@ def test_sums_are_added_in_the_order_of_their_parts(P: int) -> None:
         parts.append(
             Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n)
         )  # so that order matters
-    wanted = sparse_reference.summed([Sparse(part.index.cpu(), part.value.cpu(), n) for part in parts])
-    found = kernels.summed(parts)
+    wanted = sparse_reference.coalesce([Sparse(part.index.cpu(), part.value.cpu(), n) for part in parts])
+    found = kernels.coalesce(parts)
     same(Sparse(found.index.cpu(), found.value.cpu(), n), wanted)
     same(
-        kernels.summed([Sparse(part.index[:0], part.value[:0], n) for part in parts]),
+        kernels.coalesce([Sparse(part.index[:0], part.value[:0], n) for part in parts]),
         Sparse(parts[0].index[:0], parts[0].value[:0], n),
     )
 
@@ -223,10 +223,10 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
     k = data.draw(st.integers(0, x.numel()))
     few, ranking.FEW = ranking.FEW, data.draw(st.sampled_from([0, ranking.FEW]))
     try:
-        with kernels.use("triton"):
+        with kernels.set_backend("triton"):
             same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
             same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
-            same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+            same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
             selected(x.flip(0), x, threshold, Span(0, x.numel()))
     finally:
         ranking.FEW = few
@@ -244,7 +244,7 @@ def test_a_scheme_comes_to_the_same_bits_as_on_the_reference(name: str) -> None:
         return seen
 
     found = LocalWorld(2).run(body)
-    with kernels.use("reference"):
+    with kernels.set_backend("reference"):
         wanted = LocalWorld(2).run(body)
     assert all(
         torch.equal(a, b) for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True)
@@ -268,7 +268,7 @@ def test_the_bench_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str])
 @pytest.mark.skipif(CUDA, reason="the kernels run on the GPU that is here")
 def test_every_kernel_compiles_for_a_gpu_with_wide_loads_and_exact_arithmetic(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = Path(__file__).with_name("compiled_kernels.py")
+    program = Path(__file__).with_name("helpers") / "compiled_kernels.py"
     told = subprocess.run(
         [sys.executable, "-W", "ignore", program],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},

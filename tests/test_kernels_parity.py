@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from same_bits import bits, same
+from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Sparse
 from sparsync.kernels import reference, sparse_reference
@@ -26,7 +26,7 @@ LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
 
 @pytest.fixture(params=NATIVE, autouse=True, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with kernels.use(request.param):
+    with kernels.set_backend(request.param):
         yield request.param
 
 
@@ -110,7 +110,7 @@ def test_largest_numbers_are_the_reference(kind: str) -> None:
     for n in LENGTHS:
         x = made(kind, n).nan_to_num(nan=-1.0, posinf=math.inf, neginf=-math.inf)
         for k in counts(n):
-            assert torch.equal(kernels.largest(x, k), reference.largest(x, k))
+            assert torch.equal(kernels.argtopk(x, k), reference.argtopk(x, k))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +120,7 @@ def test_selection_by_a_threshold_is_the_reference(kind: str) -> None:
         for threshold in THRESHOLDS:
             for threads in (1, 2):
                 same(kernels.above(x, threshold, threads), sparse_reference.above(x, threshold))
-                same(kernels.at_least(x, threshold, threads), sparse_reference.at_least(x, threshold))
+                same(kernels.select_ge(x, threshold, threads), sparse_reference.select_ge(x, threshold))
 
 
 @pytest.mark.parametrize("grad_kind", KINDS)
@@ -202,8 +202,8 @@ def pieces(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
 @pytest.mark.parametrize("n", SHORT)
 def test_merging_is_the_reference(P: int, n: int) -> None:
     disjoint, common = pieces(n, P, apart=True), pieces(n, P, apart=False)
-    same(kernels.sorted_union(disjoint), sparse_reference.sorted_union(disjoint))
-    same(kernels.summed(common), sparse_reference.summed(common))
+    same(kernels.merge(disjoint), sparse_reference.merge(disjoint))
+    same(kernels.coalesce(common), sparse_reference.coalesce(common))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -254,8 +254,8 @@ def test_among_is_the_reference_also_where_the_first_list_is_in_no_order(
     backend: str, first: list[int], second: set[int]
 ) -> None:
     index, others = torch.tensor(first, dtype=torch.int32), torch.tensor(sorted(second), dtype=torch.int32)
-    with kernels.use(backend):
-        assert kernels.among(index, others).tolist() == sparse_reference.among(index, others).tolist()
+    with kernels.set_backend(backend):
+        assert kernels.isin(index, others).tolist() == sparse_reference.isin(index, others).tolist()
 
 
 values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
@@ -268,10 +268,10 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
     x = torch.tensor(values, dtype=torch.float32)
     k = data.draw(st.integers(0, x.numel()))
     residual = x.flip(0)
-    with kernels.use(backend):
+    with kernels.set_backend(backend):
         same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
         same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
-        same(kernels.at_least(x, threshold), sparse_reference.at_least(x, threshold))
+        same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
         left, expected_left = residual.clone(), residual.clone()
         chosen, finite = kernels.accumulate_select_(left, x, threshold)
         expected, expected_finite = reference.accumulate_select_(expected_left, x, threshold, Span(0, x.numel()))
@@ -305,7 +305,7 @@ def test_types_that_the_backend_lacks_are_done_by_the_reference() -> None:
         (lambda: kernels.top_k(torch.zeros(3), 4), r"k must be in \[0, 3\] for 3 elements, got 4"),
         (lambda: kernels.top_k(torch.zeros(3), 1, threads=0), "threads must be at least 1, got 0"),
         (lambda: kernels.top_k_nonzero(torch.zeros(3), 1, Span(2, 5)), r"must lie in \[0, 3\], got \[2, 5\)"),
-        (lambda: kernels.use("cuda"), "a backend is one of reference, triton, cpp, .*, got 'cuda'"),
+        (lambda: kernels.set_backend("cuda"), "a backend is one of reference, triton, cpp, .*, got 'cuda'"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[], object], message: str) -> None:
@@ -315,7 +315,7 @@ def test_what_cannot_be_is_refused(call: Callable[[], object], message: str) -> 
 
 def test_the_backend_in_use_is_told_and_restored(backend: str) -> None:
     assert kernels.backend() == backend
-    with kernels.use("reference"):
+    with kernels.set_backend("reference"):
         assert kernels.backend() == "reference"
     assert kernels.backend() == backend
 
@@ -336,13 +336,13 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_kernels_do_not_care_for_torchs_default_type(dtype: torch.dtype) -> None:
     x, part = made("normal", 1000), pieces(1000, 2, apart=True)
-    wanted = reference.top_k(x, 50), sparse_reference.sorted_union(part)
+    wanted = reference.top_k(x, 50), sparse_reference.merge(part)
     codecs = [ValueCodec(values) for values in ROUNDED]
     packets = [codec.encode(x) for codec in codecs]
     torch.set_default_dtype(dtype)
     try:
         same(kernels.top_k(x, 50), wanted[0])
-        same(kernels.sorted_union(part), wanted[1])
+        same(kernels.merge(part), wanted[1])
         assert torch.equal(kernels.gather(x, wanted[0].index), wanted[0].value)
         assert all(torch.equal(codec.encode(x), packet) for codec, packet in zip(codecs, packets, strict=True))
     finally:

@@ -8,10 +8,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
-from distributed import case, run
-from known_gradients import KnownGradients, Recorder, row
-from sparsync.hooks.terms import Terms
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
+from helpers.distributed import case, run
+from helpers.known_gradients import KnownGradients, Recorder, row
+from sparsync.integrations.residual_scale import Terms
 from sparsync.schemes.topk_allgather import TopK
 
 pytestmark = pytest.mark.distributed

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
 import sparsync
-from distributed import run
+from helpers.distributed import run
 from sparsync import Bucket, Dense, LocalWorld, MiCRO, Report, TopK
 from sparsync.comm.local import LocalComm
-from sparsync.protocols import Comm
+from sparsync.core import Comm
 
 pytestmark = pytest.mark.distributed
 STEPS = 4
@@ -35,7 +35,7 @@ def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
 
 
 def trained() -> list[dict[str, torch.Tensor]]:
-    made, scheme, found = model(), MiCRO(0.25, sweep=0.0, dense=()), []
+    made, scheme, found = model(), MiCRO(0.25, refresh=0.0, dense=()), []
     for step in range(STEPS):
         for name, parameter in made.named_parameters():
             parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
@@ -54,7 +54,7 @@ def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory
         mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
 
         def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
-            scheme, written = MiCRO(0.25, sweep=0.0, dense=()), []
+            scheme, written = MiCRO(0.25, refresh=0.0, dense=()), []
             for step in range(STEPS):
                 flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
                 scheme.reduce(bucket := Bucket("any", flat, step), comm)

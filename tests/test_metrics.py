@@ -1,4 +1,4 @@
-"""What a training reports arrives in TensorBoard, wandb and Prometheus; and the profiler names stations with their buckets."""
+"""What a training reports arrives in TensorBoard, wandb and Prometheus; and the profiler names phases with their buckets."""
 # pyright: reportMissingImports=false
 
 import json
@@ -13,8 +13,8 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPriv
 from torch.profiler import ProfilerActivity, profile
 
 import sparsync
-from ddp_training import Training
-from distributed import run
+from helpers.ddp_training import Training
+from helpers.distributed import run
 from sparsync import Cost, MiCRO, Report, TopK
 from sparsync.adapters.metrics import Prometheus, TensorBoard, Wandb, numbers, residual_norm
 
@@ -43,7 +43,7 @@ def reports() -> list[Report]:
             sent=Cost(1, 1, nbytes),
             seconds=0.5,
             wait_s=0.25,
-            stations={"select": 0.125},
+            phases={"select": 0.125},
             details={"overflow": (step, number) == (1, 1)},
         )
         for step, buckets in enumerate(STEPS)
@@ -166,14 +166,14 @@ def named(of_hook: bool) -> set[str]:
         else:
             model(torch.ones(9)).sum().backward()
             sparsync.reduce_gradients(model, scheme)
-    assert set(training.handle.reports()[-1].stations) >= {"accumulate", "select", "apply"}
+    assert set(training.handle.reports()[-1].phases) >= {"accumulate", "select", "apply"}
     return {event.key for event in seen.key_averages() if event.key.startswith("sparsync::")}
 
 
 @pytest.mark.distributed
 def test_a_profiler_sees_each_station_of_each_bucket() -> None:
     for found in run(named, 2, of_hook=True):
-        stations = ("accumulate", "select", "encode", "decode", "apply")
-        assert found == {f"sparsync::{station} [bucket{number}]" for station in stations for number in (0, 1)}
+        phases = ("accumulate", "select", "encode", "decode", "apply")
+        assert found == {f"sparsync::{phase} [bucket{number}]" for phase in phases for number in (0, 1)}
     for found in run(named, 2, of_hook=False):
-        assert found == {f"sparsync::{station} [float32/cpu]" for station in ("select", "encode", "decode", "apply")}
+        assert found == {f"sparsync::{phase} [float32/cpu]" for phase in ("select", "encode", "decode", "apply")}

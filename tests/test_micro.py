@@ -1,4 +1,4 @@
-"""MiCRO: the laws of exclusive selections, the published rules, and what the plain setting holds."""
+"""MiCRO: the invariants of exclusive selections, the published rules, and what the plain setting holds."""
 
 import math
 from itertools import pairwise
@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-import exclusive_laws as streams
-from exclusive_laws import run, whole_numbers
-from plain_micro import Restated
+from helpers import exclusive_invariants as streams
+from helpers.exclusive_invariants import run, whole_numbers
+from helpers.plain_micro import Restated
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.schemes.exdyna import ExDyna
@@ -154,15 +154,15 @@ def test_published_density_takes_hundreds_of_steps_where_the_plain_one_is_right_
     assert all(each.report.union == 20 for each in run(lambda: MiCRO(density=0.01), P, steps)[0])
 
 
-@pytest.mark.parametrize("authors_code", [False, True])
+@pytest.mark.parametrize("bug_compatible", [False, True])
 @pytest.mark.parametrize("P", [2, 4, 8])
 @pytest.mark.parametrize("start", [0.05, 1.0, 30.0])
-def test_published_is_the_restated_algorithm_bit_for_bit(authors_code: bool, P: int, start: float) -> None:
+def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P: int, start: float) -> None:
     n, density = 1003, 0.05
     scale = start / (2 * math.sqrt(density * n)) / 6
     steps = [streams.layered(n, P, step, scale) for step in range(40)]
-    restated = Restated(n, P, density, authors_code, blocks=False)
-    seen = run(lambda: MiCRO.published(density=density, authors_code=authors_code), P, steps)
+    restated = Restated(n, P, density, bug_compatible, blocks=False)
+    seen = run(lambda: MiCRO.published(density=density, bug_compatible=bug_compatible), P, steps)
     for step, grads in enumerate(steps):
         expected = restated.step(grads)
         for rank in range(P):
@@ -175,14 +175,14 @@ def test_published_is_the_restated_algorithm_bit_for_bit(authors_code: bool, P: 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_no_element_waits_longer_than_one_round_of_the_sweep(kind: str) -> None:
-    """The second half of the vector is a million times smaller: without a sweep nothing of it is ever sent."""
-    P, n, density, sweep = 2, 200, 0.1, 0.2
+    """The second half of the vector is a million times smaller: without a refresh nothing of it is ever sent."""
+    P, n, density, refresh = 2, 200, 0.1, 0.2
     scale = torch.ones(n)
     scale[n // 2 :] = 1e-6
-    rounds = int(1 / (density * sweep)) + 1
+    rounds = int(1 / (density * refresh)) + 1
     steps = [[grad * scale for grad in streams.layered(n, P, step)] for step in range(3 * rounds)]
-    for share in (sweep, 0.0):
-        seen = run(lambda share=share: PLAIN[kind](density=density, sweep=share), P, steps)[0]
+    for share in (refresh, 0.0):
+        seen = run(lambda share=share: PLAIN[kind](density=density, refresh=share), P, steps)[0]
         last, longest = torch.zeros(n), torch.zeros(n)
         for step, shown in enumerate(seen, start=1):
             longest = torch.maximum(longest, step - last)
@@ -216,7 +216,7 @@ def test_traffic_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
     assert nbytes(256) <= 1.1 * nbytes(8)
 
 
-@pytest.mark.parametrize("settings", [{"sweep": 1.5}, {"dense": "bias"}, {"rule": "guess"}, {"density": 0.0}])
+@pytest.mark.parametrize("settings", [{"refresh": 1.5}, {"dense": "bias"}, {"rule": "guess"}, {"density": 0.0}])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_setting_out_of_range_is_refused(kind: str, settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
@@ -227,8 +227,8 @@ def test_a_setting_out_of_range_is_refused(kind: str, settings: dict[str, object
 def test_the_published_rule_refuses_what_the_paper_does_not_know(kind: str) -> None:
     with pytest.raises(ValueError, match="published"):
         PLAIN[kind](rule="threshold")
-    with pytest.raises(ValueError, match="authors_code"):
-        PLAIN[kind](authors_code=True)
+    with pytest.raises(ValueError, match="bug_compatible"):
+        PLAIN[kind](bug_compatible=True)
 
 
 def flattened(scheme: Exclusive) -> object:

@@ -69,7 +69,7 @@ class Seen:
 
 
 def run_streams(links: Network, ranks: int, streams: list[Stream]) -> Seen:
-    script = str(Path(__file__).with_name("netlab_streams.py"))
+    script = str(Path(__file__).with_name("helpers") / "netlab_streams.py")
     with ExitStack() as stack:
         processes = []
         for rank in range(ranks):

@@ -16,7 +16,7 @@ Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, resi
 MAKES: dict[str, Callable[[float], OkTopk]] = {
     "ours": OkTopk,
     "published": OkTopk.published,
-    "code": lambda density: OkTopk.published(density, authors_code=True),
+    "code": lambda density: OkTopk.published(density, bug_compatible=True),
 }
 
 

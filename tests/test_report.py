@@ -1,4 +1,4 @@
-"""Laws of the report: the same numbers in table, page and pictures, every warning in all of them, nothing loaded from outside."""
+"""Invariants of the report: the same numbers in table, page and pictures, every warning in all of them, nothing loaded from outside."""
 
 import base64
 import io
@@ -15,12 +15,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync.lab.report import render, report
-from sparsync.lab.results import FILE_NAME, Run, read
-from sparsync.lab.summary import Summary, summarise
-from sparsync.lab.tables import as_text
-from sparsync.lab.wording import (
+from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
+from sparsync.lab.format import (
     banner,
     bytes_text,
     headline,
@@ -30,6 +26,10 @@ from sparsync.lab.wording import (
     seconds_text,
     significant,
 )
+from sparsync.lab.report import render, report
+from sparsync.lab.results import FILE_NAME, Run, read
+from sparsync.lab.summary import Summary, summarise
+from sparsync.lab.tables import as_text
 
 PICTURES = ["quality_over_time.png", "quality_over_bytes.png", "step_breakdown.png"]
 LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK"

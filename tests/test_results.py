@@ -1,4 +1,4 @@
-"""Laws of results.jsonl: what is appended is read back, what a crash leaves is told, and anything else is refused."""
+"""Invariants of results.jsonl: what is appended is read back, what a crash leaves is told, and anything else is refused."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from made_results import DENSE, RUN, SPARSE, run, write
+from helpers.made_results import DENSE, RUN, SPARSE, run, write
 from sparsync.lab.results import FILE_NAME, Quality, Run, append, read
 
 

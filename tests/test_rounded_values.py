@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exclusive_laws import run, whole_numbers
-from sparsync.collectives.rounded import mean_rounded, mean_rounded_cost
+from helpers.exclusive_invariants import run, whole_numbers
+from sparsync.collectives.quantized_all_reduce import mean_rounded, mean_rounded_cost
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.schemes.exdyna import ExDyna

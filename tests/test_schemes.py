@@ -1,4 +1,4 @@
-"""Schemes one by one: their settings, what they refuse and how they say it, and what only they do. Laws are in tests/laws."""
+"""Schemes one by one: their settings, what they refuse and how they say it, and what only they do. Invariants are in tests/invariants."""
 
 import math
 from typing import Any
@@ -6,23 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from laws.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
+from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
 from sparsync import (
     Bucket,
     Dense,
     LocalWorld,
+    ParameterSpan,
     PerParameter,
     RandomPruning,
     Report,
     SkipReduce,
-    Slot,
     Span,
     TopK,
     schemes,
 )
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.protocols import Scheme
-from sparsync.schemes.base import Stateless
 from sparsync.selection.parameters import matches
 
 # ---- the registry
@@ -179,10 +178,10 @@ def test_a_state_of_something_else_is_refused(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", [Dense(), RandomPruning()], ids=["dense", "random_pruning"])
-def test_a_scheme_without_state_refuses_one(scheme: Stateless) -> None:
+def test_a_scheme_without_state_refuses_one(scheme: Scheme) -> None:
     scheme.load_state_dict({})
     with pytest.raises(
-        ValueError, match=r"\w+ keeps no state, this one has \['residual'\]; load it into the scheme it is of"
+        ValueError, match=r"\w+ has no state, this one has \['residual'\]; load it into the scheme it is of"
     ):
         scheme.load_state_dict({"residual": {}})
 
@@ -400,9 +399,9 @@ def test_a_scheme_reduces_the_tensor_it_was_given() -> None:
 
 def test_each_parameter_goes_to_the_first_scheme_whose_pattern_it_matches() -> None:
     slots = (
-        Slot("embedding.weight", Span(0, 100)),
-        Slot("norm.weight", Span(100, 110)),
-        Slot("head.bias", Span(110, 120)),
+        ParameterSpan("embedding.weight", Span(0, 100)),
+        ParameterSpan("norm.weight", Span(100, 110)),
+        ParameterSpan("head.bias", Span(110, 120)),
     )
 
     def step(comm: LocalComm) -> Report:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Slot, Span
+from sparsync import ParameterSpan, Span
 from sparsync.kernels import reference
 from sparsync.kernels.candidates import SAMPLE
 from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
@@ -51,10 +51,10 @@ def test_top_k_is_the_sorted_definition(values: list[float], data: st.DataObject
 def test_largest_is_top_k_of_magnitudes(values: list[float], data: st.DataObject) -> None:
     magnitude = torch.tensor(values, dtype=torch.float32)
     k = data.draw(st.integers(0, magnitude.numel()))
-    assert reference.largest(magnitude, k).tolist() == sorted_top(magnitude, k)
+    assert reference.argtopk(magnitude, k).tolist() == sorted_top(magnitude, k)
 
 
-@pytest.mark.parametrize("select", [reference.top_k, reference.largest])
+@pytest.mark.parametrize("select", [reference.top_k, reference.argtopk])
 @pytest.mark.parametrize("k", [-1, 4])
 def test_top_k_refuses_more_than_there_are(select: Callable[[Tensor, int], object], k: int) -> None:
     with pytest.raises(ValueError, match=rf"k must be in \[0, 3\] for 3 elements, got {k}"):
@@ -156,10 +156,11 @@ def test_a_name_matches_itself_and_shell_patterns(name: str, patterns: tuple[str
     assert matches(name, patterns) is matched
 
 
-def slots(*lengths: int) -> tuple[Slot, ...]:
+def slots(*lengths: int) -> tuple[ParameterSpan, ...]:
     stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     return tuple(
-        Slot(f"p{i}", Span(stop - length, stop)) for i, (stop, length) in enumerate(zip(stops, lengths, strict=True))
+        ParameterSpan(f"p{i}", Span(stop - length, stop))
+        for i, (stop, length) in enumerate(zip(stops, lengths, strict=True))
     )
 
 
@@ -224,7 +225,7 @@ def test_most_takes_the_largest_variances_that_fit_the_share(share: float, chose
 def test_what_was_observed_less_often_is_compared_per_step() -> None:
     found = observed([torch.zeros(2), torch.tensor([2.0, 0.0])], lengths=(1, 1))
     found.observe(slots(1), torch.tensor([0.0], dtype=torch.float64), torch.zeros(1))
-    found.observe((Slot("q", Span(0, 1)),), torch.tensor([0.75], dtype=torch.float64), torch.zeros(1))
+    found.observe((ParameterSpan("q", Span(0, 1)),), torch.tensor([0.75], dtype=torch.float64), torch.zeros(1))
     assert found.steps == {"p0": 2, "p1": 1, "q": 1}
     assert found.most(0.34) == ("q",)
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK
-from sparsync.collectives import owned
-from sparsync.collectives.skipping import Plan, turning_offsets
-from sparsync.core import generator
-from sparsync.hooks.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
-from sparsync.hooks.fsdp2_units import Sharded
-from sparsync.hooks.skipped import SkippedSteps
-from sparsync.protocols import Comm, Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.collectives import reduce_scatter
+from sparsync.collectives.skip_plan import SkipPlan, turning_offsets
+from sparsync.core import Comm, generator
+from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
+from sparsync.integrations.fsdp2_units import Sharded
+from sparsync.integrations.rollback import Rollback
 from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
 
 WORLDS = (1, 2, 3, 5, 8)
@@ -27,20 +27,20 @@ def test_each_chunk_has_the_sum_of_its_contributors_and_of_everybody_where_nobod
     for m, always in ((0, ()), (4, ()), (4, (Span(1, 3),))):
         for skip in range(min(P, 4)):
             for offsets in combinations(range(1, P), skip):
-                for owner, out in enumerate(summed(P, m, Plan(offsets), always)):
+                for owner, out in enumerate(summed(P, m, SkipPlan(offsets), always)):
                     wanted = torch.full((m,), sum(2.0**r for r in range(P) if (r - owner) % P not in offsets))
                     for span in always:
                         span.of(wanted).fill_(2.0**P - 1)
                     assert torch.equal(out, wanted)
 
 
-def summed(P: int, m: int, plan: Plan, always: tuple[Span, ...]) -> list[Tensor]:
+def summed(P: int, m: int, plan: SkipPlan, always: tuple[Span, ...]) -> list[Tensor]:
     """What each owner gets when rank r has 2^r everywhere."""
 
     def program(comm: MeteredComm) -> Tensor:
         x, out = torch.full((P * m,), 2.0**comm.rank), torch.full((m,), torch.nan)
-        owned.reduce_scatter(x, out, comm, plan, always)
-        assert comm.take()[0] == owned.cost(m, 4, P, comm.rank, plan, always)
+        reduce_scatter.reduce_scatter(x, out, comm, plan, always)
+        assert comm.take()[0] == reduce_scatter.cost(m, 4, P, comm.rank, plan, always)
         return out
 
     return LocalWorld(P).run(lambda comm: program(MeteredComm(comm)))
@@ -169,7 +169,7 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
         return torch.randint(-4, 5, (5 * P,), generator=generator(rank, key, step)).to(dtype)
 
     def program(comm: Comm, scheme: Scheme, average: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        ours, skipped = sharded(scheme), SkippedSteps()
+        ours, skipped = sharded(scheme), Rollback()
         applied = {key: torch.zeros(5) for key in lengths}
         for step in range(3):
             outs = {}

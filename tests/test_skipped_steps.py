@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exclusive_laws import whole_numbers
+from helpers.exclusive_invariants import whole_numbers
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
-from sparsync.hooks.skipped import SkippedSteps
-from sparsync.protocols import Scheme
+from sparsync.integrations.rollback import Rollback
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -42,7 +42,7 @@ def train(
     keys: Sequence[str] = KEYS,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What was applied of each bucket over all steps, and what is kept back; `poison` names a rank and a bucket, or nobody."""
-    scheme, skipped = make(), SkippedSteps()
+    scheme, skipped = make(), Rollback()
     applied = {key: torch.zeros(N) for key in KEYS}
     for step in range(steps):
         grads = {}
@@ -121,7 +121,7 @@ def test_part_of_a_bucket_that_overflows_takes_the_other_parts_along() -> None:
 
 def test_a_step_that_comes_again_after_an_older_state_is_another_one() -> None:
     """Skipped the first time, finite the second: what is applied is not kept back as well."""
-    skipped, scheme = SkippedSteps(), TopK(0.5)
+    skipped, scheme = Rollback(), TopK(0.5)
     grads = torch.tensor([4.0, 2.0, 1.0, 1.0])
     state = scheme.state_dict()
 

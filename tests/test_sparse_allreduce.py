@@ -78,14 +78,14 @@ def test_split_cuts_at_regions_and_counts_from_their_start() -> None:
 
 def test_among_finds_common_positions_also_in_nothing() -> None:
     a = torch.tensor([1, 4, 7], dtype=torch.int32)
-    assert sparse_reference.among(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
-    assert sparse_reference.among(a, a[:0]).tolist() == [False, False, False]
-    assert sparse_reference.among(a[:0], a).tolist() == []
+    assert sparse_reference.isin(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
+    assert sparse_reference.isin(a, a[:0]).tolist() == [False, False, False]
+    assert sparse_reference.isin(a[:0], a).tolist() == []
 
 
 def test_at_least_selects_what_is_level_but_never_zeros() -> None:
-    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
-    assert sparse_reference.at_least(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
+    assert sparse_reference.select_ge(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
+    assert sparse_reference.select_ge(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("codec", [raw, Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Laws of the derived numbers: every figure of a report from records whose numbers are exact, so that == decides."""
+"""Invariants of the derived numbers: every figure of a report from records whose numbers are exact, so that == decides."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
+from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
 from sparsync.lab.results import Quality, Run, Trace, read
 from sparsync.lab.summary import Ratio, SchemeFigures, Spread, Summary, reaching, spread, summarise
 

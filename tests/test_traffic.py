@@ -112,7 +112,7 @@ def test_what_exclusive_selections_leave_out_and_write_add_up(capsys: pytest.Cap
 
 
 def test_no_element_waits_longer_than_the_sweep_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines(capsys, "--scheme", "micro:sweep=0.5:density=0.2", "--elements", "300", "--steps", "25")
+    found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "25")
     assert 0 < found[-1]["after_1"]["staleness_max"] <= 10
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import idx_files
-from idx_files import files, idx_file, write
+from helpers import idx_files
+from helpers.idx_files import files, idx_file, write
 from sparsync.lab.workloads import fashion_images, idx, shakespeare_text
 from sparsync.lab.workloads.fashion import Fashion
 from sparsync.lab.workloads.shakespeare import Shakespeare

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import idx_files
-from idx_files import TRAINING_IMAGES
+from helpers import idx_files
+from helpers.idx_files import TRAINING_IMAGES
 from sparsync.lab import workloads
 from sparsync.lab.workloads import fashion_images
 from sparsync.lab.workloads.base import Batch, Workload, chunks, exactly_addable

@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsync import schemes as schemes
+    from sparsync.base.scheme import Scheme as Scheme
     from sparsync.comm.group import GroupComm as GroupComm
     from sparsync.comm.local import LocalWorld as LocalWorld
     from sparsync.comm.metered import MeteredComm as MeteredComm
     from sparsync.core import Bucket as Bucket
     from sparsync.core import Cost as Cost
+    from sparsync.core import ParameterSpan as ParameterSpan
     from sparsync.core import Report as Report
-    from sparsync.core import Slot as Slot
     from sparsync.core import Span as Span
-    from sparsync.hooks.attach import attach as attach
-    from sparsync.hooks.doctor import doctor as doctor
-    from sparsync.hooks.manual import reduce_gradients as reduce_gradients
+    from sparsync.integrations.attach import attach as attach
+    from sparsync.integrations.doctor import doctor as doctor
+    from sparsync.integrations.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.dense import Dense as Dense
     from sparsync.schemes.exdyna import ExDyna as ExDyna
     from sparsync.schemes.micro import MiCRO as MiCRO
@@ -39,13 +40,14 @@ _HOME = {
     "PerParameter": "sparsync.schemes.per_parameter",
     "RandomPruning": "sparsync.schemes.random_pruning",
     "Report": "sparsync.core",
+    "Scheme": "sparsync.base.scheme",
     "SkipReduce": "sparsync.schemes.skip_reduce",
-    "Slot": "sparsync.core",
+    "ParameterSpan": "sparsync.core",
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
-    "attach": "sparsync.hooks.attach",
-    "doctor": "sparsync.hooks.doctor",
-    "reduce_gradients": "sparsync.hooks.manual",
+    "attach": "sparsync.integrations.attach",
+    "doctor": "sparsync.integrations.doctor",
+    "reduce_gradients": "sparsync.integrations.manual",
 }
 __all__ = [
     "Bucket",
@@ -57,11 +59,12 @@ __all__ = [
     "MeteredComm",
     "MiCRO",
     "OkTopk",
+    "ParameterSpan",
     "PerParameter",
     "RandomPruning",
     "Report",
+    "Scheme",
     "SkipReduce",
-    "Slot",
     "Span",
     "TopK",
     "attach",

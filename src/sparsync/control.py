@@ -56,7 +56,7 @@ class ThresholdScaling:
     threshold: float = 0.0
     union: int = 0  # K of the last step
 
-    def next(self, k: int, authors_code: bool) -> float:
+    def next(self, k: int, bug_compatible: bool) -> float:
         """The threshold of this step for a wanted union of `k`; stays unchanged until `accept`.
 
         1/(2 sqrt(k)) at first; then, with q = K/k, times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for 0.909 < q <= 1 and
@@ -68,7 +68,7 @@ class ThresholdScaling:
         if ratio > 1.1:
             return self.threshold * 1.005
         if ratio > 0.909:
-            return self.threshold * (1.00125 if ratio > 1.0 or authors_code else 0.9987)
+            return self.threshold * (1.00125 if ratio > 1.0 or bug_compatible else 0.9987)
         return self.threshold * 0.995
 
     def accept(self, threshold: float, union: int) -> None:

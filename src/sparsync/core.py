@@ -1,13 +1,14 @@
-"""The words everything else is said in: spans, buckets, sparse vectors, costs and reports.
+"""The core types: spans, buckets, sparse vectors, costs, reports and the interface of a communicator.
 
 Nothing here communicates, selects or keeps state. Letters: P ranks, n elements of a bucket, k selected on one rank, K in the union.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -40,19 +41,19 @@ def spans(count: int, parts: int) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSpan:
     """Where the gradient of the parameter called `name` lies in its bucket."""
 
     name: str
     span: Span
 
 
-def laid_out(lengths: Iterable[tuple[str, int]]) -> tuple[Slot, ...]:
+def laid_out(lengths: Iterable[tuple[str, int]]) -> tuple[ParameterSpan, ...]:
     """Parameters of these names and numbers of elements, one after the other."""
-    slots: list[Slot] = []
+    slots: list[ParameterSpan] = []
     start = 0
     for name, length in lengths:
-        slots.append(Slot(name, Span(start, start + length)))
+        slots.append(ParameterSpan(name, Span(start, start + length)))
         start += length
     return tuple(slots)
 
@@ -69,7 +70,7 @@ class Bucket:
     key: str
     grad: Float[Tensor, " n"]
     step: int
-    layout: tuple[Slot, ...] = ()
+    layout: tuple[ParameterSpan, ...] = ()
 
     def __post_init__(self) -> None:
         self.key = str(self.key)
@@ -79,7 +80,7 @@ class Bucket:
                 f"{tuple(self.grad.shape)}, strides {self.grad.stride()}, {self.grad.dtype}; pass grad.flatten().contiguous()"
             )
         if not self.layout:
-            self.layout = (Slot(self.key, Span(0, self.grad.numel())),)
+            self.layout = (ParameterSpan(self.key, Span(0, self.grad.numel())),)
         position = 0
         for slot in self.layout:
             if slot.span.start != position or slot.span.stop < position:
@@ -137,15 +138,46 @@ class Report:
     sent: Cost | None = None
     seconds: float | None = None  # the whole reduce, on the thread that ran it
     wait_s: float | None = None  # of which inside the communicator
-    stations: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of `seconds`, those in each station (sparsync.stations)
+    phases: Mapping[str, float] = field(default_factory=dict)  # of `seconds`, those in each phase (sparsync.phases)
     details: Mapping[str, Detail] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
         """K/n, and 1 for an empty bucket, of which everything was sent."""
         return self.union / self.elements if self.elements else 1.0
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """One rank's view of a group of P ranks. Every call is collective but `send_recv`, and returns when its result is there.
+
+    All tensors are one-dimensional and contiguous, of one dtype and device on all ranks. What a call returns is for reading only: a
+    transport inside one process may hand the same tensor to every rank. `counts`, where all ranks know them, are the numbers of
+    elements that come from each rank; without them the transport exchanges them first, at 8 bytes a rank pair.
+    Failures raise RuntimeError and name the ranks; nothing waits without a timeout.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        """Sends `out` to rank `to` while `into` is filled with what rank `source` sends; nothing is sent or awaited for an empty one."""
+        ...
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """Every rank's `x`, in rank order; lengths may differ. Bytes sent per rank: (P-1) * nbytes(x)."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        """What each rank sent here, in rank order; `parts[r]` goes to rank r, may be empty. Bytes sent per rank: all parts' but its own."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on every rank. Bytes sent per rank: 2 (P-1)/P * nbytes(x)."""
+        ...
 
 
 def generator(seed: int, key: str, step: int) -> torch.Generator:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Bucket, Report, Slot
-from sparsync.stations import station
+from sparsync.core import Bucket, ParameterSpan, Report
+from sparsync.phases import phase
 
 Residuals = Literal["float32", "bfloat16"]  # what residuals are kept in
 
@@ -54,7 +54,7 @@ class ErrorFeedback:
     by_name: dict[str, Tensor] = field(
         default_factory=dict
     )  # flat; views of the buckets' residuals, which stay adjacent
-    _flat: dict[tuple[Slot, ...], Tensor] = field(default_factory=dict)
+    _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
     _rank: int | None = None
 
     def residual(self, bucket: Bucket, rank: int) -> Tensor:
@@ -75,7 +75,7 @@ class ErrorFeedback:
         Raises as `residual` does.
         """
         terms = self.terms(bucket, rank)
-        with station("accumulate"):
+        with phase("accumulate"):
             finite = kernels.accumulate(terms.wide, terms.narrow, out=terms.acc)
         return Accumulated(terms.acc, terms.residual, finite)
 

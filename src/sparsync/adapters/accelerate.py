@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
-from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import attach as attach_to_ddp
-from sparsync.hooks.handle import Handle
-from sparsync.protocols import Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.integrations import checkpoint
+from sparsync.integrations.ddp import attach as attach_to_ddp
+from sparsync.integrations.handle import Handle
 
 with needs("accelerate", "1.15"):
     from accelerate import Accelerator

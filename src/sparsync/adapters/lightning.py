@@ -12,10 +12,10 @@ from typing import Any
 
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
-from sparsync.hooks import checkpoint as states
-from sparsync.hooks.ddp import attach
-from sparsync.hooks.handle import Handle
-from sparsync.protocols import Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.integrations import checkpoint as states
+from sparsync.integrations.ddp import attach
+from sparsync.integrations.handle import Handle
 
 with needs("lightning", "2.6"):
     try:

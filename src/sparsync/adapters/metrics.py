@@ -1,6 +1,6 @@
 """Reports as numbers over time, for TensorBoard, wandb and Prometheus.
 
-They are for any door: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reduce_gradients(...))`.
+They are for any integration: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reduce_gradients(...))`.
 Nothing here asks anything of other ranks: bytes are those that this rank sent.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from sparsync.adapters.wrapped import needs
 from sparsync.core import Report
-from sparsync.hooks.handle import Stateful
+from sparsync.integrations.handle import Stateful
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -39,7 +39,7 @@ def numbers(reports: Iterable[Report]) -> dict[str, float]:
         parts = {"bytes_sent": sent.nbytes, "messages": sent.messages, "elements": report.elements}
         parts |= {"selected": report.selected, "union": report.union, "overflows": bool(report.details.get("overflow"))}
         parts |= {"seconds": report.seconds or 0.0, "wait_seconds": report.wait_s or 0.0}
-        parts |= {f"{name}_seconds": spent for name, spent in report.stations.items()}
+        parts |= {f"{name}_seconds": spent for name, spent in report.phases.items()}
         for name, part in parts.items():
             found[name] = found.get(name, 0.0) + part
     return found | {"density": found["union"] / found["elements"] if found["elements"] else 1.0}

@@ -2,7 +2,7 @@
 
 model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
 ...
-checkpoint.save(handle, folder)  # of sparsync.hooks, on every worker, before
+checkpoint.save(handle, folder)  # of sparsync.integrations, on every worker, before
 ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
 """
 # pyright: reportMissingImports=false
@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
-from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import attach
-from sparsync.hooks.handle import Handle
-from sparsync.protocols import Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.integrations import checkpoint
+from sparsync.integrations.ddp import attach
+from sparsync.integrations.handle import Handle
 
 with needs("ray[train]", "2.60"):
     import ray.train.torch

@@ -13,10 +13,10 @@ from typing import Any
 
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
-from sparsync.hooks import checkpoint
-from sparsync.hooks.ddp import attach as attach_to_ddp
-from sparsync.hooks.handle import Handle
-from sparsync.protocols import Scheme
+from sparsync.base.scheme import Scheme
+from sparsync.integrations import checkpoint
+from sparsync.integrations.ddp import attach as attach_to_ddp
+from sparsync.integrations.handle import Handle
 
 with needs("transformers", "5.23"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

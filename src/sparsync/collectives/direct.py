@@ -9,13 +9,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparsync.collectives import ring
-from sparsync.collectives.skipping import Plan
+from sparsync.collectives.skip_plan import SkipPlan
 from sparsync.comm.metered import all_to_all_cost
-from sparsync.core import Cost, Span, spans
-from sparsync.protocols import Comm
+from sparsync.core import Comm, Cost, Span, spans
 
 
-def direct_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
+def direct_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = SkipPlan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
     """Writes into `x` [n], on every rank, the sums over the contributors of each slice, added in rank order.
 
     To `kept` [n], where given, this rank's part of `x` is added where it was left out; the rest of it is not touched.
@@ -32,7 +31,7 @@ def direct_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor 
     ring.ring_all_gather_(x, comm, plan.shift)
 
 
-def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: Plan = Plan()) -> Span:  # noqa: B008  # frozen
+def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: SkipPlan = SkipPlan()) -> Span:  # noqa: B008  # frozen
     """The slice of `x` that now holds the sum over its contributors; the rest of `x` is as it was.
 
     Steps: 1
@@ -50,7 +49,7 @@ def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: Plan = Plan()) -> Span: 
     return mine
 
 
-def cost(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()) -> Cost:  # noqa: B008  # frozen
+def cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = SkipPlan()) -> Cost:  # noqa: B008  # frozen
     """What `direct_all_reduce_` sends from this rank."""
     slices = spans(count, P)
     lengths = [len(slices[(owner + plan.shift) % P]) * _sends(rank, owner, P, plan) for owner in range(P)]
@@ -58,12 +57,12 @@ def cost(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()
     return exchanged + ring.all_gather_cost(count, element_nbytes, P, rank, plan.shift)
 
 
-def cost_in_messages(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()) -> Cost:  # noqa: B008  # frozen
+def cost_in_messages(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = SkipPlan()) -> Cost:  # noqa: B008  # frozen
     """The same over a SubsetComm, whose all-to-all is P-1 messages one after the other."""
     return replace(cost(count, element_nbytes, P, rank, plan), steps=2 * (P - 1))
 
 
-def _sends(source: int, owner: int, P: int, plan: Plan) -> bool:
+def _sends(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
     """Whether `source` sends `owner` its part of the slice that `owner` sums."""
     return source != owner and (source - owner) % P not in plan.offsets
 

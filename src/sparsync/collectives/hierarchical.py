@@ -10,17 +10,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from sparsync.collectives import ring
-from sparsync.collectives.skipping import Plan
+from sparsync.collectives.skip_plan import SkipPlan
 from sparsync.comm.subset import SubsetComm
-from sparsync.core import Cost, spans
-from sparsync.protocols import Comm
+from sparsync.core import Comm, Cost, spans
 
-AllReduce = Callable[[Tensor, Comm, Plan, Tensor | None], None]
-AllReduceCost = Callable[[int, int, int, int, Plan], Cost]
+AllReduce = Callable[[Tensor, Comm, SkipPlan, Tensor | None], None]
+AllReduceCost = Callable[[int, int, int, int, SkipPlan], Cost]
 
 
 def hierarchical_all_reduce_(
-    x: Tensor, comm: Comm, node_size: int, plan: Plan, between: AllReduce, kept: Tensor | None = None
+    x: Tensor, comm: Comm, node_size: int, plan: SkipPlan, between: AllReduce, kept: Tensor | None = None
 ) -> None:
     """Writes into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one shard over the nodes.
 
@@ -37,7 +36,7 @@ def hierarchical_all_reduce_(
 
 
 def cost(
-    count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: Plan, between: AllReduceCost
+    count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: SkipPlan, between: AllReduceCost
 ) -> Cost:
     """What `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together.
 

@@ -8,13 +8,12 @@ and slice c lacks the s ranks just after its owner. The all-gather is always com
 
 from torch import Tensor
 
-from sparsync.collectives.skipping import Plan
+from sparsync.collectives.skip_plan import SkipPlan
 from sparsync.comm.metered import send_cost
-from sparsync.core import Cost, Span, spans
-from sparsync.protocols import Comm
+from sparsync.core import Comm, Cost, Span, spans
 
 
-def ring_all_reduce_(x: Tensor, comm: Comm, plan: Plan = Plan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
+def ring_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = SkipPlan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
     """Writes into `x` [n], on every rank, the sums over the contributors of each slice.
 
     `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. To `kept` [n], where given, this rank's part of `x` is added
@@ -76,7 +75,7 @@ def all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: i
     return _sends(count, element_nbytes, P, [rank + shift - j for j in range(P - 1)])
 
 
-def cost(count: int, element_nbytes: int, P: int, rank: int, plan: Plan = Plan()) -> Cost:  # noqa: B008  # frozen
+def cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = SkipPlan()) -> Cost:  # noqa: B008  # frozen
     """What `ring_all_reduce_` sends from this rank."""
     reduced = reduce_scatter_cost(count, element_nbytes, P, rank, plan.skip, plan.shift)
     return reduced + all_gather_cost(count, element_nbytes, P, rank, plan.shift)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
-from sparsync.core import Cost, Span, Sparse
+from sparsync.core import Comm, Cost, Span, Sparse
 from sparsync.kernels import gather as gather_values
-from sparsync.kernels import scatter_add_, sorted_union, split
-from sparsync.protocols import Comm
-from sparsync.stations import station
+from sparsync.kernels import merge, scatter_add_, split
+from sparsync.phases import phase
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks
 
@@ -58,7 +57,7 @@ def split_and_reduce_(
     Bytes sent per rank: 4 (P-1), and the packets of its elements outside its own region
     """
     n, dtype = region.numel(), region.dtype
-    with station("encode"):
+    with phase("encode"):
         parts = split(mine, regions)
         outgoing = [part.index.numel() for part in parts]
         packets = [codec.encode(part) for part in parts]
@@ -66,7 +65,7 @@ def split_and_reduce_(
     heard = comm.all_to_all(list(told.split(1)), [1] * comm.size)
     incoming: list[int] = torch.cat(heard).tolist()  # a host sync: the sizes of the receive buffers depend on it
     arrived = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
-    with station("decode"):
+    with phase("decode"):
         parts = [codec.decode(packet, k, n, dtype) for packet, k in zip(arrived, incoming, strict=True)]
         before = _held_at(region, parts) if undoable else None
         for part in parts:
@@ -166,7 +165,7 @@ def balance(
     counts = [plan.get((source, comm.rank), 0) for source in range(comm.size)]
     sizes = [codec.nbytes(count, len(span), dtype) for count, span in zip(counts, regions, strict=True)]
     arrived = zip(comm.all_to_all(parts, sizes), counts, regions, strict=True)
-    return sorted_union([kept, *(_in_whole(packet, k, at, mine.length, dtype, codec) for packet, k, at in arrived)])
+    return merge([kept, *(_in_whole(packet, k, at, mine.length, dtype, codec) for packet, k, at in arrived)])
 
 
 def balance_cost(
@@ -192,17 +191,17 @@ def gather(
     Bytes sent per rank: P-1 times the packet of its own elements
     """
     dtype, own = mine.value.dtype, places[comm.rank]
-    with station("encode"):
+    with phase("encode"):
         packet = codec.encode(Sparse(mine.index - own.start, mine.value, len(own)))
     packets = comm.all_gather(packet, [codec.nbytes(k, len(at), dtype) for k, at in zip(held, places, strict=True)])
-    with station("decode"):
+    with phase("decode"):
         each = zip(packets, held, places, strict=True)
         read = codec.decode_values(packet, mine.index.numel(), len(own), dtype)
         parts = [
             replace(mine, value=read) if rank == comm.rank else _in_whole(packet, k, at, mine.length, dtype, codec)
             for rank, (packet, k, at) in enumerate(each)
         ]
-        return sorted_union(parts), read
+        return merge(parts), read
 
 
 def gather_cost(held: Sequence[int], places: Sequence[Span], dtype: torch.dtype, rank: int, codec: Codec) -> Cost:

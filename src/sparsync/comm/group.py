@@ -31,7 +31,7 @@ class GroupComm:
     """This rank's view of `group`; None is the default group.
 
     Give it a group nobody else uses: gloo matches collectives by order, so calls of another thread on the same group would mix, and
-    one failed collective breaks the group for good. `private()` makes such a group, `renewed()` another after a failure.
+    one failed collective breaks the group for good. `private()` makes such a group, `reconnect()` another after a failure.
     """
 
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
@@ -49,10 +49,12 @@ class GroupComm:
         self.size = dist.get_world_size(self.group)
 
     @classmethod
-    def private(cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, alike: str = "") -> "GroupComm":
+    def private(
+        cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = ""
+    ) -> "GroupComm":
         """A communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
 
-        After `timeout_s` seconds in one operation, or in here, a rank gives up with an error. `alike` is compared between the ranks:
+        After `timeout_s` seconds in one operation, or in here, a rank gives up with an error. `fingerprint` is compared between the ranks:
         RuntimeError on all of them when it differs.
         """
         if timeout_s <= 0:
@@ -61,7 +63,7 @@ class GroupComm:
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
         store = base.get_group_store()
         name = f"sparsync/{base.group_name}/{store.add(f'sparsync/{rank}', 1)}"  # each rank counts its own calls
-        _meet(store, name, rank, len(ranks), timeout_s, alike)
+        _rendezvous(store, name, rank, len(ranks), timeout_s, fingerprint)
         # HACK: dist.new_group has all ranks of the world take part, or else names the group by how many groups a rank belongs to; where
         # that differs between ranks, they wait for each other for ever. Price: a function that torch may change.
         try:
@@ -85,10 +87,10 @@ class GroupComm:
         comm._base, comm._timeout_s, comm._name = base, timeout_s, name
         return comm
 
-    def renewed(self, alike: str = "") -> "GroupComm":
+    def reconnect(self, fingerprint: str = "") -> "GroupComm":
         """A communicator over fresh connections between the same ranks, as `private` would make it. Collective over them."""
-        assert self._base is not None, "only a private communicator can be renewed"
-        return GroupComm.private(self._base, self._timeout_s, alike)
+        assert self._base is not None, "only a private communicator can be reconnect"
+        return GroupComm.private(self._base, self._timeout_s, fingerprint)
 
     def close(self) -> None:
         """Ends the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
@@ -232,7 +234,7 @@ class GroupComm:
 
     def _open(self) -> dist.ProcessGroup:
         if self.group is None:
-            raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use renewed()")
+            raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use reconnect()")
         return self.group
 
     def _failure(self, name: str, doing: str, error: RuntimeError) -> RuntimeError:
@@ -247,10 +249,10 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _meet(store: Store, name: str, rank: int, size: int, timeout_s: float, alike: str) -> None:
-    """Returns when all ranks are here; an error names those that are not, or that disagree about `alike`."""
+def _rendezvous(store: Store, name: str, rank: int, size: int, timeout_s: float, fingerprint: str) -> None:
+    """Returns when all ranks are here; an error names those that are not, or that disagree about `fingerprint`."""
     keys = [f"{name}/{other}" for other in range(size)]
-    store.set(keys[rank], alike)
+    store.set(keys[rank], fingerprint)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
         said = [store.get(key).decode() for key in keys]
@@ -260,9 +262,9 @@ def _meet(store: Store, name: str, rank: int, size: int, timeout_s: float, alike
             "all ranks of the group must take part, e.g. call attach"
         ) from error
     for other, theirs in enumerate(said):
-        if theirs != alike:
+        if theirs != fingerprint:
             raise RuntimeError(
-                f"ranks must agree, but rank {rank} has {alike} and rank {other} has {theirs}; "
+                f"ranks must agree, but rank {rank} has {fingerprint} and rank {other} has {theirs}; "
                 "give all ranks the same settings and the same checkpoint"
             )
 

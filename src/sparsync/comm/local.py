@@ -1,7 +1,7 @@
 """P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says who waits for whom.
 
 Each rank is a thread that runs until it must wait; then the next rank that can go on does. The order depends on nothing but the
-calls the ranks make, so the same program gives the same bits each time. For laws at P = 1..64 and for studies at P = 256..1024.
+calls the ranks make, so the same program gives the same bits each time. For invariants at P = 1..64 and for studies at P = 256..1024.
 """
 
 import threading
@@ -94,27 +94,27 @@ class LocalComm:
         into.copy_(message)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        gathered = self._meet("all_gather", x.clone())
+        gathered = self._rendezvous("all_gather", x.clone())
         _check_arrived(self.rank, "all_gather", gathered, counts)
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
-        table = self._meet("all_to_all", [part.clone() for part in parts])
+        table = self._rendezvous("all_to_all", [part.clone() for part in parts])
         received = [row[self.rank] for row in table]
         _check_arrived(self.rank, "all_to_all", received, counts)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        gathered = self._meet("all_reduce", x.clone())
+        gathered = self._rendezvous("all_reduce", x.clone())
         _check_arrived(self.rank, "all_reduce", gathered, [x.numel()] * self.size)
         total = gathered[0].clone()
         for part in gathered[1:]:  # in rank order, so that every rank gets the same bits
             total += part
         return total
 
-    def _meet(self, name: str, deposit: object) -> list[Any]:
+    def _rendezvous(self, name: str, deposit: object) -> list[Any]:
         return self.board.meet(self.rank, name, deposit)
 
 

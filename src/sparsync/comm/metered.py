@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsync.core import Cost, spans
-from sparsync.protocols import Comm
+from sparsync.core import Comm, Cost, spans
 
 COUNT_NBYTES = 8  # one int64 length for each pair of ranks, where lengths are not known beforehand
 

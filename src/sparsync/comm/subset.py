@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import COUNT_NBYTES
-from sparsync.protocols import Comm
+from sparsync.core import Comm
 
 
 @dataclass

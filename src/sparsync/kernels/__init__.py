@@ -2,7 +2,7 @@
 
 Each function runs on the backend that `backend()` names, and on the reference where that backend lacks the tensor's device or type: the
 C++ one takes float32 in this machine's memory, and gradients in bfloat16 and float16 too; so does the Triton one on a GPU, where `move_`,
-`among`, `split` and `sorted_union` are torch's own operations. Results are the same bits on every backend, but for the bits inside a NaN.
+`isin`, `split` and `merge` are torch's own operations. Results are the same bits on every backend, but for the bits inside a NaN.
 `threads` is for the C++ backend; the others do as torch does.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import candidates, cpu, reference, sparse_reference
-from sparsync.kernels.choice import backend, backends, native, on_triton, use
+from sparsync.kernels.dispatch import backend, backends, native, on_triton, set_backend
 
 __all__ = [
     "above",
@@ -24,21 +24,21 @@ __all__ = [
     "accumulate_top_k",
     "accumulate_top_k_nonzero",
     "all_finite",
-    "among",
-    "at_least",
+    "argtopk",
     "backend",
     "backends",
     "clear_",
+    "coalesce",
     "histogram",
-    "largest",
+    "isin",
+    "merge",
     "move_",
     "scatter_add_",
-    "sorted_union",
+    "select_ge",
+    "set_backend",
     "split",
-    "summed",
     "top_k",
     "top_k_nonzero",
-    "use",
 ]
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -141,14 +141,14 @@ def above(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
     return cpu.above(found, x, threshold, threads)
 
 
-def at_least(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
+def select_ge(x: Float[Tensor, " n"], threshold: float, threads: int = 1) -> Sparse:
     """The non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
     _check_threads(threads)
     found = _for(x)
     if found is None:
         triton = _triton(x)
-        return triton.at_least(x, threshold) if triton else sparse_reference.at_least(x, threshold)
-    return cpu.at_least(found, x, threshold, threads)
+        return triton.select_ge(x, threshold) if triton else sparse_reference.select_ge(x, threshold)
+    return cpu.select_ge(found, x, threshold, threads)
 
 
 def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None, threads: int = 1) -> Sparse:
@@ -179,7 +179,7 @@ def top_k_nonzero(
     return cpu.top_k(found, x, k, bound, threads, skip, zeros=False)
 
 
-def largest(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
+def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     """The positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
 
     Numbers may be negative. Raises ValueError when `k` is not in [0, n].
@@ -188,8 +188,8 @@ def largest(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     found = _for(magnitude)
     if found is None:
         triton = _triton(magnitude)
-        return triton.largest(magnitude, k) if triton else reference.largest(magnitude, k)
-    return cpu.largest(found, magnitude, k)
+        return triton.argtopk(magnitude, k) if triton else reference.argtopk(magnitude, k)
+    return cpu.argtopk(found, magnitude, k)
 
 
 def histogram(magnitude: Float[Tensor, " n"]) -> Int[Tensor, " levels"]:
@@ -255,18 +255,18 @@ def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
         cpu.move_(found, to, source)
 
 
-def sorted_union(parts: Sequence[Sparse]) -> Sparse:
+def merge(parts: Sequence[Sparse]) -> Sparse:
     """All elements of `parts`, which have no position in common, as one; positions ascend."""
     found = _for_parts(parts)
-    return sparse_reference.sorted_union(parts) if found is None else cpu.merged(found, parts, add=False)
+    return sparse_reference.merge(parts) if found is None else cpu.merged(found, parts, add=False)
 
 
-def summed(parts: Sequence[Sparse]) -> Sparse:
+def coalesce(parts: Sequence[Sparse]) -> Sparse:
     """The sum of `parts` as one, added in their order, starting from 0; positions ascend."""
     found = _for_parts(parts)
     if found is None:
         triton = _triton(*(part.value for part in parts))
-        return triton.summed(parts) if triton else sparse_reference.summed(parts)
+        return triton.coalesce(parts) if triton else sparse_reference.coalesce(parts)
     return cpu.merged(found, parts, add=True)
 
 
@@ -278,10 +278,10 @@ def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
     return sparse_reference.cut(part, regions, cpu.ends(found, part.index, [region.stop for region in regions]))
 
 
-def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
+def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
     """Whether each of `index` is one of the ascending `others`, bool [a]."""
     found = native(index, others) if index.dtype == others.dtype == torch.int32 else None
-    return sparse_reference.among(index, others) if found is None else cpu.among(found, index, others)
+    return sparse_reference.isin(index, others) if found is None else cpu.isin(found, index, others)
 
 
 def _plain(index: Tensor) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparsync.kernels import codec_reference as reference
 from sparsync.kernels import value_reference
-from sparsync.kernels.choice import native as chosen
-from sparsync.kernels.choice import on_triton
 from sparsync.kernels.codec_reference import Codec, Decoded, Plan, elias_fano_bits, elias_fano_nbytes, refusal
+from sparsync.kernels.dispatch import native as chosen
+from sparsync.kernels.dispatch import on_triton
 from sparsync.kernels.value_reference import scaled_nbytes
 
 __all__ = ["elias_fano_bits", "elias_fano_nbytes", "scaled_nbytes"]  # and what is defined here

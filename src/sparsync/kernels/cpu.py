@@ -81,7 +81,7 @@ def above(native: Native, x: Tensor, threshold: float, threads: int) -> Sparse:
     return _in_range(native, x, *(NONE if low is None else (low, INFINITY)), threads)
 
 
-def at_least(native: Native, x: Tensor, threshold: float, threads: int) -> Sparse:
+def select_ge(native: Native, x: Tensor, threshold: float, threads: int) -> Sparse:
     low = bits_of(threshold)
     return _in_range(native, x, *(NONE if low is None else (max(1, low), ANY)), threads)
 
@@ -97,7 +97,7 @@ def top_k(
     return _taken(native, count, n)
 
 
-def largest(native: Native, magnitude: Tensor, k: int) -> Tensor:
+def argtopk(native: Native, magnitude: Tensor, k: int) -> Tensor:
     module, level = native
     n = magnitude.numel()
     lowest = -(2**31)
@@ -160,7 +160,7 @@ def ends(native: Native, index: Tensor, stops: Sequence[int]) -> list[int]:
     return native[0].split(index.data_ptr(), index.numel(), stops)
 
 
-def among(native: Native, index: Tensor, others: Tensor) -> Tensor:
+def isin(native: Native, index: Tensor, others: Tensor) -> Tensor:
     found = _new(index.numel(), torch.bool)
     native[0].among(index.data_ptr(), index.numel(), others.data_ptr(), others.numel(), found.data_ptr())
     return found

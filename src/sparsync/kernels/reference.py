@@ -56,7 +56,7 @@ def top_k(x: Tensor, k: int) -> Sparse:
     return Sparse(above.to(torch.int32), x[above], n)
 
 
-def largest(magnitude: Tensor, k: int) -> Tensor:
+def argtopk(magnitude: Tensor, k: int) -> Tensor:
     """The positions of the `k` largest of `magnitude` [n], int64, ascending; among equal ones those that come first. No NaN.
 
     Raises ValueError when `k` is not in [0, n].

@@ -15,7 +15,7 @@ def magnitude(x: Tensor) -> Tensor:
     return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
-def at_least(x: Float[Tensor, " n"], threshold: float) -> Sparse:
+def select_ge(x: Float[Tensor, " n"], threshold: float) -> Sparse:
     """The non-zero elements of `x` whose magnitude is `threshold` or more. Positions ascend."""
     size = magnitude(x)
     index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: how many there are depends on the data
@@ -54,7 +54,7 @@ def cut(part: Sparse, regions: Sequence[Span], ends: Sequence[int]) -> list[Spar
     ]
 
 
-def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
+def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
     """Whether each of `index` is one of the ascending `others`, bool [a]."""
     if not others.numel():
         return torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
@@ -62,13 +62,13 @@ def among(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Tensor:
     return others[place] == index
 
 
-def sorted_union(parts: Sequence[Sparse]) -> Sparse:
+def merge(parts: Sequence[Sparse]) -> Sparse:
     """All elements of `parts`, which have no position in common, as one; positions ascend."""
     index, order = torch.cat([part.index for part in parts]).sort()
     return Sparse(index, torch.cat([part.value for part in parts])[order], parts[0].length)
 
 
-def summed(parts: Sequence[Sparse]) -> Sparse:
+def coalesce(parts: Sequence[Sparse]) -> Sparse:
     """The sum of `parts` as one, added in their order, starting from 0; positions ascend."""
     index, place = torch.cat([part.index for part in parts]).unique(return_inverse=True)
     value = torch.cat([part.value for part in parts])

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.lab import environment, progress, results
-from sparsync.lab.fleet import RankFailedError, fleet
 from sparsync.lab.netlab import network
 from sparsync.lab.settings import Settings
+from sparsync.lab.worker_group import RankFailedError, fleet
 from sparsync.lab.workloads.base import Workload
 
 _RECORDS: dict[str, type] = {

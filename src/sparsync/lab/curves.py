@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.format import percent, quality_axis
 from sparsync.lab.results import Quality, Run
 from sparsync.lab.summary import SchemeFigures
-from sparsync.lab.wording import percent, quality_axis
 
 with lab_extra("matplotlib"):
     from matplotlib.axes import Axes

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from sparsync.core import Slot, laid_out
+from sparsync.core import ParameterSpan, laid_out
 from sparsync.lab.workloads.base import Workload
 
 
-def layout(model: nn.Module) -> tuple[Slot, ...]:
+def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
     """Where each parameter's gradient lies in the flat gradient of the model."""
     return laid_out((name, parameter.numel()) for name, parameter in model.named_parameters())
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sparsync.lab import curves
 from sparsync.lab.curves import FAINT, INK
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.results import Quality
-from sparsync.lab.summary import SchemeFigures, Summary
-from sparsync.lab.wording import (
+from sparsync.lab.format import (
     banner,
     byte_unit,
     bytes_text,
@@ -21,6 +19,8 @@ from sparsync.lab.wording import (
     ratio_text,
     seconds_text,
 )
+from sparsync.lab.results import Quality
+from sparsync.lab.summary import SchemeFigures, Summary
 
 with lab_extra("matplotlib"):
     from matplotlib import rc_context

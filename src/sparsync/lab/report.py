@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.format import banner, paragraph, place_text
 from sparsync.lab.results import Results, read
 from sparsync.lab.summary import Summary, summarise
 from sparsync.lab.tables import WIDTH, as_text, remarks, tables
-from sparsync.lab.wording import banner, paragraph, place_text
 
 PAGE = "report.html"
 _ALT = {  # in the order of the tables

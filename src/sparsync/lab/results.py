@@ -107,7 +107,7 @@ class Step:
     interface_bytes: float | None  # everything the network interface sent
     messages: float
     union_density: float
-    accumulate_s: float = 0.0  # of what is inside the scheme and not the communicator, the part of each station
+    accumulate_s: float = 0.0  # of what is inside the scheme and not the communicator, the part of each phase
     select_s: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from sparsync import schemes
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.lab import workloads
 from sparsync.lab.netlab import parse_rate
 from sparsync.lab.workloads.base import Workload, share
-from sparsync.protocols import Scheme
 
 UNLIMITED = "none"
 TRIAL_ELEMENTS = 64  # of the bucket every scheme is tried on before processes are started

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any, get_args
 
 from sparsync.lab.results import Quality, Run, RunRecords, Trace
-from sparsync.stations import Station
+from sparsync.phases import Phase
 
 RESTLESS = 1.25  # a run whose computing-only steps differ by more was disturbed: all its schemes compute the same
 BASELINES = ("dense", "bf16")  # the labels everything else is compared with
@@ -56,7 +56,7 @@ class SeedFigures:
     wait_s: float | None  # in the communicator
     messages: float | None  # a step
     union_density: float | None
-    accumulate_s: float | None  # of scheme_s, what each station took
+    accumulate_s: float | None  # of scheme_s, what each phase took
     select_s: float | None
     encode_s: float | None
     decode_s: float | None
@@ -220,7 +220,7 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
         union_density=fmean(step.union_density for step in steps) if steps else None,
         **{
             f"{name}_s": median(getattr(step, f"{name}_s") for step in steps) if steps else None
-            for name in get_args(Station)
+            for name in get_args(Phase)
         },
     )
 

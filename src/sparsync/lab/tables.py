@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.summary import SchemeFigures, Spread, Summary
-from sparsync.lab.wording import (
+from sparsync.lab.format import (
     banner,
     byte_unit,
     paragraph,
@@ -17,7 +16,8 @@ from sparsync.lab.wording import (
     seconds_text,
     significant,
 )
-from sparsync.stations import Station
+from sparsync.lab.summary import SchemeFigures, Spread, Summary
+from sparsync.phases import Phase
 
 WIDTH = 120  # columns
 NOTHING = "-"
@@ -140,20 +140,20 @@ def _spent(summary: Summary) -> Table:
 
 
 def _inside(summary: Summary) -> Table | None:
-    """None where no scheme has told of its stations."""
-    told = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in get_args(Station))]
+    """None where no scheme has told of its phases."""
+    told = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in get_args(Phase))]
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.label),
         ("in the scheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
-        *[(name, _station(name)) for name in get_args(Station)],
+        *[(name, _station(name)) for name in get_args(Phase)],
     ]
     return (
         _table("Where the time inside a scheme goes, in ms (medians over the steps)", columns, told) if told else None
     )
 
 
-def _seconds(scheme: SchemeFigures, station: str) -> float:
-    spread = scheme.over_seeds(f"{station}_s")
+def _seconds(scheme: SchemeFigures, phase: str) -> float:
+    spread = scheme.over_seeds(f"{phase}_s")
     return spread.median if spread else 0.0
 
 

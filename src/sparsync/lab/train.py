@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsync.hooks.ddp import attach
-from sparsync.hooks.handle import Handle
+from sparsync.integrations.ddp import attach
+from sparsync.integrations.handle import Handle
 from sparsync.lab.netlab import interface_counters
 from sparsync.lab.settings import SchemeChoice, Settings
 from sparsync.lab.workloads.base import Workload
-from sparsync.stations import Station
+from sparsync.phases import Phase
 
 COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is held against
 COMPUTE_WARMUP = 3
@@ -74,14 +74,14 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     seconds = sent = 0.0
     for start in range(0, settings.steps, settings.eval_every):
         steps = range(start, min(start + settings.eval_every, settings.steps))
-        _meet(settings.timeout_s)
+        _rendezvous(settings.timeout_s)
         measured: list[_Measured] = []
         gone = _interface_sent(place)
         for step in steps:
             done = _step(workload, ddp, optimizer, schedule, handle, seed, step, place)
             emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
             if step == steps[-1]:
-                _meet(
+                _rendezvous(
                     settings.timeout_s
                 )  # a step may end before its last bytes have left the queues; after this they have
             before, gone = gone, _interface_sent(place)
@@ -127,7 +127,7 @@ def _step(
         interface_bytes=0.0,  # read by the caller, who knows what came before
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
-        **{f"{name}_s": sum(report.stations.get(name, 0.0) for report in reports) for name in get_args(Station)},
+        **{f"{name}_s": sum(report.phases.get(name, 0.0) for report in reports) for name in get_args(Phase)},
     )
 
 
@@ -188,7 +188,7 @@ def _different_replicas(model: nn.Module) -> list[int]:
     return [rank for rank, other in enumerate(all_digests) if not torch.equal(other, all_digests[0])]
 
 
-def _meet(timeout_s: float) -> None:
+def _rendezvous(timeout_s: float) -> None:
     """All ranks are here, or an error that names those that are not."""
     dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
 

@@ -5,18 +5,17 @@ from typing import Literal, Self, get_args
 
 import torch
 
+from sparsync.base.scheme import Scheme
 from sparsync.collectives import ring
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Report
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Stateless
+from sparsync.core import Bucket, Comm, Report
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
 Form = Literal["native", "ring"]
 
 
-@dataclass(frozen=True)
-class Dense(Stateless):
+@dataclass
+class Dense(Scheme):
     """The mean gradient, all of it.
 
     In 16 bits every addition on the way rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
@@ -29,6 +28,7 @@ class Dense(Stateless):
         for name, value, allowed in (("wire", self.wire, get_args(WireType)), ("form", self.form, get_args(Form))):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        self.name = {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     @classmethod
     def published(cls) -> Self:
@@ -39,10 +39,6 @@ class Dense(Stateless):
     def bf16(cls, form: Form = "native") -> Self:
         """Half the bytes of float32 at its range: the honest baseline of every compressor."""
         return cls(wire="bfloat16", form=form)
-
-    @property
-    def name(self) -> str:
-        return {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         grad, P = bucket.grad, comm.size

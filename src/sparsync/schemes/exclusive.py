@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.partitioned import mean_at, padding
-from sparsync.core import Bucket, Cost, Detail, Report
+from sparsync.collectives.union_all_reduce import mean_at, padding
+from sparsync.core import Bucket, Comm, Cost, Detail, Report
 from sparsync.feedback import Accumulated
-from sparsync.protocols import Comm
+from sparsync.phases import phase
 from sparsync.selection.topk import check_density
-from sparsync.stations import station
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 Rule = Literal["quotas", "threshold"]
@@ -52,7 +51,7 @@ def reduce_choice(
     union = mean_at(acc, torch.cat([choice.known, choice.chosen]), bucket.grad.dtype, comm, rounding)
     mean = union.mean.to(bucket.grad.dtype)
     overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
-    with station("apply"):
+    with phase("apply"):
         if overflow:
             bucket.grad.zero_()
         else:
@@ -85,21 +84,23 @@ def empty_report(name: str, bucket: Bucket) -> Report:
 
 
 def check_settings(
-    density: float, sweep: float, dense: Sequence[str], rule: str, authors_code: bool, values: str
+    density: float, refresh: float, dense: Sequence[str], rule: str, bug_compatible: bool, values: str
 ) -> None:
     """Raises ValueError where settings of MiCRO or ExDyna are out of range or contradict each other."""
     check_density(density)
     check_values(values)
-    if not 0 <= sweep <= 1:
-        raise ValueError(f"sweep must be in [0, 1], the share of the budget that goes round the vector, got {sweep}")
+    if not 0 <= refresh <= 1:
+        raise ValueError(
+            f"refresh must be in [0, 1], the share of the budget that goes round the vector, got {refresh}"
+        )
     if isinstance(dense, str):
         raise ValueError(f"dense takes a list of parameter names or patterns, got the string {dense!r}")
     if rule not in get_args(Rule):
         raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {rule!r}")
-    if rule == "threshold" and (sweep or dense):
+    if rule == "threshold" and (refresh or dense):
         raise ValueError(
-            f'the published rule "threshold" knows no sweep and no dense parameters, got sweep={sweep}, dense={tuple(dense)}; '
-            "pass sweep=0, dense=(), or use published()"
+            f'the published rule "threshold" knows no refresh and no dense parameters, got refresh={refresh}, dense={tuple(dense)}; '
+            "pass refresh=0, dense=(), or use published()"
         )
-    if authors_code and rule != "threshold":
-        raise ValueError('authors_code=True goes with rule="threshold"; use published(authors_code=True)')
+    if bug_compatible and rule != "threshold":
+        raise ValueError('bug_compatible=True goes with rule="threshold"; use published(bug_compatible=True)')

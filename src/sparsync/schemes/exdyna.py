@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
+from sparsync.base.error_feedback import Keeping
+from sparsync.collectives.union_all_reduce import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
-from sparsync.core import Bucket, Detail, Report, Span, spans
+from sparsync.core import Bucket, Comm, Detail, Report, Span, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Keeping
+from sparsync.phases import phase
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
     Choice,
@@ -38,7 +38,6 @@ from sparsync.selection.partition import Profile, block_edges, block_spans, by_r
 from sparsync.selection.quotas import POISONED, apportion, level_of, relative_magnitudes
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import count_for
-from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import Values
 
@@ -64,39 +63,35 @@ class _State:
     profile: ByBucket[Profile] = field(default_factory=lambda: ByBucket(Profile))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExDyna(Keeping):
     """All ranks' values at the positions that some rank found large in its partition, divided by P; the rest stays in the residual.
 
     Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; the word rides on the first message.
     """
 
+    name = "exdyna"
+
     density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
-    sweep: float = (
-        0.05  # share of the budget for a window that goes round: no element waits longer than 1/(sweep * density) steps
-    )
+    refresh: float = 0.05  # share of the budget for a window that goes round: no element waits longer than 1/(refresh * density) steps
     dense: Sequence[str] = (
         NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit a tenth of the budget
     )
     rule: Rule = "quotas"  # "quotas": equal ones, and free boundaries; "threshold": the paper's
-    authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    bug_compatible: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code, self.values)
+        check_settings(self.density, self.refresh, self.dense, self.rule, self.bug_compatible, self.values)
         check_residuals(self.residuals)
         self._state.feedback.precision = self.residuals
 
     @classmethod
-    def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:
-        """The paper's algorithm; with `authors_code`, step by step what the authors' program does."""
-        return cls(density=density, sweep=0.0, dense=(), rule="threshold", authors_code=authors_code)
-
-    @property
-    def name(self) -> str:
-        return "exdyna"
+    def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
+        """The paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
+        return cls(density=density, refresh=0.0, dense=(), rule="threshold", bug_compatible=bug_compatible)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():
@@ -105,7 +100,7 @@ class ExDyna(Keeping):
         reduce = self._reduce_by_quotas if self.rule == "quotas" else self._reduce_by_threshold
         return reduce(bucket, total, comm)
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         self._state.balance.load_state_dict({})
         self._state.profile.load_state_dict({})
 
@@ -133,14 +128,14 @@ class ExDyna(Keeping):
         edges = block_edges(n)
         blocks = self._published_blocks(state, edges, P)
         partition = block_spans(edges, blocks)[turn(comm.rank, state.step, P)]
-        k = max(1, int(self.density * n)) if self.authors_code else count_for(self.density, n)
-        threshold = state.next(k, self.authors_code)
-        with station("select"):
+        k = max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
+        threshold = state.next(k, self.bug_compatible)
+        with phase("select"):
             index = select_above(acc, threshold, partition, state.step)  # [k_r]
         counts = exchange_counts(index.numel(), not total.finite, comm, acc.device)
         if counts is None:
             return pass_on_poison(self.name, bucket, Poisoned(counts_cost(P)))
-        sent = index if self.authors_code else index.to(torch.int32)
+        sent = index if self.bug_compatible else index.to(torch.int32)
         union = all_gather_padded(sent, counts, comm).long()  # [K]
         cost = counts_cost(P) + padded_cost(counts, sent.element_size())
         details = _lengths(block_spans(edges, blocks))
@@ -162,25 +157,25 @@ class ExDyna(Keeping):
     def _reduce_by_quotas(self, bucket: Bucket, total: Accumulated, comm: Comm) -> Report:
         acc, n, P = total.acc, total.acc.numel(), comm.size
         profile = self._state.profile.of(bucket, P)
-        with station("select"):
-            step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
+        with phase("select"):
+            step = budget(self.density, bucket.layout, self.dense, self.refresh, bucket.step)
             partitions = by_rank(profile.cut(n, P, least=2 * -(-step.count // P)), bucket.step)
             counts = apportion([1] * P, [step.free(partition) for partition in partitions], step.open_count)
             magnitude = step.magnitude(acc, partitions[comm.rank])  # [partition]
-            own = kernels.largest(magnitude if total.finite else magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
+            own = kernels.argtopk(magnitude if total.finite else magnitude.nan_to_num(), counts[comm.rank])  # [k_r]
             threshold = float(magnitude[own].min()) if own.numel() else 0.0
-        with station("encode"):
+        with phase("encode"):
             lengths = [len(partition) for partition in partitions]
-            packet = _with_level(indices.encode_agreed(own, lengths[comm.rank]), magnitude[own], not total.finite)
-        sizes = map(indices.agreed_nbytes, counts, lengths)
+            packet = _with_level(indices.encode_fixed_length(own, lengths[comm.rank]), magnitude[own], not total.finite)
+        sizes = map(indices.fixed_length_nbytes, counts, lengths)
         packets = comm.all_gather(packet, [_LEVEL_NBYTES + size for size in sizes])
         cost = all_gather_cost(packet.numel(), P)
         levels = [int(each[:_LEVEL_NBYTES].clone().view(torch.int16)) for each in packets]  # a host sync, all need them
         if min(levels) < 0:
             return pass_on_poison(self.name, bucket, Poisoned(cost))
-        with station("decode"):
+        with phase("decode"):
             places = [
-                indices.decode_agreed(each[_LEVEL_NBYTES:], count, len(partition)).long() + partition.start
+                indices.decode_fixed_length(each[_LEVEL_NBYTES:], count, len(partition)).long() + partition.start
                 for each, count, partition in zip(packets, counts, partitions, strict=True)
             ]
             chosen = torch.cat(places)

@@ -11,7 +11,7 @@ changes a result.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
 code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
-bytes, not 8; the threshold falls again where the union is up to 9 % too small. `authors_code=True` takes the last two differences back.
+bytes, not 8; the threshold falls again where the union is up to 9 % too small. `bug_compatible=True` takes the last two differences back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.partitioned import all_gather_padded, counts_cost, exchange_counts, padded_cost
+from sparsync.base.error_feedback import Keeping
+from sparsync.collectives.union_all_reduce import all_gather_padded, counts_cost, exchange_counts, padded_cost
 from sparsync.comm.metered import all_gather_cost
 from sparsync.control import ByBucket, ThresholdScaling
-from sparsync.core import Bucket, Report, Sparse, spans
+from sparsync.core import Bucket, Comm, Report, Sparse, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Keeping
+from sparsync.phases import phase
 from sparsync.schemes.exclusive import (
     NORMS_AND_BIASES,
     Choice,
@@ -40,11 +40,10 @@ from sparsync.schemes.exclusive import (
     reduce_choice,
 )
 from sparsync.selection.budget import TAKEN, budget
-from sparsync.selection.partition import Interleaved, by_rank, turn
+from sparsync.selection.partition import BlockCyclic, by_rank, turn
 from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
 from sparsync.selection.threshold import select_above
 from sparsync.selection.topk import WARM, count_for
-from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import Values
 
@@ -58,39 +57,35 @@ class _State:
     bounds: dict[str, float] = field(default_factory=dict)  # where each bucket's selection looks first; may be wrong
 
 
-@dataclass(frozen=True)
+@dataclass
 class MiCRO(Keeping):
     """All ranks' values at the positions that some rank found large in its partition, divided by P; the rest stays in the residual.
 
     Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; the word rides on the first message.
     """
 
+    name = "micro"
+
     density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
-    sweep: float = (
-        0.05  # share of the budget for a window that goes round: no element waits longer than 1/(sweep * density) steps
-    )
+    refresh: float = 0.05  # share of the budget for a window that goes round: no element waits longer than 1/(refresh * density) steps
     dense: Sequence[str] = (
         NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit a tenth of the budget
     )
     rule: Rule = "quotas"  # "quotas": exact; "threshold": the paper's
-    authors_code: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    bug_compatible: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(self.density, self.sweep, self.dense, self.rule, self.authors_code, self.values)
+        check_settings(self.density, self.refresh, self.dense, self.rule, self.bug_compatible, self.values)
         check_residuals(self.residuals)
         self._state.feedback.precision = self.residuals
 
     @classmethod
-    def published(cls, density: float = 0.01, authors_code: bool = False) -> Self:
-        """The paper's algorithm; with `authors_code`, step by step what the authors' program does."""
-        return cls(density=density, sweep=0.0, dense=(), rule="threshold", authors_code=authors_code)
-
-    @property
-    def name(self) -> str:
-        return "micro"
+    def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
+        """The paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
+        return cls(density=density, refresh=0.0, dense=(), rule="threshold", bug_compatible=bug_compatible)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         if not bucket.grad.numel():
@@ -105,7 +100,7 @@ class MiCRO(Keeping):
             scaling.accept(choice.threshold, report.union)
         return report
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         self._state.scaling.load_state_dict({})
 
     @property
@@ -123,23 +118,23 @@ class MiCRO(Keeping):
     def _by_threshold(self, total: Accumulated, scaling: ThresholdScaling, comm: Comm) -> Choice | Poisoned:
         acc, n, P = total.acc, total.acc.numel(), comm.size
         partition = spans(n, P)[turn(comm.rank, scaling.step, P)]
-        k = max(1, int(self.density * n)) if self.authors_code else count_for(self.density, n)
-        threshold = scaling.next(k, self.authors_code)
-        with station("select"):
+        k = max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
+        threshold = scaling.next(k, self.bug_compatible)
+        with phase("select"):
             index = select_above(acc, threshold, partition, scaling.step)  # [k_r]
         counts = exchange_counts(index.numel(), not total.finite, comm, acc.device)
         if counts is None:
             return Poisoned(counts_cost(P))
-        sent = index if self.authors_code else index.to(torch.int32)
+        sent = index if self.bug_compatible else index.to(torch.int32)
         union = all_gather_padded(sent, counts, comm).long()  # [K]
         cost = counts_cost(P) + padded_cost(counts, sent.element_size())
         return Choice(cost, union[:0], union, counts, threshold)
 
     def _by_quotas(self, total: Accumulated, bucket: Bucket, comm: Comm) -> Choice | Poisoned:
         acc, n, P = total.acc, total.acc.numel(), comm.size
-        partitions, mine = Interleaved(n, P), turn(comm.rank, bucket.step, P)
-        with station("select"):
-            step = budget(self.density, bucket.layout, self.dense, self.sweep, bucket.step)
+        partitions, mine = BlockCyclic(n, P), turn(comm.rank, bucket.step, P)
+        with phase("select"):
+            step = budget(self.density, bucket.layout, self.dense, self.refresh, bucket.step)
             known = step.known_index(acc.device)
             part, place = partitions.places(known)
             taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
@@ -156,15 +151,15 @@ class MiCRO(Keeping):
         cost = all_gather_cost(LADDER_NBYTES, P)
         if bool((ladders < 0).any()):
             return Poisoned(cost)
-        with station("select"):
+        with phase("select"):
             counts = quotas(ladders, free, step.open_count)
             own = _first(found, counts[comm.rank], open_part, taken_here)
-        with station("encode"):
-            packet = indices.encode_agreed(own.index, lengths[comm.rank])
-        packets = comm.all_gather(packet, list(map(indices.agreed_nbytes, counts, lengths)))
+        with phase("encode"):
+            packet = indices.encode_fixed_length(own.index, lengths[comm.rank])
+        packets = comm.all_gather(packet, list(map(indices.fixed_length_nbytes, counts, lengths)))
         cost += all_gather_cost(packet.numel(), P)
-        with station("decode"):
-            places = map(indices.decode_agreed, packets, counts, lengths)
+        with phase("decode"):
+            places = map(indices.decode_fixed_length, packets, counts, lengths)
             chosen = torch.cat(list(map(partitions.positions, by_rank(range(P), bucket.step), places))).long()
         threshold = float(own.value.abs().min()) if own.index.numel() else 0.0
         return Choice(cost, known, chosen, counts, threshold)
@@ -185,5 +180,5 @@ def _first(found: Sparse, count: int, part: Tensor, taken: Tensor) -> Sparse:
         return Sparse(found.index[top.index], top.value, found.length)
     magnitude = part.abs()  # zeros, too, or more than a ladder tells of
     magnitude[taken] = TAKEN
-    index = kernels.largest(magnitude, count).to(torch.int32)
+    index = kernels.argtopk(magnitude, count).to(torch.int32)
     return Sparse(index, part[index], found.length)

@@ -25,17 +25,16 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from sparsync import kernels
+from sparsync.base.error_feedback import Keeping
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Cost, Report
+from sparsync.core import Bucket, Comm, Cost, Report
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Keeping
+from sparsync.phases import phase
 from sparsync.schemes.oktopk_exact import exact_step
 from sparsync.schemes.oktopk_published import Settings, published_step
 from sparsync.schemes.oktopk_step import Control, Outcome, Poisoned
 from sparsync.selection import regions
 from sparsync.selection.topk import check_density, count_for
-from sparsync.stations import station
 from sparsync.wire.elements import Elements
 from sparsync.wire.values import Values, check_values
 
@@ -48,7 +47,7 @@ class _State:
     control: dict[str, Control] = field(default_factory=dict)  # by bucket key
 
 
-@dataclass(frozen=True)
+@dataclass
 class OkTopk(Keeping):
     """The k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
 
@@ -58,6 +57,8 @@ class OkTopk(Keeping):
     Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and keep residual and
     thresholds as they were before this step.
     """
+
+    name = "oktopk"
 
     density: float = 0.01  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
     rule: Rule = (
@@ -97,18 +98,14 @@ class OkTopk(Keeping):
         threshold_steps: int = 32,
         region_steps: int = 64,
         dense_steps: int = 0,
-        authors_code: bool = False,
+        bug_compatible: bool = False,
     ) -> Self:
         """The paper's algorithm with the settings of its VGG-16 runs.
 
-        `authors_code` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does.
+        `bug_compatible` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does.
         """
-        rule, imbalance = ("code", float("inf")) if authors_code else ("paper", 4.0)
+        rule, imbalance = ("code", float("inf")) if bug_compatible else ("paper", 4.0)
         return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)
-
-    @property
-    def name(self) -> str:
-        return "oktopk"
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         n, P = bucket.grad.numel(), comm.size
@@ -121,7 +118,7 @@ class OkTopk(Keeping):
             return Report(self.name, bucket.key, bucket.step, n, 0, n, outcome.cost, details={"overflow": True})
         mean = outcome.mean.value.to(bucket.grad.dtype)
         overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
-        with station("apply"):
+        with phase("apply"):
             if overflow:  # all ranks see it in the gradient, and nothing else changes
                 bucket.grad.zero_()
             else:
@@ -143,7 +140,7 @@ class OkTopk(Keeping):
             details=outcome.details | {"overflow": overflow},
         )
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         self._state.control.clear()
 
     @property

@@ -10,9 +10,9 @@ from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import Reduced
 from sparsync.comm.metered import all_gather_cost
-from sparsync.core import Span, Sparse
+from sparsync.core import Comm, Span, Sparse
 from sparsync.feedback import Terms
-from sparsync.protocols import Comm
+from sparsync.phases import phase
 from sparsync.schemes.oktopk_step import (
     WORDS,
     Control,
@@ -27,7 +27,6 @@ from sparsync.schemes.oktopk_step import (
 )
 from sparsync.selection import regions
 from sparsync.selection.topk import WARM
-from sparsync.stations import station
 from sparsync.wire.elements import Elements
 
 
@@ -38,14 +37,14 @@ def exact_step(
     acc, n, P, rank = terms.acc, terms.acc.numel(), comm.size, comm.rank
     cut = regions.between(control.boundaries, n)
     own = cut[rank]
-    with station("select"):
+    with phase("select"):
         mine, finite = kernels.accumulate_top_k_nonzero(
             terms.wide, terms.narrow, most_sent(k, n, P), acc, skip=own, bound=control.local_threshold
         )
     region = own.of(acc)  # all of this rank's own region counts, at no cost
     reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec, undoable=True)
     cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, codec)
-    with station("select"):
+    with phase("select"):
         top = kernels.top_k_nonzero(region, k)
         if reduced.before is not None:
             kernels.put_(region, reduced.before.index, reduced.before.value)
@@ -87,7 +86,7 @@ def _cleared(
     if everything:
         own_part = torch.arange(own.start, own.stop, dtype=torch.int32, device=mean.index.device)
     else:
-        at = kernels.among(mine.index, mean.index).nonzero().view(-1)  # none of them lies in the own region
+        at = kernels.isin(mine.index, mean.index).nonzero().view(-1)  # none of them lies in the own region
     gone = mine.index[at]
     errors = [] if reduced.error is None else [Sparse(gone, reduced.error[at], mean.length)]
     return torch.cat([gone, own_part]), errors, stop - start

@@ -9,9 +9,8 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.metered import all_gather_cost, all_reduce_cost
-from sparsync.core import Cost, Sparse
+from sparsync.core import Comm, Cost, Sparse
 from sparsync.kernels import sparse_reference
-from sparsync.protocols import Comm
 from sparsync.schemes.oktopk_step import (
     Control,
     Outcome,
@@ -46,7 +45,7 @@ def published_step(
     n, P, rank = acc.numel(), comm.size, comm.rank
     # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
     threshold = _local_threshold(acc, k, settings, control)
-    mine = kernels.at_least(acc, threshold)
+    mine = kernels.select_ge(acc, threshold)
     # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
     boundaries, cost = _boundaries(mine, settings, control, comm)
     # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
@@ -57,7 +56,7 @@ def published_step(
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
     global_threshold = control.global_threshold
     evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
-    kept = kernels.at_least(region, 0.0 if evaluate else float(global_threshold or 0.0))
+    kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
     finite = kernels.all_finite(mine.value) and kernels.all_finite(region)
     size = torch.tensor([kept.index.numel() if finite else regions.POISONED], dtype=torch.int32, device=acc.device)
     held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()  # a host sync: buffer sizes depend on it
@@ -74,7 +73,7 @@ def published_step(
         survivors = largest(survivors, k)
         global_threshold = smallest(survivors)
     # 6: return u, I_loc intersect I_glob
-    cleared = survivors.index[kernels.among(survivors.index, mine.index)]
+    cleared = survivors.index[kernels.isin(survivors.index, mine.index)]
     if evaluate and (sum(held) < k or k == n):  # sums that did not survive are zero, which is what is written
         cleared = mine.index
     told = details(mine, survivors, held, wanted, reduced.incoming, rank) | {"evaluated": evaluate}
@@ -109,7 +108,7 @@ def _unwritten_here(kept: Sparse, survivors: Sparse, written: torch.dtype, P: in
     """What the mean, in the type `written`, lacks of those of this rank's sums that survived."""
     if written == kept.value.dtype:
         return []
-    at = kernels.among(kept.index, survivors.index)
+    at = kernels.isin(kept.index, survivors.index)
     here = Sparse(kept.index[at], kept.value[at], kept.length)
     return [unwritten(here, here.value / P, written, P)]
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
-from sparsync.core import Cost, Detail, Span, Sparse
-from sparsync.protocols import Comm
+from sparsync.core import Comm, Cost, Detail, Span, Sparse
 
 WORDS = 2  # of an element on the wire, at most: its position and its value
 

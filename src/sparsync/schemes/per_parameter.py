@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.core import Bucket, Cost, Detail, Report, Slot, laid_out
+from sparsync.base.scheme import Scheme
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
 from sparsync.feedback import overflowed, state_from
-from sparsync.protocols import Comm, Scheme
 from sparsync.selection.parameters import Part, matches
 
 
-@dataclass(frozen=True)
-class PerParameter:
+@dataclass
+class PerParameter(Scheme):
     """Each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
 
     For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so keep
@@ -19,6 +19,8 @@ class PerParameter:
     they have written.
     Raises ValueError for an empty pattern or one scheme object in two places, whose states would mix.
     """
+
+    name = "per_parameter"
 
     default: Scheme
     patterns: Mapping[str, Scheme] = field(
@@ -31,40 +33,38 @@ class PerParameter:
         if len({id(scheme) for scheme in self._schemes.values()}) < len(self._schemes):
             raise ValueError("a scheme stands in two places of patterns; make one for each, states must not mix")
 
-    @property
-    def name(self) -> str:
-        return "per_parameter"
-
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         parts = self._parts(bucket.layout)
         own = {key: self._part(bucket, key, slots) for key, slots in parts.items()}
         reports = {key: self._schemes[key].reduce(part, comm) for key, part in own.items()}
         for key, slots in parts.items():
             Part.of_slots(slots).put_(bucket.grad, own[key].grad)
-        poisoned = {key for key, report in reports.items() if overflowed(report, own[key].grad)} if self.keeps else ()
+        poisoned = (
+            {key for key, report in reports.items() if overflowed(report, own[key].grad)} if self.has_residual else ()
+        )
         for key in set(own) - set(poisoned) if poisoned else ():
-            self._schemes[key].put_back(own[key])
+            self._schemes[key].rollback(own[key])
         details: dict[str, Detail] = {f"{key or 'default'} density": report.density for key, report in reports.items()}
         details["overflow"] = any(report.details.get("overflow") for report in reports.values())
         selected = sum(report.selected for report in reports.values())
         union = sum(report.union for report in reports.values())
         cost = sum((report.cost for report in reports.values()), Cost())
         n = bucket.grad.numel()
-        if self.keeps:
+        if self.has_residual:
             details["overflow"] = bool(poisoned)
         return Report(self.name, bucket.key, bucket.step, n, selected, union, cost, details=details)
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         for scheme in self._schemes.values():
-            scheme.begin_anew()
+            scheme.reset_shared_state()
 
     @property
-    def keeps(self) -> bool:
-        return any(scheme.keeps for scheme in self._schemes.values())
+    def has_residual(self) -> bool:
+        return any(scheme.has_residual for scheme in self._schemes.values())
 
-    def put_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         for key, slots in self._parts(bucket.layout).items():
-            self._schemes[key].put_back(self._part(bucket, key, slots))
+            self._schemes[key].rollback(self._part(bucket, key, slots))
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         for scheme in self._schemes.values():
@@ -94,9 +94,9 @@ class PerParameter:
     def _schemes(self) -> dict[str, Scheme]:
         return {**self.patterns, "": self.default}
 
-    def _parts(self, layout: Sequence[Slot]) -> dict[str, list[Slot]]:
+    def _parts(self, layout: Sequence[ParameterSpan]) -> dict[str, list[ParameterSpan]]:
         """The slots of each pattern; "" stands for the default. Patterns without elements here are left out, alike on all ranks."""
-        parts: dict[str, list[Slot]] = {key: [] for key in self._schemes}
+        parts: dict[str, list[ParameterSpan]] = {key: [] for key in self._schemes}
         for slot in layout:
             parts[self._pattern(slot.name)].append(slot)
         return {key: slots for key, slots in parts.items() if any(len(slot.span) for slot in slots)}
@@ -105,7 +105,7 @@ class PerParameter:
         """The first pattern that a parameter's name matches; "" where there is none."""
         return next((pattern for pattern in self.patterns if matches(name, [pattern])), "")
 
-    def _part(self, bucket: Bucket, key: str, slots: Sequence[Slot]) -> Bucket:
+    def _part(self, bucket: Bucket, key: str, slots: Sequence[ParameterSpan]) -> Bucket:
         """The parameters of one pattern as a bucket, copied."""
         layout = laid_out((slot.name, len(slot.span)) for slot in slots)
         return Bucket(f"{bucket.key}/{key}", Part.of_slots(slots).take(bucket.grad), bucket.step, layout)

@@ -11,18 +11,19 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Report, generator
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Stateless
+from sparsync.core import Bucket, Comm, Report, generator
 
 Mode = Literal["complementary", "independent"]
 Divisor = Literal["contributors", "ranks"]
 
 
-@dataclass(frozen=True)
-class RandomPruning(Stateless):
+@dataclass
+class RandomPruning(Scheme):
     """The mean over the ranks that each element did not lose; an element that lost all of them is zero."""
+
+    name = "random_pruning"
 
     drop: float = 0.5  # share of the ranks each element loses, in [0, 1); the study tries 0.25, 0.375, 0.5, 0.75
     mode: Mode = (
@@ -45,10 +46,6 @@ class RandomPruning(Stateless):
     def published(cls, drop: float = 0.5, seed: int = 0) -> Self:
         """Complementary masks, divided by P."""
         return cls(drop=drop, divide_by="ranks", seed=seed)
-
-    @property
-    def name(self) -> str:
-        return "random_pruning"
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         grad, P, n = bucket.grad, comm.size, bucket.grad.numel()

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives import owned, sparse_allreduce
-from sparsync.collectives.skipping import Plan, first_offsets, skip_count, turning_offsets
+from sparsync.base.scheme import Scheme
+from sparsync.collectives import reduce_scatter, sparse_allreduce
+from sparsync.collectives.skip_plan import SkipPlan, first_offsets, skip_count, turning_offsets
 from sparsync.comm.metered import all_gather_cost
-from sparsync.core import Bucket, Cost, Report, Slot, Span, Sparse, laid_out
+from sparsync.core import Bucket, Comm, Cost, ParameterSpan, Report, Span, Sparse, laid_out
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.protocols import Comm, Scheme
+from sparsync.phases import phase
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.skip_reduce import SkipReduce
 from sparsync.selection.parameters import Part, matches
 from sparsync.selection.topk import count_for
-from sparsync.stations import station
 from sparsync.wire.elements import Elements
 
 FLAG_NBYTES = 4  # an int32 to each rank: whether this one met NaN or Inf
@@ -52,11 +52,11 @@ class ShardedScheme(Protocol):
     def rescale_residual(self, factors: Mapping[str, float]) -> None: ...
 
     @property
-    def keeps(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether anything is kept back from step to step."""
         ...
 
-    def put_back(self, written: Bucket, share: int) -> None:
+    def rollback(self, written: Bucket, share: int) -> None:
         """Keeps back `share` times what `reduce_scatter` wrote, because the step will not be applied: P times a mean, once a sum."""
         ...
 
@@ -64,11 +64,11 @@ class ShardedScheme(Protocol):
 def sharded(scheme: Scheme) -> ShardedScheme:
     """The reduce-scatter with the settings of `scheme`, without its state. Raises ValueError where there is none."""
     if isinstance(scheme, Dense) and scheme.wire == "gradient":
-        return Skipping(SkipReduce(skip=0), "dense")
+        return SkipReduceScatter(SkipReduce(skip=0), "dense")
     if isinstance(scheme, SkipReduce):
-        return Skipping(scheme)
+        return SkipReduceScatter(scheme)
     if isinstance(scheme, OkTopk):
-        return Splitting(scheme)
+        return OkTopkReduceScatter(scheme)
     if isinstance(scheme, Dense):
         raise ValueError(
             f"a reduce-scatter of wire={scheme.wire!r} is FSDP2's own matter; "
@@ -80,7 +80,7 @@ def sharded(scheme: Scheme) -> ShardedScheme:
     )
 
 
-def pieces(lengths: Sequence[tuple[str, int]], P: int) -> tuple[Slot, ...]:
+def pieces(lengths: Sequence[tuple[str, int]], P: int) -> tuple[ParameterSpan, ...]:
     """Where each parameter's pieces lie, given its name and the length of a piece."""
     return laid_out((piece(name, owner), length) for owner in range(P) for name, length in lengths)
 
@@ -90,7 +90,7 @@ def piece(name: str, owner: int) -> str:
     return f"{name}[{owner}]"
 
 
-def own_pieces(lengths: Sequence[tuple[str, int]], owner: int) -> tuple[Slot, ...]:
+def own_pieces(lengths: Sequence[tuple[str, int]], owner: int) -> tuple[ParameterSpan, ...]:
     """Where each parameter's piece lies in the chunk of `owner`."""
     return laid_out((piece(name, owner), length) for name, length in lengths)
 
@@ -115,13 +115,13 @@ class _KeptByPiece:
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale({name: factors.get(parameter_of(name), 1.0) for name in self.feedback.by_name})
 
-    def put_back(self, written: Bucket, share: int) -> None:
+    def rollback(self, written: Bucket, share: int) -> None:
         for slot in written.layout:  # those of this rank's chunk: nobody else was given it, so nobody else keeps it
             if slot.name in self.feedback.by_name:
                 self.feedback.by_name[slot.name].add_(slot.span.of(written.grad), alpha=share)
 
 
-class Skipping(_KeptByPiece):
+class SkipReduceScatter(_KeptByPiece):
     """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
 
     An owner always has its own gradient in its chunk, so its weight there is 1/(P-s) where the others' is (P-1-s)/((P-1)(P-s)) in the
@@ -145,7 +145,7 @@ class Skipping(_KeptByPiece):
         return self.config.feedback or bool(self.config.protect)
 
     @property
-    def keeps(self) -> bool:
+    def has_residual(self) -> bool:
         return self.config.feedback
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
@@ -162,12 +162,14 @@ class Skipping(_KeptByPiece):
             fits = sent is total.acc or kernels.all_finite(sent)  # float16 makes Inf of what is too large for it
             if _any_poisoned(not (total.finite and fits), comm, out.device):
                 return _poisoned(self.name, bucket, out, cost)
-        owned.reduce_scatter(sent, out, comm, plan, always)
-        cost += owned.cost(out.numel(), out.element_size(), P, comm.rank, plan, always)
+        reduce_scatter.reduce_scatter(sent, out, comm, plan, always)
+        cost += reduce_scatter.cost(out.numel(), out.element_size(), P, comm.rank, plan, always)
         by_ranks = config.divide_by == "ranks" or config.feedback
         _divide_(out, always, P, P, average)
         _divide_(out, others, P if by_ranks else P - plan.skip, P, average)
-        left_out = [_at(others, owner, len(out)) for owner in range(P) if owned.skips(comm.rank, owner, P, plan)]
+        left_out = [
+            _at(others, owner, len(out)) for owner in range(P) if reduce_scatter.skips(comm.rank, owner, P, plan)
+        ]
         if residual is not None and kept is not None:
             torch.sub(kept, sent, out=residual)  # what rounding to the wire's type drops
             for span in (span for chunk in left_out for span in chunk):
@@ -176,14 +178,14 @@ class Skipping(_KeptByPiece):
         details = {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, always))}
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
 
-    def _plan(self, bucket: Bucket, P: int) -> Plan:
+    def _plan(self, bucket: Bucket, P: int) -> SkipPlan:
         """Who is left out at this step; drawn from what all ranks know."""
         skip = skip_count(self.config.skip, P)
         if self.config.mode == "naive":
-            return Plan(first_offsets(skip))
-        return Plan(turning_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
+            return SkipPlan(first_offsets(skip))
+        return SkipPlan(turning_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
 
-    def _split(self, layout: Sequence[Slot], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    def _split(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The spans of a chunk that are never left out, and the others."""
         first = layout[: len(layout) // P]  # every chunk is laid out alike
         dense = [slot for slot in first if matches(parameter_of(slot.name), self.config.protected)]
@@ -191,7 +193,7 @@ class Skipping(_KeptByPiece):
         return Part.of_slots(dense).spans, Part.of_slots(slot for slot in first if slot.name not in names).spans
 
 
-class Splitting(_KeptByPiece):
+class OkTopkReduceScatter(_KeptByPiece):
     """Ok-Topk's split-and-reduce by itself, with the chunks for regions: each rank sends its k (P-1)/P largest elements outside its own.
 
     Of its own chunk everything counts, at no cost. What is not sent is kept: a residual of the whole gradient on each rank. Conserved is
@@ -199,7 +201,7 @@ class Splitting(_KeptByPiece):
     """
 
     by_name = True
-    keeps = True
+    has_residual = True
 
     def __init__(self, config: OkTopk) -> None:
         super().__init__()
@@ -214,7 +216,7 @@ class Splitting(_KeptByPiece):
         total = self.feedback.accumulate(bucket, comm.rank)
         chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
         own = chunks[comm.rank]
-        with station("select"):
+        with phase("select"):
             mine = self._selected(total.acc, own, bucket.step, P) if total.finite else None
         if mine is None or not self._fits(mine.value):
             mine = _alarm(total.acc, own)
@@ -225,7 +227,7 @@ class Splitting(_KeptByPiece):
         out.copy_(region / share)
         if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
             return _poisoned(self.name, bucket, out, cost)
-        with station("apply"):
+        with phase("apply"):
             total.keep(bucket)
             own.of(total.residual).zero_()
             kernels.clear_(total.residual, mine.index)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.scheme import Scheme
 from sparsync.collectives import direct, hierarchical, ring
-from sparsync.collectives.skipping import Plan, first_offsets, random_offsets, random_shift, skip_count
+from sparsync.collectives.skip_plan import SkipPlan, first_offsets, random_offsets, random_shift, skip_count
 from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Cost, Detail, Report, Slot, spans
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.protocols import Comm
 from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
 
 Mode = Literal["random", "naive"]
@@ -45,12 +45,14 @@ class _State:
     protected: tuple[str, ...] | None = None  # chosen from measurements; None: not chosen yet
 
 
-@dataclass(frozen=True)
-class SkipReduce:
+@dataclass
+class SkipReduce(Scheme):
     """The mean over P - s of the P ranks, a different set for each slice.
 
     NaN and Inf of a contribution that is left out do not show in the result, and never enter the residual.
     """
+
+    name = "skip_reduce"
 
     skip: int | float = (
         0.5  # an int is s itself, in [0, P-1]; a float in [0, 1) the share of ranks, rounded down. Authors: 4 of 8
@@ -107,10 +109,6 @@ class SkipReduce:
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
     @property
-    def name(self) -> str:
-        return "skip_reduce"
-
-    @property
     def protected(self) -> tuple[str, ...]:
         """The name patterns that are never skipped; with protect="auto" empty until they are chosen."""
         return (self._state.protected or ()) if self.protect == "auto" else tuple(self.protect)
@@ -132,7 +130,7 @@ class SkipReduce:
         kept = (
             None if residual is None else (acc - sent)
         )  # what rounding to the wire's type drops, then what is left out
-        cost = self._reduce_part(sent, kept, dense, comm, Plan(shift=plan.shift))
+        cost = self._reduce_part(sent, kept, dense, comm, SkipPlan(shift=plan.shift))
         cost += self._reduce_part(sent, kept, skipping, comm, plan)
         bucket.grad.copy_(sent)
         details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
@@ -147,15 +145,15 @@ class SkipReduce:
         lost = self._left_out(plan, len(skipping), comm)
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         self._state.disagreement = Disagreement()
         self._state.protected = None
 
     @property
-    def keeps(self) -> bool:
+    def has_residual(self) -> bool:
         return self.feedback
 
-    def put_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         if self.feedback:
             self._state.feedback.put_back(bucket)
 
@@ -179,19 +177,19 @@ class SkipReduce:
         self._state.disagreement.load_state_dict(disagreement)
         self._state.protected = None if protected is None else tuple(protected)
 
-    def _plan(self, bucket: Bucket, comm: Comm) -> Plan:
+    def _plan(self, bucket: Bucket, comm: Comm) -> SkipPlan:
         """Who is left out at this step; drawn from what all ranks know."""
         nodes, rest = divmod(comm.size, self.node_size)
         if rest:
             raise ValueError(f"node_size must divide the {comm.size} ranks, got {self.node_size}")
         skip = skip_count(self.skip, nodes, "ranks" if self.node_size == 1 else "nodes")
         if self.mode == "naive":
-            return Plan(first_offsets(skip), 0)
+            return SkipPlan(first_offsets(skip), 0)
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
         if self.form == "ring":
-            return Plan(first_offsets(skip), shift)
+            return SkipPlan(first_offsets(skip), shift)
         # One set for a whole round of shifts: so every rank is left out of every slice equally often in a round, as in a ring.
-        return Plan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
+        return SkipPlan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
 
     def _deliver(self, bucket: Bucket, comm: Comm) -> None:
         """With one rank nothing is left out, and what a larger world kept back before joins the gradient."""
@@ -212,18 +210,18 @@ class SkipReduce:
         state.protected = state.disagreement.most(self.protect_share)
         return False
 
-    def _parts(self, layout: Sequence[Slot], everything_dense: bool) -> tuple[Part, Part]:
+    def _parts(self, layout: Sequence[ParameterSpan], everything_dense: bool) -> tuple[Part, Part]:
         dense = [slot for slot in layout if everything_dense or matches(slot.name, self.protected)]
         names = {slot.name for slot in dense}
         return Part.of_slots(dense), Part.of_slots(slot for slot in layout if slot.name not in names)
 
-    def _left_out(self, plan: Plan, count: int, comm: Comm) -> int:
+    def _left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
         """How many of `count` elements lose this rank, by itself or with its whole node."""
         node, nodes = comm.rank // self.node_size, comm.size // self.node_size
         shards = spans(count, self.node_size)
         return sum(len(span) for shard in shards for span in plan.skipped(node, len(shard), nodes))
 
-    def _reduce_part(self, x: Tensor, kept: Tensor | None, part: Part, comm: Comm, plan: Plan) -> Cost:
+    def _reduce_part(self, x: Tensor, kept: Tensor | None, part: Part, comm: Comm, plan: SkipPlan) -> Cost:
         """Replaces this part of `x` by the mean over its contributors, and writes what was left out to `kept`."""
         if not len(part):
             return Cost()

@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.error_feedback import Keeping
 from sparsync.comm.metered import all_gather_cost
-from sparsync.core import Bucket, Cost, Report, Sparse, spans
+from sparsync.core import Bucket, Comm, Cost, Report, Sparse, spans
 from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
-from sparsync.protocols import Comm
-from sparsync.schemes.base import Keeping
+from sparsync.phases import phase
 from sparsync.selection.topk import WARM, check_density, count_for
-from sparsync.stations import station
 from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 
-@dataclass(frozen=True)
+@dataclass
 class TopK(Keeping):
     """Each rank's share `density` of its elements of largest magnitude, summed and divided by P; the rest stays in the residual.
 
     Among equal magnitudes the elements that come first are sent. Where any rank's selection holds NaN or Inf, or the mean overflows the
     gradient's type, every rank writes it into the gradient, so that a loss scaler finds it, and leaves its residual as it was.
     """
+
+    name = "topk"
 
     density: float = 0.01  # share of elements each rank sends; 0.001 to 0.01 in the literature
     values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
@@ -50,24 +51,20 @@ class TopK(Keeping):
         """The same: the published algorithm is the exact one."""
         return cls(density=density)
 
-    @property
-    def name(self) -> str:
-        return "topk"
-
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         n, P = bucket.grad.numel(), comm.size
         k = count_for(self.density, n)
         terms = self._feedback.terms(bucket, comm.rank)
         residual, bound = terms.residual, self._bounds.get(bucket.key)
-        with station("select"):
+        with phase("select"):
             own, finite = kernels.accumulate_top_k(terms.wide, terms.narrow, k, terms.acc, bound)  # [k]
         parts, error, cost = self._exchange(own, comm)
-        with station("decode"):
-            union = kernels.summed(parts)  # in rank order, the same bits on every rank
+        with phase("decode"):
+            union = kernels.coalesce(parts)  # in rank order, the same bits on every rank
             mean = union.value if self._rounds else union.value.div_(P)
             written = mean.to(bucket.grad.dtype)
         finite_mean = kernels.all_finite(written)  # a host sync; the same bits on all ranks, so all decide alike
-        with station("apply"):
+        with phase("apply"):
             if finite_mean:
                 Accumulated(terms.acc, residual, finite).keep(bucket)
                 kernels.put_(residual, own.index, error)
@@ -93,21 +90,21 @@ class TopK(Keeping):
         Rounded values are sent as their share of the mean, value / P: times P it is exact, which a mean of what was sent is not.
         """
         k, n, dtype = own.index.numel(), own.length, own.value.dtype
-        codec, head = ValueCodec(self.values), indices.agreed_nbytes(own.index.numel(), own.length)
-        with station("encode"):
+        codec, head = ValueCodec(self.values), indices.fixed_length_nbytes(own.index.numel(), own.length)
+        with phase("encode"):
             packet = codec.encode(own.value / comm.size if self._rounds else own.value)
             error = torch.zeros_like(own.value)
             if self._rounds:
                 error = own.value - comm.size * codec.decode(packet, k, dtype)
-            packet = torch.cat([indices.encode_agreed(own.index, n), packet])
+            packet = torch.cat([indices.encode_fixed_length(own.index, n), packet])
         packets = comm.all_gather(packet, [packet.numel()] * comm.size)  # k and n tell the length: none is exchanged
-        with station("decode"):
-            places = [indices.decode_agreed(each[:head], k, n) for each in packets]
+        with phase("decode"):
+            places = [indices.decode_fixed_length(each[:head], k, n) for each in packets]
             values = [codec.decode(each[head:], k, dtype) for each in packets]
         parts = [Sparse(place, value, n) for place, value in zip(places, values, strict=True)]
         return parts, error, all_gather_cost(head + codec.nbytes(k, dtype), comm.size)
 
-    def begin_anew(self) -> None:
+    def reset_shared_state(self) -> None:
         """Ranks hold nothing alike."""
 
     @property

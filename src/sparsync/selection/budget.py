@@ -1,4 +1,4 @@
-"""How many elements a step may send, and which of them all ranks know beforehand: small dense parameters and the sweep."""
+"""How many elements a step may send, and which of them all ranks know beforehand: small dense parameters and the refresh."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsync.core import Slot, Span
+from sparsync.core import ParameterSpan, Span
 from sparsync.selection.parameters import matches
 
 DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
@@ -53,25 +53,25 @@ class Budget:
         return magnitude
 
 
-def budget(density: float, layout: Sequence[Slot], dense: Iterable[str], sweep: float, step: int) -> Budget:
+def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str], refresh: float, step: int) -> Budget:
     """What `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
 
     Over many steps exactly density * n a step are sent, also where that is not a whole number (but below 1).
     Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most DENSE_SHARE of the budget.
-    A window takes the share `sweep` of the budget and moves round the vector, so no element waits longer than 1/(sweep * density)
+    A window takes the share `refresh` of the budget and moves round the vector, so no element waits longer than 1/(refresh * density)
     steps, and one step more for rounding.
     """
     n = layout[-1].span.stop
     start, stop = _portion(density, n, step)
     count = min(n, max(1, stop - start))
     exempt = _exempt(tuple(layout), tuple(dense), int(DENSE_SHARE * density * n))
-    start, stop = _portion(_exact(sweep) * _exact(density), n, step)
+    start, stop = _portion(_exact(refresh) * _exact(density), n, step)
     stop = min(stop, start + count)
     return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
 
 
 @lru_cache(maxsize=1024)
-def _exempt(layout: tuple[Slot, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
+def _exempt(layout: tuple[ParameterSpan, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
     """The spans of the smallest parameters that match, as long as they have `left` elements together."""
     exempt: list[Span] = []
     for slot in sorted((slot for slot in layout if matches(slot.name, patterns)), key=lambda slot: len(slot.span)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.core import Slot, Span
+from sparsync.core import ParameterSpan, Span
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -23,7 +23,7 @@ class Part:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of_slots(cls, slots: Iterable[Slot]) -> "Part":
+    def of_slots(cls, slots: Iterable[ParameterSpan]) -> "Part":
         """The spans of `slots`, neighbours merged."""
         merged: list[Span] = []
         for slot in slots:
@@ -64,7 +64,7 @@ class Disagreement:
     elements: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, layout: Sequence[Slot], mean_square: Tensor, mean: Tensor) -> None:
+    def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
         """Adds one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for slot i, `mean` [n] the mean gradient."""
         for slot, square in zip(layout, mean_square.tolist(), strict=True):
             lost = max(0.0, square - float(slot.span.of(mean).double().square().sum()))
@@ -90,6 +90,6 @@ class Disagreement:
         self.variance, self.elements, self.steps = (dict(state[key]) for key in ("variance", "elements", "steps"))
 
 
-def square_norms(layout: Sequence[Slot], grad: Tensor) -> Tensor:
+def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
     """|g|^2 of each slot, float64 [slots]."""
     return torch.stack([slot.span.of(grad).double().square().sum() for slot in layout])

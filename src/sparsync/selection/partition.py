@@ -1,6 +1,6 @@
 """Exclusive partitions: every element is judged by one rank at each step, and the partitions go round the ranks.
 
-`Interleaved` partitions, ours, are spread over the vector.
+`BlockCyclic` partitions, ours, are spread over the vector.
 `Blocks` are ExDyna's: partitions made of small blocks that neighbours hand to each other (arXiv 2402.13781). `Profile` is ours: it
 remembers where selected elements lie and cuts the vector so that every partition holds equally many.
 """
@@ -35,7 +35,7 @@ def by_rank(parts: Sequence[Part], step: int) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class BlockCyclic:
     """P partitions of [0, n) that are spread over the whole vector, so that each holds its share of every layer.
 
     The vector is dealt out in rows of a few adjacent elements: each group of P rows gives every partition one, in an order that is

@@ -13,7 +13,9 @@ def select_above(acc: Float[Tensor, " n"], threshold: float, span: Span, step: i
 
     Only an empty span gives none. NaN is above no threshold; find it otherwise.
     """
-    index = kernels.above(span.of(acc), threshold).index.long()  # a host sync: how many are above depends on the data
+    index = kernels.select_ge(
+        span.of(acc), threshold
+    ).index.long()  # a host sync: how many are above depends on the data
     if index.numel() == 0 and len(span):
         index = torch.tensor([step % len(span)], device=acc.device)
     return index + span.start

@@ -23,21 +23,21 @@ class Elements:
 
     def encode(self, part: Sparse) -> Tensor:
         """The packet, uint8, of a part whose positions ascend."""
-        return torch.cat([indices.encode_agreed(part.index, part.length), self._codec.encode(part.value)])
+        return torch.cat([indices.encode_fixed_length(part.index, part.length), self._codec.encode(part.value)])
 
     def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
         """The `k` elements of a span of `length` that a packet tells. Raises RuntimeError when it cannot be one of them."""
-        head = indices.agreed_nbytes(k, length)
-        index = indices.decode_agreed(packet[:head], k, length)
+        head = indices.fixed_length_nbytes(k, length)
+        index = indices.decode_fixed_length(packet[:head], k, length)
         return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
 
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
         """The values of `decode`, [k], where the positions are known."""
-        return self._codec.decode(packet[indices.agreed_nbytes(k, length) :], k, dtype)
+        return self._codec.decode(packet[indices.fixed_length_nbytes(k, length) :], k, dtype)
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
         """The bytes of a packet of any `k` elements of a span of `length`."""
-        return indices.agreed_nbytes(k, length) + self._codec.nbytes(k, dtype)
+        return indices.fixed_length_nbytes(k, length) + self._codec.nbytes(k, dtype)
 
     @property
     def _codec(self) -> ValueCodec:

@@ -16,7 +16,7 @@ from sparsync.kernels.codec_reference import ORDER, OUTSIDE, SIZE, Codec, Plan, 
 from sparsync.wire import packed
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
-Agreed = Literal["packed", "bitmap", "elias_fano"]
+FixedLengthCodec = Literal["packed", "bitmap", "elias_fano"]
 HEADER_NBYTES = 1
 COUNT_NBYTES = 4
 _COUNTED = 0x80  # in the header byte: the count follows
@@ -89,25 +89,25 @@ def decode_any(packet: UInt8[Tensor, " nbytes"], span: int, k: int | None = None
 
 
 @lru_cache(maxsize=4096)
-def agreed(k: int, span: int) -> Agreed:
+def fixed_length_codec(k: int, span: int) -> FixedLengthCodec:
     """The codec with the shortest packet of any `k` positions inside [0, span); the first of equals."""
     plans = _counted_plans(k, span)
     return min(plans, key=lambda codec: plans[codec].nbytes)
 
 
-def agreed_nbytes(k: int, span: int) -> int:
-    """The bytes of `encode_agreed` for any `k` positions inside [0, span)."""
+def fixed_length_nbytes(k: int, span: int) -> int:
+    """The bytes of `encode_fixed_length` for any `k` positions inside [0, span)."""
     return min(plan.nbytes for plan in _counted_plans(k, span).values())
 
 
-def encode_agreed(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
+def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
     """The packet of the codec that k and the span tell."""
-    return encode(index, span, agreed(index.numel(), span))
+    return encode(index, span, fixed_length_codec(index.numel(), span))
 
 
-def decode_agreed(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
-    """What `encode_agreed` was given, int32."""
-    return decode(packet, k, span, agreed(k, span))
+def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
+    """What `encode_fixed_length` was given, int32."""
+    return decode(packet, k, span, fixed_length_codec(k, span))
 
 
 def _cheapest(index: Tensor, span: int) -> tuple[Codec, Plan]:
@@ -131,7 +131,7 @@ def _raw_plan(index: Tensor) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def _counted_plans(k: int, span: int) -> dict[Agreed, Plan]:
+def _counted_plans(k: int, span: int) -> dict[FixedLengthCodec, Plan]:
     """Not to be written to: callers share it."""
     width = packed.width(span)
     return {

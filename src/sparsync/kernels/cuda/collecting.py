@@ -133,7 +133,7 @@ def above(x: Tensor, threshold: float) -> Sparse:
 
 
 @on_its_device
-def at_least(x: Tensor, threshold: float) -> Sparse:
+def select_ge(x: Tensor, threshold: float) -> Sparse:
     """The non-zero elements of `x` [n] with |x| >= `threshold`, and NaN. Syncs as `above`."""
     return _in_range(x, *_range(threshold, 1, ANY))
 

@@ -72,7 +72,7 @@ def accumulate_top_k_nonzero(
 
 
 @on_its_device
-def largest(magnitude: Tensor, k: int) -> Tensor:
+def argtopk(magnitude: Tensor, k: int) -> Tensor:
     """As the reference's. Syncs as `top_k`."""
     return _selected(magnitude, None, magnitude, Wanted(k, LOWEST, signed=True))[0].index.long()
 

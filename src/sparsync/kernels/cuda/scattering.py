@@ -54,7 +54,7 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return value
 
 
-def summed(parts: Sequence[Sparse]) -> Sparse:
+def coalesce(parts: Sequence[Sparse]) -> Sparse:
     """The sum of `parts` as one, added in their order, starting from 0; positions ascend. One host sync."""
     return _summed(torch.cat([part.index for part in parts]), parts)
 

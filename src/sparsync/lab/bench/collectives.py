@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import Bucket, Dense, ExDyna, GroupComm, MeteredComm, MiCRO, OkTopk, SkipReduce, TopK, attach
+from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.lab.bench.output import write
 from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, join, launch, leave, started_as_rank
 from sparsync.lab.netlab import parse_rate
-from sparsync.protocols import Scheme
 
 HOOK_BOUND = 1.05  # what the hook may cost beside DDP's own all-reduce
 SKIP_TOLERANCE = 0.07  # how far a shortened ring may be from the share of steps that is left

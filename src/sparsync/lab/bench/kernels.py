@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.core import Sparse
 from sparsync.kernels import cpu, reference
-from sparsync.kernels.choice import native
+from sparsync.kernels.dispatch import native
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measures and prints JSON lines."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    kernels.use(options.backend)
+    kernels.set_backend(options.backend)
     context = {"backend": kernels.backend(), "threads": options.threads, **versions(), **machine(), **_device(options)}
     rows: list[dict[str, Any]] = []  # Any: JSON
     for n, density, kind in product(options.n, options.density, options.gradient):

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync import Bucket, GroupComm, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Report, laid_out
-from sparsync.hooks.dispatcher import Dispatcher
-from sparsync.hooks.skipped import SkippedSteps
+from sparsync.integrations.dispatcher import Dispatcher
+from sparsync.integrations.rollback import Rollback
 from sparsync.lab.bench.output import percentiles, write
 from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, join, launch, leave, started_as_rank
 from sparsync.lab.environment import machine, versions
@@ -198,8 +198,8 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> Case:
     model = _model(options)
     handle = attach(model, choice.make(), timeout_s=TIMEOUT_S)
     scheme, reports = choice.make(), list[Report]()
-    skipped = SkippedSteps() if scheme.keeps else None
-    dispatcher = Dispatcher(GroupComm.private(timeout_s=TIMEOUT_S), reports.append, scheme.begin_anew, skipped)
+    skipped = Rollback() if scheme.has_residual else None
+    dispatcher = Dispatcher(GroupComm.private(timeout_s=TIMEOUT_S), reports.append, scheme.reset_shared_state, skipped)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]
 
     def reduce(grads: Sequence[Tensor], step: int) -> None:

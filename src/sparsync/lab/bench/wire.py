@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sparsync.kernels import backend, use
+from sparsync.kernels import backend, set_backend
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 from sparsync.wire import indices
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     if options.backend:
-        use(options.backend)
+        set_backend(options.backend)
     rows = [row for density in options.density for row in _measured(_index_cases(options.n, density), options)]
     rows += _measured(_value_cases(max(1, int(options.n * options.density[0]))), options)
     write(rows, options.json)

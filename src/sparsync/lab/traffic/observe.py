@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Cost, Report, Slot
+from sparsync.core import Bucket, Cost, ParameterSpan, Report
 from sparsync.lab.settings import SchemeChoice
-from sparsync.protocols import Scheme
 from sparsync.selection.topk import count_for
 
 WORD_NBYTES = 4
@@ -36,7 +36,7 @@ class Observed:
 
     choice: SchemeChoice
     ranks: int
-    layout: tuple[Slot, ...]
+    layout: tuple[ParameterSpan, ...]
     _schemes: list[Scheme] = field(init=False, repr=False)
     _kept: _Kept = field(init=False, repr=False)
 
@@ -135,7 +135,7 @@ def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
     }
 
 
-def _residual(scheme: Scheme, layout: Sequence[Slot]) -> Tensor | None:
+def _residual(scheme: Scheme, layout: Sequence[ParameterSpan]) -> Tensor | None:
     """What this rank keeps back, [n], zero for parameters of which it keeps nothing; None where it keeps nothing of any."""
     kept = scheme.state_dict().get("residual")
     return torch.cat([kept.get(slot.name, torch.zeros(len(slot.span))) for slot in layout]) if kept else None

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from sparsync.lab.curves import FAINT, INK
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.format import byte_unit
 from sparsync.lab.plots import STYLE, hues_of
 from sparsync.lab.traffic.observe import Record
-from sparsync.lab.wording import byte_unit
 
 with lab_extra("matplotlib"):
     from matplotlib import rc_context

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsync.core import Slot, Span, generator
+from sparsync.core import ParameterSpan, Span, generator
 
 JUMP = 10.0  # how many times as large gradients become at the jump
 FORMAT = "sparsync gradients 1"
@@ -30,7 +30,7 @@ class Stream(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def layout(self) -> tuple[Slot, ...]: ...
+    def layout(self) -> tuple[ParameterSpan, ...]: ...
 
     def gradients(self, step: int) -> list[Tensor]:
         """One float32 gradient [n] a rank, for reading only."""
@@ -64,7 +64,7 @@ class Synthetic:
             raise ValueError(f"signal must be in [0, 1], the share all ranks have in common, got {self.signal}")
 
     @property
-    def layout(self) -> tuple[Slot, ...]:
+    def layout(self) -> tuple[ParameterSpan, ...]:
         return layers(self.elements, self.seed)
 
     def gradients(self, step: int) -> list[Tensor]:
@@ -101,7 +101,7 @@ class Recorded:
     """Gradients of a training, as `record` wrote them."""
 
     values: Float[Tensor, "T P n"]
-    layout: tuple[Slot, ...]
+    layout: tuple[ParameterSpan, ...]
 
     @property
     def ranks(self) -> int:
@@ -125,10 +125,10 @@ def recorded(path: Path) -> Recorded:
         raise ValueError(f"--gradients: {path} cannot be read ({error}); make it by `sparsync gradients`") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"--gradients: {path} is not a file of `sparsync gradients`, which have the format {FORMAT!r}")
-    return Recorded(found["gradients"], tuple(Slot(name, Span(*span)) for name, *span in found["layout"]))
+    return Recorded(found["gradients"], tuple(ParameterSpan(name, Span(*span)) for name, *span in found["layout"]))
 
 
-def layers(n: int, seed: int) -> tuple[Slot, ...]:
+def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
     """Parameters "layer0.weight", "layer0.bias", ... of `n` elements in all; sizes grow geometrically, their order is drawn.
 
     A bias has as many elements as a square weight has rows.
@@ -139,12 +139,15 @@ def layers(n: int, seed: int) -> tuple[Slot, ...]:
     share = [_GROWTH**place for place in range(count)]
     stops = [round(n * sum(share[: place + 1]) / sum(share)) for place in range(count)]
     sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
-    slots: list[Slot] = []
+    slots: list[ParameterSpan] = []
     start = 0
     for number, place in enumerate(torch.randperm(count, generator=generator(seed, "traffic/order", 0)).tolist()):
         stop = start + sizes[place]
         bias = stop - (math.isqrt(sizes[place]) if sizes[place] > 1 else 0)
-        slots += [Slot(f"layer{number}.weight", Span(start, bias)), Slot(f"layer{number}.bias", Span(bias, stop))]
+        slots += [
+            ParameterSpan(f"layer{number}.weight", Span(start, bias)),
+            ParameterSpan(f"layer{number}.bias", Span(bias, stop)),
+        ]
         start = stop
     return tuple(slots)
 

@@ -4,9 +4,9 @@ import io
 from collections.abc import Sequence
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.format import significant
 from sparsync.lab.tables import NOTHING, WIDTH
 from sparsync.lab.traffic.observe import Record
-from sparsync.lab.wording import significant
 
 _COLUMNS = (  # heading, name of the value in a window, and the unit it is told in
     ("density error\nmean", "density_error_mean", 0.01),

@@ -1,0 +1,99 @@
+"""Who is left out of which slice: the arithmetic of SkipReduce, without communication.
+
+A vector of n elements is cut into P slices. Slice c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With
+the set of offsets S, position o + i is left out of that sum for each i in S; a ring that starts its reduce-scatter s steps late
+leaves out S = {1, ..., s} (doi 10.1145/3725843.3756092).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsync.core import Span, generator, spans
+
+
+@dataclass(frozen=True)
+class SkipPlan:
+    """What one SkipReduce leaves out; the same on every rank. `offsets` ascend and lie in [1, P-1]; `shift` lies in [0, P-1]."""
+
+    offsets: tuple[int, ...] = ()
+    shift: int = 0
+
+    @property
+    def skip(self) -> int:
+        """s, how many ranks are missing in every slice."""
+        return len(self.offsets)
+
+    def owner(self, slice_number: int, P: int) -> int:
+        """The position that ends up with the sum of this slice."""
+        return (slice_number - self.shift) % P
+
+    def contributors(self, slice_number: int, P: int) -> frozenset[int]:
+        """The P - s positions whose gradient is in the sum of this slice."""
+        owner = self.owner(slice_number, P)
+        return frozenset((owner + i) % P for i in range(P) if i not in self.offsets)
+
+    def skipped(self, position: int, count: int, P: int) -> list[Span]:
+        """Where in a vector of `count` elements the contribution of this position is left out: s of the P slices."""
+        slices = spans(count, P)
+        return [slices[(position - i + self.shift) % P] for i in self.offsets]
+
+
+def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
+    """How many of P ranks each slice loses: `skip` itself, or, given as a fraction, that share of P rounded down.
+
+    Rounded down, so that never more is lost than asked for. With one rank nothing is sent, so nothing is skipped.
+    Raises ValueError when a count is not in [0, P-1].
+    """
+    if P == 1:
+        return 0
+    if isinstance(skip, float):
+        return min(int(skip * P + 1e-9), P - 1)
+    if not 0 <= skip <= P - 1:
+        raise ValueError(f"skip must be in [0, {P - 1}] for {P} {unit}, got {skip}")
+    return skip
+
+
+def first_offsets(skip: int) -> tuple[int, ...]:
+    """{1, ..., s}: what a ring leaves out when it starts its reduce-scatter s steps late."""
+    return tuple(range(1, skip + 1))
+
+
+def random_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
+    """`skip` of the offsets 1..P-1, every set equally likely, the same on all ranks."""
+    draw = torch.randperm(P - 1, generator=generator(seed, f"offsets/{key}", step))
+    return tuple(sorted(int(i) + 1 for i in draw[:skip]))
+
+
+def turning_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
+    """`skip` of the offsets 1..P-1, the same on all ranks, for where the owners of slices cannot change.
+
+    Every run of P-1 steps that starts at a multiple of P-1 leaves out each offset `skip` times, in random order: so each owner misses
+    all others equally often, not only in expectation.
+    """
+    if skip == 0:
+        return ()
+    turn, place = divmod(step, P - 1)
+    order = torch.randperm(P - 1, generator=generator(seed, f"turn/{key}", turn)).tolist()
+    return tuple(sorted(order[(place + j) % (P - 1)] + 1 for j in range(skip)))
+
+
+def random_shift(P: int, seed: int, key: str, step: int) -> int:
+    """A shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
+
+    Every run of P steps that starts at a multiple of P takes each shift once, in random order, so that every rank is left out of every
+    slice equally often, not only in expectation.
+    """
+    if P == 1:
+        return 0
+    if P == 2:
+        return (_shifts(P, seed, key, 0)[0] + step) % 2
+    round_number, place = divmod(step, P)
+    order = _shifts(P, seed, key, round_number)
+    if round_number > 0 and order[0] == _shifts(P, seed, key, round_number - 1)[-1]:
+        order[0], order[1] = order[1], order[0]  # the last of a round never moves, so looking one round back is enough
+    return order[place]
+
+
+def _shifts(P: int, seed: int, key: str, round_number: int) -> list[int]:
+    return torch.randperm(P, generator=generator(seed, f"shift/{key}", round_number)).tolist()

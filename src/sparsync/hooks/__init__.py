@@ -1,1 +1,0 @@
-"""Doors: where a training loop hands over its gradients."""

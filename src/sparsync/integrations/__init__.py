@@ -1,0 +1,1 @@
+"""Integrations: where a training loop hands over its gradients."""

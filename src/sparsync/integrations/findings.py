@@ -1,0 +1,69 @@
+"""What a preflight finds, and the findings that all integrations share."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsync.base.scheme import Scheme
+from sparsync.selection.parameters import matches
+
+Axis = DeviceMesh | dist.ProcessGroup
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # what send, recv and all_reduce were tried or read on
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong with a model or a scheme. `refused`: `attach` raises this; None: it warns."""
+
+    what: str
+    cure: str
+    refused: type[Exception] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}"
+
+
+def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
+    """Devices whose gradients this group cannot send."""
+    for device in sorted(devices):
+        name = backend(group, device)
+        if name not in _BACKENDS.get(device, ()):
+            yield Finding(
+                f"gradients on {device} would be sent by {name}, which lacks operations that schemes need, or was never tried",
+                "make a group with gloo for CPU models and nccl for CUDA models",
+                RuntimeError,
+            )
+
+
+def backend(group: dist.ProcessGroup | None, device: str) -> str:
+    """The name of what serves tensors on this device; a group may have a backend for each."""
+    try:
+        assert group is not None
+        return group._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return "no backend"
+
+
+def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
+    """Names that somebody gave and that no parameter has; a scheme's own default patterns need not match."""
+    for setting in ("protect", "dense", "patterns"):
+        given = getattr(scheme, setting, ())
+        if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
+            continue
+        for pattern in given:
+            if not any(matches(name, [pattern]) for name in names):
+                yield Finding(
+                    f"{setting}={pattern!r} matches no parameter",
+                    f"parameters are called {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+                )
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Whether fully_shard was called on this model; told without loading torch's FSDP, which takes half a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)

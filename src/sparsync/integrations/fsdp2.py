@@ -1,0 +1,297 @@
+"""The integration for FSDP2: a reduce-scatter of ours on the shard axis, or an all-reduce hook on an axis of replicas."""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.group import GroupComm
+from sparsync.core import Bucket, Comm, Report, laid_out
+from sparsync.integrations.findings import Axis
+from sparsync.integrations.fsdp2_doctor import examined
+from sparsync.integrations.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
+from sparsync.integrations.handle import Handle, Stateful, config_fingerprint
+from sparsync.integrations.residual_scale import Terms
+from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
+
+
+class Fsdp2Handle(Handle):
+    """The handle of one axis of an FSDP2 model."""
+
+    def __init__(self, scheme: Stateful, comm: GroupComm, units: list[Unit], terms: Terms, part: str = "") -> None:
+        names = {number: name for unit in units for number, name in unit.ids.items()}
+        super().__init__(scheme, comm, names, terms, part)
+        self._units = units
+        self._seen: set[str] = set()  # the keys of this backward pass; empty between two
+        self._late: list[Future] = []  # to be waited for at its end
+        self._unused: list[tuple[Unit, bool]] = []
+
+    def detach(self) -> None:
+        """Gives the model back as it was before `attach`; reports and state stay. Call it on all ranks, between two steps."""
+        self._dispatcher.flush()
+        for unit, before in self._unused:
+            unit.reduce_unused(before)
+        self._unused = []
+        self._dispatcher.stop()
+
+    def _count_unused(self) -> None:
+        """From now on a parameter without gradient counts as zero: so every buffer has all parameters, and all ranks the same."""
+        self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
+
+    def _submit(self, unit: Unit, bucket: Bucket, scheme: Any, into: Bucket) -> None:  # Any: a Reducer
+        """Has a bucket reduced; returns when that is done, or at once where nobody reads `into` before the backward pass ends."""
+        prepare = self._follow_terms if len(self._seen) == 1 else None
+        allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
+
+        def written() -> Bucket:  # as it is now, where somebody may divide it in place
+            return into if allowed else replace(into, grad=into.grad.clone())
+
+        self._late.append(self._dispatcher.submit(bucket, scheme, prepare, written))
+        try:
+            while len(self._late) > allowed:
+                self._late.pop(0).wait()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """How many buffers like this one may be under way at once."""
+        return len(self._units)
+
+    def _open(self, unit: Unit) -> int:
+        """The number of this step, which a backward pass opens, or a unit that comes a second time in one."""
+        if not self._seen or unit.key in self._seen:
+            self._seen.clear()
+            self._step += 1
+            # HACK: autograd has no public function for this; FSDP2 uses the same one. Price: it may change with torch.
+            Variable._execution_engine.queue_callback(self._close)  # pyright: ignore[reportAttributeAccessIssue]
+        self._seen.add(unit.key)
+        return self._step
+
+    def _close(self) -> None:
+        """Ends the step: waits for what the backward pass did not wait for."""
+        late, self._late = self._late, []
+        self._seen.clear()
+        try:
+            for future in late:
+                future.wait()
+            self._dispatcher.step_ended()
+        except BaseException:
+            self._late = late  # all of them have ended or will soon: a failed step fails as a whole
+            self._abandon()
+            raise
+
+    def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
+        """The error of a step that ends because a buffer lacks parameters."""
+        self._abandon()
+        wanted = sum(each.length for each in unit.sharded())
+        return RuntimeError(
+            f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
+            "gradient, and this scheme must know which; leave set_reduce_scatter_unused_params(True), as attach set it"
+        )
+
+    def _abandon(self) -> None:
+        """Forgets a step that failed; the next unit opens another."""
+        late, self._late = self._late, []
+        for future in late:
+            with suppress(Exception):  # the error that ended the step is on its way to the caller
+                future.wait()
+        self._seen.clear()
+
+
+class ShardHandle(Fsdp2Handle):
+    """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
+
+    scheme: ShardedScheme
+
+    def __init__(self, scheme: ShardedScheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
+        super().__init__(scheme, comm, units, terms)
+        self._before = [(unit, unit.reduce_scatter) for unit in units]
+        for unit in units:
+            unit.module.set_custom_reduce_scatter(_OurReduceScatter(self, unit))
+        if scheme.by_name:
+            self._count_unused()
+
+    def detach(self) -> None:
+        super().detach()
+        for unit, comm in self._before:
+            unit.module.set_custom_reduce_scatter(comm)
+        self._before = []
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Handle
+        state = super().state_dict()
+        kept = state["scheme"]["residual"]
+        return {**state, "scheme": {"residual": {each.name: each.join(found) for each, found in self._pieces(kept)}}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        whole = dict(state.get("scheme", {}).get("residual", {}))
+        known = {each.name: each for unit in self._units for each in unit.sharded()}
+        if strangers := sorted(whole.keys() - known.keys()):
+            raise ValueError(
+                f"this state keeps something of {strangers[0]!r}, which is no trained parameter of this model; load that of the same model"
+            )
+        _, owners = self.place
+        kept = {
+            piece(name, owner): part
+            for name, flat in whole.items()
+            for owner, part in enumerate(known[name].cut(flat, owners))
+        }
+        super().load_state_dict({**state, "scheme": {"residual": kept}})
+
+    def reduce_scatter(self, unit: Unit, x: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
+        """Fills `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            self._abandon()
+            raise ValueError(
+                f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
+                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
+            )
+        rank, P = self.place
+        lengths = unit.lengths(out.numel())
+        if lengths is None and self.scheme.by_name:
+            raise self._incomplete(unit, out)
+        lengths = [("parameters", out.numel())] if lengths is None else lengths
+        bucket = Bucket(unit.key, x, self._open(unit), pieces(lengths, P))
+        into = Bucket(unit.key, out, bucket.step, own_pieces(lengths, rank))
+        self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
+
+    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """One while the next is made: each is a whole gradient. None where an all-reduce hook reads the result at once.
+
+        On CUDA none either, as FSDP2 gives the buffer's memory away once this returns.
+        """
+        return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
+
+    def _pieces(self, kept: Mapping[str, Tensor]) -> list[tuple[Sharded, list[Tensor]]]:
+        _, owners = self.place
+        trained = [each for unit in self._units for each in unit.sharded()]
+        return [
+            (each, [kept[piece(each.name, owner)] for owner in range(owners)])
+            for each in trained
+            if piece(each.name, 0) in kept
+        ]
+
+
+class ReplicateHandle(Fsdp2Handle):
+    """The handle of a scheme on an axis of replicas; its residuals are of this rank's shards."""
+
+    scheme: Scheme
+
+    def __init__(self, scheme: Scheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
+        shards = units[0].shard_group
+        assert shards is not None
+        part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
+        super().__init__(scheme, comm, units, terms, part)
+        self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
+        self._count_unused()
+
+    def detach(self) -> None:
+        super().detach()
+        for unit in self._units:
+            unit.set_all_reduce_hook(None)
+
+    def all_reduce(self, unit: Unit, shard: Tensor) -> None:
+        """Replaces `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.
+
+        While set_requires_all_reduce(False) holds, it is put aside instead, and what the gradients get is zero.
+        """
+        before = self._partial.pop(unit.key, None)
+        if before is not None and before.shape == shard.shape:
+            shard += before
+        elif before is not None:
+            raise self._incomplete(unit, shard)
+        if not unit.all_reduces_now:
+            self._partial[unit.key] = shard.clone()
+            shard.zero_()
+            return
+        lengths = unit.lengths(shard.numel())
+        if lengths is None:
+            raise self._incomplete(unit, shard)
+        bucket = Bucket(unit.key, shard, self._open(unit), laid_out(lengths))
+        self._submit(unit, bucket, self.scheme, bucket)
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._partial.clear()
+
+
+class _OurReduceScatter(ReduceScatter):
+    """The reduce-scatter of one unit."""
+
+    def __init__(self, handle: ShardHandle, unit: Unit) -> None:
+        self._handle, self._unit = handle, unit
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:  # Any: of int or SymInt
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._handle.reduce_scatter(self._unit, input_tensor, output_tensor, op)
+
+
+@dataclass(frozen=True)
+class _Into:
+    """A reduce-scatter as a dispatcher calls it: the result goes to `out`."""
+
+    scheme: ShardedScheme
+    out: Tensor
+    average: bool
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.scheme.name
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        return self.scheme.reduce_scatter(bucket, self.out, comm, self.average)
+
+    def rollback(self, bucket: Bucket) -> None:
+        self.scheme.rollback(bucket, self.ranks if self.average else 1)
+
+
+def attach_fsdp2(
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    replicate: Axis | None = None,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    timeout_s: float = 300.0,
+) -> Fsdp2Handle:
+    """Makes an FSDP2 model reduce its gradients with `scheme` over one axis, and returns the handle to its reports and state.
+
+    Without `replicate` that is the shard axis, and the scheme SkipReduce, OkTopk or Dense, as a reduce-scatter. With it, an axis of a mesh
+    or a process group, every scheme works, on the shards that FSDP2 has reduced already; `attach` can be called once for each axis.
+    Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
+    fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model and go on.
+    See docs/fsdp2.md.
+    """
+    for finding in examined(model, scheme, replicate):
+        if finding.refused:
+            raise finding.refused(str(finding))
+        warnings.warn(str(finding), stacklevel=3)
+    units = units_of(model)
+    if replicate is None:
+        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=config_fingerprint(scheme))
+        return ShardHandle(sharded(scheme), comm, units, Terms(optimizer, scaler))
+    said = f"{config_fingerprint(scheme)} and parameters {fingerprint(units)}"
+    comm = GroupComm.private(process_group(replicate), timeout_s, fingerprint=said)
+    return ReplicateHandle(scheme, comm, units, Terms(optimizer, scaler))
+
+
+def _named(op: Any) -> str:
+    return "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)

@@ -1,0 +1,139 @@
+"""Preflight for FSDP2: what would break, or quietly do something else than expected, and the cure."""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+
+from sparsync.base.scheme import Scheme
+from sparsync.integrations import findings
+from sparsync.integrations.findings import Axis, Finding
+from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
+from sparsync.schemes.sharded import sharded
+
+_ONE_AXIS = (
+    'mesh = init_device_mesh(device, (nodes, gpus), mesh_dim_names=("replicate", "shard")); fully_shard(module, mesh=mesh["shard"]) '
+    'for each module; attach(model, scheme, replicate=mesh["replicate"])'
+)
+
+
+def examined(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
+    """What `attach(model, scheme, replicate=replicate)` would refuse or warn of."""
+    units = units_of(model)
+    found = list(_meshes(units))
+    if found:
+        return found
+    names = [name for unit in units for name in unit.names]
+    found += _left_alone(model, names)
+    found += _shard_axis(units, scheme) if replicate is None else _replicate_axis(units, replicate)
+    return [*found, *findings.patterns(names, scheme)]
+
+
+def _meshes(units: list[Unit]) -> Iterator[Finding]:
+    """What makes it unclear over which ranks there is anything to reduce."""
+    if not units:
+        yield Finding("this model has no parameters that FSDP2 shards", "call fully_shard on it first", ValueError)
+    elif any(len(unit.groups) > 1 for unit in units):
+        name = next(unit.key for unit in units if len(unit.groups) > 1)
+        yield Finding(
+            f"module {name!r} has several groups of parameters with meshes of their own (shard_placement_fn), and FSDP2 takes no custom "
+            "communication there",
+            "give all parameters of a module one mesh",
+            RuntimeError,
+        )
+    elif any(unit.is_hybrid for unit in units):
+        yield Finding(
+            "fully_shard was given a mesh of two axes, and then FSDP2 all-reduces gradients in full before any hook sees them",
+            f"give it the shard axis only: {_ONE_AXIS}",
+            RuntimeError,
+        )
+    elif any(unit.shard_group is None for unit in units):
+        yield Finding(
+            "replicate() all-reduces gradients in full before any hook sees them",
+            f"use fully_shard over a shard axis of 1 rank instead: {_ONE_AXIS} with gpus = 1",
+            RuntimeError,
+        )
+    elif len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
+        yield Finding(
+            "modules of this model are sharded over different ranks, and a scheme reduces over one group of them",
+            "attach to each part by itself, or give all modules the same mesh",
+            RuntimeError,
+        )
+    elif any(unit.in_other_meshes for unit in units):
+        yield Finding(
+            "parameters were DTensors before they were sharded (tensor parallelism), which was never tried",
+            "use a mesh of a shard and a replicate axis only",
+            RuntimeError,
+        )
+
+
+def _left_alone(model: nn.Module, names: list[str]) -> Iterator[Finding]:
+    others = [name for name, each in model.named_parameters() if each.requires_grad and name not in names]
+    if others and len(others) + len(names) > len(dict(model.named_parameters())):
+        return  # names that a wrapper changed; then nobody can tell
+    if others:
+        yield Finding(
+            f"nobody reduces the gradients of {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}, which FSDP2 was told to ignore",
+            "leave them out of ignored_params, or reduce them yourself",
+        )
+
+
+def _shard_axis(units: list[Unit], scheme: Scheme) -> Iterator[Finding]:
+    group = units[0].shard_group
+    assert group is not None
+    try:
+        sharded(scheme)
+    except ValueError as error:
+        what, _, cure = str(error).partition("; ")
+        yield Finding(what, cure, ValueError)
+    if group.size() == 1:
+        yield Finding(
+            "the shard axis has 1 rank, and then FSDP2 reduces nothing over it",
+            'name the axis to reduce over: attach(model, scheme, replicate=mesh["replicate"])',
+            ValueError,
+        )
+    if not all(unit.has_own_reduce_scatter for unit in units):
+        yield Finding(
+            "a module has a reduce-scatter of its own already: another scheme's, set_custom_reduce_scatter, "
+            "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm",
+            "call detach() on the other handle, or leave those settings out",
+            RuntimeError,
+        )
+    if any(unit.premultiplies for unit in units):
+        yield _premultiplied()
+    if group.size() > 1 and units[0].copies > 1 and not any(unit.all_reduce_hook for unit in units):
+        yield Finding(
+            f"the mesh that the shard axis was taken from has {units[0].copies} copies of each shard, and nothing reduces over them",
+            'attach a scheme there too: attach(model, scheme, replicate=mesh["replicate"])',
+        )
+    yield from findings.backends(group, units[0].devices)
+
+
+def _replicate_axis(units: list[Unit], replicate: Axis) -> Iterator[Finding]:
+    shards, group = units[0].shard_group, process_group(replicate)
+    assert shards is not None
+    in_both = set(dist.get_process_group_ranks(shards)) & set(dist.get_process_group_ranks(group))
+    if in_both != {dist.get_rank()}:
+        yield Finding(
+            f"ranks {sorted(in_both)} are on the shard axis and on the replicate axis, which may share only this rank, {dist.get_rank()}",
+            'name the other axis of the mesh: attach(model, scheme, replicate=mesh["replicate"])',
+            ValueError,
+        )
+    if any(unit.all_reduce_hook for unit in units):
+        yield Finding(
+            "a module has an all-reduce hook already, and FSDP2 takes one",
+            "call detach() on the other handle",
+            RuntimeError,
+        )
+    gloo = any(findings.backend(shards, device) == "gloo" for device in units[0].devices)
+    if gloo and shards.size() > 1 and any(unit.premultiplies for unit in units):
+        yield _premultiplied()
+    yield from findings.backends(group, units[0].devices)
+
+
+def _premultiplied() -> Finding:
+    return Finding(
+        "set_gradient_divide_factor has FSDP2 ask for ReduceOp.PREMUL_SUM, which neither gloo nor sparsync has",
+        "call set_force_sum_reduction_for_comms(True) on the same modules",
+        RuntimeError,
+    )

@@ -1,0 +1,204 @@
+"""What FSDP2 reduces at once, and what sparsync reads of it.
+
+HACK: which parameters lie where in FSDP2's buffers is told by no public function, so this file, and only this one, reads attributes of
+torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py uses each.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+from sparsync.integrations.findings import Axis
+
+ROOT = "(root)"  # the key of the outermost unit
+_REDUCED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A parameter as FSDP2 holds it: cut into pieces along `dim`, the last ones perhaps shorter or empty."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int
+    length: int  # of a piece, with its padding
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole, flat, of what lies in the pieces of all owners."""
+        if self.dim == 0:
+            return torch.cat(list(pieces))[: math.prod(self.shape)]
+        shape = list(self.shape)
+        shape[self.dim] //= len(pieces)
+        return torch.cat([part.view(shape) for part in pieces], dim=self.dim).flatten()
+
+    def cut(self, whole: Tensor, owners: int) -> list[Tensor]:
+        """The pieces of all owners of a whole, flat; padding is zero."""
+        if self.dim == 0:
+            padded = whole.new_zeros(owners * self.length)
+            padded[: whole.numel()] = whole
+            return list(padded.split(self.length)) if self.length else [padded] * owners
+        return [part.flatten() for part in whole.view(self.shape).chunk(owners, dim=self.dim)]
+
+
+@dataclass(eq=False)
+class Unit:
+    """The parameters of one or more modules, which FSDP2 reduces together."""
+
+    key: str
+    module: FSDPModule
+    groups: list[Any]  # of torch's FSDPParamGroup, private; more than one only with shard_placement_fn
+    names: list[str]  # of `parameters`, in their order
+
+    @property
+    def group(self) -> Any:  # Any: FSDPParamGroup
+        """The only group of parameters."""
+        return self.groups[0]
+
+    @property
+    def parameters(self) -> list[Any]:  # Any: torch's FSDPParam, private
+        return [parameter for group in self.groups for parameter in group.fsdp_params]
+
+    @property
+    def ids(self) -> dict[int, str]:
+        """The name of each parameter that an optimizer has, by its id."""
+        return {id(each.sharded_param): name for name, each in zip(self.names, self.parameters, strict=True)}
+
+    @property
+    def devices(self) -> set[str]:
+        return {group.device.type for group in self.groups}
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the shards; None where there are none, as with replicate()."""
+        info = self.group.mesh_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether FSDP2 itself all-reduces over a second axis."""
+        return isinstance(self.group.mesh_info, HSDPMeshInfo)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks there are for each shard in the mesh that the shard axis was taken from."""
+        mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
+        return mesh._get_root_mesh().size() // mesh.size()
+
+    @property
+    def in_other_meshes(self) -> bool:
+        """Whether a parameter was a DTensor before it was sharded, as with tensor parallelism."""
+        return any(parameter.is_dtensor for parameter in self.parameters)
+
+    @property
+    def premultiplies(self) -> bool:
+        """Whether FSDP2 asks for ReduceOp.PREMUL_SUM where it reduces float32 or bfloat16."""
+        factor, group = self.group.gradient_divide_factor, self.shard_group
+        size = group.size() if group is not None else 1
+        return factor is not None and factor != size and not self.group.force_sum_reduction_for_comms
+
+    @property
+    def all_reduces_now(self) -> bool:
+        """What set_requires_all_reduce last said."""
+        return self.group.all_reduce_grads
+
+    @property
+    def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
+        return self.group._reduce_scatter_comm
+
+    @property
+    def has_own_reduce_scatter(self) -> bool:
+        """Whether the reduce-scatter is torch's plain one."""
+        return type(self.reduce_scatter) is DefaultReduceScatter
+
+    @property
+    def all_reduce_hook(self) -> Any:  # Any: anybody's
+        return self.group._all_reduce_hook
+
+    def set_all_reduce_hook(self, hook: Any) -> None:  # Any: the function that allows None does not exist
+        self.group._all_reduce_hook = hook
+
+    def reduce_unused(self, wanted: bool) -> bool:
+        """Has parameters without gradient count as zero, or not; returns how it was."""
+        before = self.group.reduce_scatter_unused_params
+        self.group.reduce_scatter_unused_params = wanted
+        return before
+
+    def sharded(self) -> list[Sharded]:
+        """The parameters that are trained, in the order in which they lie in the buffers."""
+        return [
+            Sharded(name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel())
+            for name, each in zip(self.names, self.parameters, strict=True)
+            if each.sharded_param.requires_grad
+        ]
+
+    def lengths(self, count: int) -> list[tuple[str, int]] | None:
+        """Name and length of each piece in a shard of `count` elements; None where some parameters are missing from it."""
+        found = [(each.name, each.length) for each in self.sharded()]
+        return found if sum(length for _, length in found) == count else None
+
+    def reads_late(self, dtype: torch.dtype) -> bool:
+        """Whether the gradients that FSDP2 makes of a reduced buffer of this type are views of it, read after the backward pass only.
+
+        Not where it divides or converts them, adds them to others, moves them to the CPU, or somebody waits for each.
+        """
+        group = self.group
+        as_they_are = dtype in _REDUCED_AS_THEY_ARE and dtype == (group._orig_dtype or dtype)
+        return as_they_are and not group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model, outer modules first, called after their modules; those without parameters are left out."""
+    modules = dict(model.named_modules())
+    prefixes = {id(module): f"{name}." if name else "" for name, module in modules.items()}
+    found: dict[int, Unit] = {}
+    for name, module in modules.items():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()  # Any: private
+        groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
+        infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
+        if groups and id(state) not in found:
+            names = [prefixes[id(info.module)] + info.param_name for info in infos]
+            found[id(state)] = Unit(name or ROOT, module, groups, names)
+    return list(found.values())
+
+
+def process_group(axis: Axis) -> dist.ProcessGroup:
+    """The group of ranks of an axis. Raises ValueError for a mesh of several axes."""
+    if not isinstance(axis, DeviceMesh):
+        return axis
+    if axis.ndim != 1:
+        raise ValueError(
+            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {axis.ndim} axes {axis.mesh_dim_names}'
+        )
+    return axis.get_group()
+
+
+def fingerprint(units: Iterable[Unit]) -> str:
+    """A short word that differs where the shards of these units do; "unknown" while some have no memory yet."""
+    digest = hashlib.blake2b(digest_size=6)
+    for unit in units:
+        for name, each in zip(unit.names, unit.parameters, strict=True):
+            data = each._sharded_param_data
+            if data.is_meta:
+                return "unknown"
+            total = int(data.view(torch.uint8).sum(dtype=torch.int64))  # a host sync, once
+            digest.update(f"{name} {tuple(each._orig_size)} {total}".encode())
+    return digest.hexdigest()
+
+
+def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam
+    sharded = parameter.sharded_param
+    waited_for = bool(getattr(sharded, "_post_accumulate_grad_hooks", None))
+    return sharded.grad is not None or parameter.offload_to_cpu or waited_for

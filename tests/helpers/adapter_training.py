@@ -1,0 +1,77 @@
+"""What the tests of adapters share: a world as torchrun would make it, a small model, and what must be true of any training."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from invariants.world import same_bits
+from sparsync import Report
+
+DENSITY = 0.05
+BATCH = 4
+
+
+def as_torchrun() -> int:
+    """Tells frameworks, by way of the environment, that this process is a rank already; returns which."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    os.environ |= {name: str(value) for name, value in told.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "tests", "ACCELERATE_USE_CPU": "true"}
+    return rank
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def examples(batches: int) -> DataLoader:
+    """So many batches for each of two ranks, in the same order each time."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2 * BATCH * batches, 20, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=BATCH)
+
+
+class Collected:
+    """A recorder that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def record(self, reports: Iterable[Report], **more: float) -> None:
+        self.reports += reports
+
+
+@dataclass
+class Trained:
+    """What one rank ended with."""
+
+    weights: list[Tensor]
+    reports: list[Report]
+
+    @classmethod
+    def of(cls, model: nn.Module, reports: Sequence[Report]) -> "Trained":
+        return cls([parameter.detach().clone() for parameter in model.parameters()], list(reports))
+
+    def same_weights(self, other: "Trained") -> bool:
+        return all(map(same_bits, self.weights, other.weights))
+
+
+def check(ranks: Sequence[Trained], steps: int) -> None:
+    """Fails unless the scheme reduced every step's gradients, with fewer bytes than a dense sum takes, to the same bits on all ranks."""
+    count, P = sum(parameter.numel() for parameter in ranks[0].weights), len(ranks)
+    dense = 2 * (P - 1) * count * 4 // P
+    for rank in ranks:
+        assert rank.same_weights(ranks[0])
+        assert sorted({report.step for report in rank.reports}) == list(range(steps))
+        assert sum(report.elements for report in rank.reports) == steps * count
+        for report in rank.reports:
+            assert report.sent is not None
+            assert 0 < report.sent.nbytes == report.cost.nbytes
+            assert report.selected < report.union < report.elements / 2
+        assert sum(report.sent.nbytes for report in rank.reports if report.sent) < steps * dense / 2

@@ -1,0 +1,122 @@
+"""Compiles every Triton kernel for a GPU that need not be there, as the library would launch it, and prints one JSON line for each.
+
+A program of its own, because where Triton's interpreter is on there is no compiler. Nothing is run: what functions return is worthless.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from sparsync.core import Span, Sparse
+from sparsync.kernels import cuda
+from sparsync.kernels.cuda import bits, collecting, counting, positions, ranking, scattering, values
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+MODULES = (bits, collecting, counting, ranking, scattering, values)
+seen: set[str] = set()
+
+
+def compile_instead(
+    kernel: JITFunction, *args: Any, grid: object, warmup: bool, **named: Any
+) -> None:  # Any: arguments
+    """Takes the place of a launch."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | named
+    options = {"num_warps": given.pop("num_warps", 4)}
+    constants = {p.name for p in kernel.params if p.is_constexpr or _is_one(given[p.name], p.do_not_specialize)}
+    signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
+    place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    aligned = {place[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(kernel, signature, {place[name]: given[name] for name in constants}, aligned)
+    told = f"{kernel.__name__} {signature} { ({name: given[name] for name in constants}) }"
+    if told in seen:
+        return
+    seen.add(told)
+    made = triton.compile(source, target=HOPPER, options=options)
+    assert isinstance(made, triton.compiler.CompiledKernel)
+    ptx = made.asm["ptx"]
+    row = {
+        "kernel": kernel.__name__,
+        "types": sorted(set(signature.values()) - {"constexpr"}),
+        "shared_nbytes": made.metadata.shared,
+        "wide_loads": len(re.findall(r"ld\.global[.\w]*v[24]", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[.\w]*v[24]", ptx)),
+        "inexact": re.findall(r"\b(?:\w+\.)+ftz[.\w]*|\bdiv\.(?:full|approx)[.\w]*|\bfma[.\w]*f32", ptx),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def _is_one(given: object, plain: bool) -> bool:
+    """Whether Triton makes a constant of an argument: a 1 that is not declared to be plain."""
+    return isinstance(given, int) and given == 1 and not plain
+
+
+def _type(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"*{TYPES[given.dtype]}"
+    return "fp32" if isinstance(given, float) else "i32"
+
+
+def every_call(n: int) -> list[Callable[[], object]]:
+    """What launches all kernels in all their forms."""
+    x, out, index = torch.randn(n), torch.empty(n), torch.arange(40, dtype=torch.int32)
+    part, packet = Sparse(index, x[:40].clone(), n), torch.zeros(400, dtype=torch.uint8)
+    calls: list[Callable[[], object]] = []
+    for grad in (x, x.bfloat16()):
+        calls += [
+            lambda grad=grad: cuda.accumulate(x, grad, out),
+            lambda grad=grad: cuda.all_finite(grad),
+            lambda grad=grad: cuda.accumulate_select_(x, grad, 1.0, Span(0, n)),
+            lambda grad=grad: cuda.accumulate_top_k(x, grad, 5, out),
+            lambda grad=grad: cuda.accumulate_top_k(x, grad, 5, out, 1.0),
+            lambda grad=grad: cuda.put_(grad, index, part.value),
+            lambda grad=grad: cuda.clear_(grad, index.long()),
+            lambda grad=grad: cuda.gather(grad, index),
+            lambda grad=grad: cuda.scatter_add_(grad, part),
+        ]
+    for width in (8, 4):
+        calls += [
+            lambda width=width: values.scaled_encode(x, width),
+            lambda width=width: values.scaled_encode(x, width, x),
+            lambda width=width: values.scaled_decode(values.scaled_encode(x, width), n, width),
+        ]
+    return [
+        *calls,
+        lambda: cuda.above(x, 1.0),
+        lambda: cuda.top_k(x, 5),
+        lambda: cuda.top_k_nonzero(x, 5, Span(1, 9)),
+        lambda: cuda.argtopk(x, 5),
+        lambda: cuda.histogram(x),
+        lambda: cuda.coalesce([part, part]),
+        lambda: positions.elias_fano_encode(index, n),
+        lambda: positions.elias_fano_decode(positions.elias_fano_encode(index, n), 40, n),
+        lambda: positions.delta_encode(index, positions.delta_plan(index)),
+        lambda: positions.delta_decode(packet, 300, n),
+        lambda: positions.ascend(index.long(), n),
+    ]
+
+
+def main() -> None:
+    setattr(JITFunction, "run", compile_instead)  # noqa: B010  # launches no more
+    ranking.FEW = 0
+    outcome = collecting.Pool.outcome
+    for found in (outcome, lambda pool: (2 * pool.capacity, True)):  # nothing found, and too much
+        setattr(collecting.Pool, "outcome", found)  # noqa: B010
+        for call in every_call(5000):
+            with suppress(RuntimeError):  # what was not decoded is refused
+                call()
+    names = {name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)}
+    print(json.dumps({"all": sorted(name for name in names if name.endswith("_kernel"))}))
+
+
+if __name__ == "__main__":
+    main()

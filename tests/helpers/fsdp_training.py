@@ -1,0 +1,171 @@
+"""A model under fully_shard whose gradients are known beforehand, small whole numbers, and what can be seen of it from outside."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import sparsync
+from helpers.known_gradients import whole_numbers
+from sparsync.base.scheme import Scheme
+from sparsync.integrations.handle import Handle
+
+TIMEOUT_S = 20.0  # longer than any step that works
+Inputs = Mapping[str, Tensor]
+
+
+class Layer(nn.Module):
+    """Two parameters whose rows do not divide evenly among ranks; the gradient of each is exactly what it is given."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.called = name
+        self.weight = nn.Parameter(torch.ones(5, 3, dtype=dtype))
+        self.bias = nn.Parameter(torch.ones(7, dtype=dtype))
+
+    def forward(self, total: Tensor, inputs: Inputs) -> Tensor:
+        for name, parameter in self.named_parameters():
+            if f"{self.called}.{name}" in inputs:
+                total = total + (parameter * inputs[f"{self.called}.{name}"]).sum()
+        return total
+
+
+class Net(nn.Module):
+    """Three layers, each sharded by itself, and a parameter of the root's own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (Layer(name, dtype) for name in ("first", "middle", "last"))
+        self.scale = nn.Parameter(torch.ones(6, 2, dtype=dtype))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        total = (self.scale * inputs["scale"]).sum()
+        for layer in (self.first, self.middle, self.last):
+            total = layer(total, inputs)
+        return total
+
+
+SHAPES = {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
+COUNT = sum(parameter.numel() for parameter in Net().parameters())
+KEYS = ("(root)", "first", "middle", "last")
+
+
+def made(mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Net:
+    """The model, sharded over `mesh`; None is all ranks."""
+    net = Net(dtype)
+    for module in (net.first, net.middle, net.last, net):
+        fully_shard(module, mesh=mesh, **options)
+    return net
+
+
+def known(rank: int, step: int, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The gradient of a parameter on a rank of the world at a step."""
+    shape = SHAPES[name]
+    return whole_numbers(int(torch.Size(shape).numel()), rank, step, name).view(shape).to(dtype)
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float32, leave_out: str = "") -> dict[str, Tensor]:
+    """What makes this rank's gradients `known`; a parameter that is left out gets none."""
+    return {name: known(dist.get_rank(), step, name, dtype) for name in SHAPES if name != leave_out}
+
+
+def backward(net: Net, given: Inputs) -> dict[str, Tensor]:
+    """The gradients of one pass, whole, by name."""
+    net.zero_grad()
+    net(given).backward()
+    return gradients(net)
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    """The whole of each parameter's gradient, gathered from its shards."""
+    found = {}
+    for name, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            assert isinstance(parameter.grad, DTensor)
+            found[name] = parameter.grad.full_tensor()
+    return found
+
+
+def mean(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The mean over the first `ranks` ranks of the world of what is known."""
+    return {name: torch.stack([known(r, step, name, dtype) for r in range(ranks)]).sum(0) / ranks for name in SHAPES}
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    """Whether both have the same names and the same values."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All of them in the order of their names, as one vector."""
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def everywhere(x: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """This tensor of every rank of the group."""
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, x.contiguous(), group=group)
+    return found
+
+
+def as_fsdp(net: nn.Module) -> FSDPModule:
+    """The same module, by the type that fully_shard gave it."""
+    assert isinstance(net, FSDPModule)
+    return net
+
+
+def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
+    """Does something to each module that was sharded."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            do(module)
+
+
+def on(net: Net, scheme: Scheme, **options: Any) -> Handle:
+    """attach, with a timeout for tests."""
+    return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def conserved(handle: Handle, net: Net, steps: int) -> None:
+    """Sum of residuals + P x what was written = what came in; all of it."""
+    P = dist.get_world_size()
+    came, written = torch.zeros(COUNT), torch.zeros(COUNT)
+    for step in range(steps):
+        came += flat({name: sum((known(r, step, name) for r in range(P)), torch.zeros(())) for name in SHAPES})
+        written += P * flat(backward(net, inputs(step)))
+        kept = flat(handle.state_dict()["scheme"]["residual"])
+        assert torch.equal(sum(everywhere(kept), torch.zeros(COUNT)) + written, came)
+    assert all(report.sent == report.cost for report in handle.reports())
+
+
+def skipped(handle: Handle, net: Net, share: int = 1) -> None:
+    """Sum of residuals + what was applied of all = what came in, where the step in the middle is skipped, but for the module that is not
+    finite in it. `share` is how much of what came in a residual of one stands for."""
+    P, spared = dist.get_world_size(), [name for name in SHAPES if not name.startswith("middle")]
+    total = torch.zeros((), dtype=torch.float64)
+    for step in range(3):
+        given = inputs(step)
+        total += sum(known(r, step, name).sum() for r in range(P) for name in spared)
+        if step == 1 and dist.get_rank() == 1:
+            given |= {name: torch.full_like(x, torch.inf) for name, x in given.items() if name not in spared}
+        found = backward(net, given)
+        assert (step == 1) == any(not grad.isfinite().all() for grad in found.values())
+        total -= 0 if step == 1 else P * sum(found[name].sum() for name in spared)
+    kept = handle.state_dict()["scheme"]["residual"]
+    held = torch.stack([kept[name].sum() for name in spared]).sum().double()
+    dist.all_reduce(held)
+    assert torch.equal(share * held, total)
+
+
+def saved(handle: Handle) -> dict[str, Any]:
+    """What a checkpoint gives back."""
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -1,0 +1,179 @@
+"""A model whose gradients are known beforehand, and what a scheme must make of them.
+
+The gradients are small whole numbers, so sums over ranks are exact in any order and every comparison is `==`. The expected values come
+from a LocalWorld that runs the same scheme, without DDP, over the same buckets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from invariants.table import ROWS, Row
+from invariants.world import same_bits
+from sparsync import Bucket, LocalWorld, ParameterSpan, Report
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm, generator
+from sparsync.integrations.rollback import Rollback
+
+# The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
+# and of schemes that differ in a number only, one.
+COMBINATIONS = ("skip-random-", "skip-naive-")
+OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published")
+OTHER_VALUES = (
+    "topk-bfloat16",
+    "micro-int8",
+    "exdyna-bfloat16",
+    "exdyna-int8",
+    "oktopk-bfloat16",
+    "-int4",
+    "-int4_stochastic",
+)
+CHOSEN = (
+    "skip-random-ring-contributors-flat-auto",
+    "skip-random-direct-ranks-flat-patterns",
+    "skip-random-ring-feedback-flat-names",
+    "skip-random-direct-feedback-nodes-names",
+    "skip-random-ring-contributors-nodes-patterns",
+    "skip-naive-direct-contributors-flat-all",
+    "skip-naive-ring-feedback-nodes-all",
+)
+# One of each kind, for what does not depend on the scheme much.
+FEW = ("dense-ring", "topk-0.1", "skip-default", "skip-default-feedback", "skip-random-ring-contributors-flat-auto")
+
+Step = list[tuple[ParameterSpan, ...]]  # the layouts of the buckets of one step, in order
+Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> [n]
+
+
+def schemes(P: int) -> list[str]:
+    """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them."""
+    others = [
+        each
+        for each in ROWS
+        if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS + OTHER_VALUES)
+    ]
+    return [each.id for each in [*map(row, CHOSEN), *others] if P % each.node_size == 0]
+
+
+def row(id: str) -> Row:
+    """The row of the table of schemes with this id."""
+    return {each.id: each for each in ROWS}[id]
+
+
+def whole_numbers(n: int, rank: int, step: int, name: str) -> Tensor:
+    """The gradient of parameter `name` on this rank at this step: integers in [-4, 4], [n]."""
+    return torch.randint(-4, 5, (n,), generator=generator(rank, name, step)).float()
+
+
+class Pair(nn.Module):
+    """Two parameters of `n` elements each."""
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n, dtype=dtype))
+        self.bias = nn.Parameter(torch.ones(n, dtype=dtype))
+
+
+class KnownGradients(nn.Module):
+    """A chain of parameters of `n` elements: the gradient of each is exactly what `forward` is given for it, or none.
+
+    `count` is even. The names are those that the table of schemes protects: embed.weight, block1.bias, head.bias and so on.
+    """
+
+    def __init__(self, count: int, n: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.n = n
+        self.embed = Pair(n, dtype)
+        for number in range(1, count // 2 - 1):
+            self.add_module(f"block{number}", Pair(n, dtype))
+        self.head = Pair(n, dtype)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.named_parameters()]
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for name, parameter in self.named_parameters():
+            if name in inputs:
+                total = total + (parameter * inputs[name]).sum()
+        return total
+
+    def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
+        """What makes the gradient of every parameter `whole_numbers`."""
+        return {name: whole_numbers(self.n, rank, step, name).to(p.dtype) for name, p in self.named_parameters()}
+
+    def gradients(self) -> Tensor:
+        """All gradients in the order of the parameters, [count * n]; NaN where there is none."""
+        return torch.cat([torch.full_like(p, torch.nan) if p.grad is None else p.grad for p in self.parameters()])
+
+
+@dataclass
+class Recorder(Scheme):
+    """A scheme that passes everything on, and writes down which buckets came."""
+
+    inner: Scheme = field(repr=False)
+    steps: dict[int, Step] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.inner.name
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        self.steps.setdefault(bucket.step, []).append(bucket.layout)
+        return self.inner.reduce(bucket, comm)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as the protocol
+        self.inner.load_state_dict(state)
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        self.inner.rescale_residual(factors)
+
+    def reset_shared_state(self) -> None:
+        self.inner.reset_shared_state()
+
+    @property
+    def has_residual(self) -> bool:
+        return self.inner.has_residual
+
+    def rollback(self, bucket: Bucket) -> None:
+        self.inner.rollback(bucket)
+
+
+@dataclass
+class Expected:
+    """What must come out: `grads` [steps, elements] in the order of the names, and what each rank keeps back, by name."""
+
+    grads: Tensor
+    residuals: list[dict[str, Tensor]]
+
+
+def expected(
+    id: str, P: int, steps: Mapping[int, Step], names: Sequence[str], gradient: Gradient, keys: Sequence[str] = ()
+) -> Expected:
+    """What the scheme of that row makes of `gradient` in a LocalWorld of P ranks, bucket by bucket as recorded.
+
+    `keys` are what the buckets of a step are called; "bucket0" and so on as behind DDP where none are given.
+    """
+
+    def program(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
+        scheme, skipped = row(id).make(), Rollback()
+        rows = []
+        for step, layouts in steps.items():
+            reduced: dict[str, Tensor] = {}
+            for number, layout in enumerate(layouts):
+                flat = torch.cat([gradient(comm.rank, step, slot.name) for slot in layout])
+                bucket = Bucket(keys[number] if keys else f"bucket{number}", flat, step, layout)
+                skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
+                reduced |= {slot.name: slot.span.of(flat) for slot in layout}
+            rows.append(torch.cat([reduced[name] for name in names]))
+        return torch.stack(rows), scheme.state_dict().get("residual", {})
+
+    results = LocalWorld(P).run(program)
+    for rank, (grads, _) in enumerate(results):
+        assert same_bits(grads, results[0][0]), f"the expectation itself differs between rank 0 and rank {rank}"
+    return Expected(results[0][0], [residual for _, residual in results])

@@ -1,0 +1,192 @@
+"""The integration `attach`: situations of DistributedDataParallel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import sparsync
+from helpers.ddp_training import NAMES, TIMEOUT_S, N, Trained, Training, known, step_at_once
+from helpers.known_gradients import KnownGradients, expected, row
+from integrations.situations import OTHER, SAME, STEPS, as_in_memory, common, same_everywhere, trained, two_alike
+from integrations.table import Case, refusals, trial
+from sparsync.integrations import checkpoint
+from test_ddp import NOBODYS, used
+
+STABLE: dict[str, Any] = {"find_unused_parameters": True}
+BATCHES = 2  # of the rank that runs out of data
+
+
+class Attached(Training):
+    """A training under attach, which may refuse it."""
+
+    def __init__(self, *settings: Any, **options: Any) -> None:
+        with refusals():
+            super().__init__(*settings, **options)
+
+    def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        self.ddp.zero_grad()
+        for part in parts[:-1]:
+            with self.ddp.no_sync():
+                self.ddp(part).backward()
+        self.ddp(parts[-1]).backward()
+        self.rows.append(self.model.gradients().clone())
+
+    def residual(self) -> dict[str, Tensor]:
+        return self.state()["scheme"].get("residual", {})
+
+    def state(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.handle.load_state_dict(state)
+
+    def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
+        checkpoint.restore(self.handle, states)
+
+
+def with_options(id: str, **options: Any) -> Trained:
+    return trained(Attached(id, **options))
+
+
+def in_part(id: str) -> Trained:
+    training = Attached(id, **STABLE)
+    for step in range(STEPS):
+        inputs = training.model.inputs(training.rank, step)
+        training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
+    assert training.model.get_parameter(NOBODYS).grad is None
+    done = training.done()
+    done.grads.nan_to_num_(nan=0.0)  # of the one that nobody uses
+    return done
+
+
+def of_used(rank: int, step: int, name: str) -> Tensor:
+    return known(rank, step, name) if used(rank, step, name) else torch.zeros(N)
+
+
+def uneven(id: str) -> Trained:
+    training = Attached(id)
+    with training.ddp.join():
+        for step in range(BATCHES if training.rank else STEPS):
+            training.step(training.model.inputs(training.rank, step))
+    return training.done()
+
+
+def zero_afterwards(rank: int, step: int, name: str) -> Tensor:
+    return torch.zeros(N) if rank and step >= BATCHES else known(rank, step, name)
+
+
+def uneven_alike(id: str, ranks: list[Trained]) -> None:
+    wanted = expected(id, 2, ranks[0].steps, NAMES, zero_afterwards)
+    ranks[0].check(wanted.grads, wanted.residuals[0])
+    ranks[1].check(wanted.grads[:BATCHES], wanted.residuals[1])
+
+
+def two_at_once(id: str) -> list[Trained]:
+    """Two models in one backward pass."""
+    both = [Attached(id, 8), Attached(OTHER, 32)]
+    for step in range(STEPS):
+        step_at_once(both, step)
+    return [training.done() for training in both]
+
+
+def in_a_group(id: str) -> Trained | None:
+    group = dist.new_group([0, 2])
+    return trained(Attached(id, process_group=group)) if isinstance(group, dist.ProcessGroup) else None
+
+
+def rebucketed(id: str) -> Trained:
+    """Two steps in one bucket and then eight, and two in four, from the state of the first."""
+    first = Attached(id)
+    for step in range(2):
+        first.step(first.model.inputs(first.rank, step))
+    second = Attached(id, buckets=4, **STABLE)
+    second.load(first.state())
+    second.rows += first.rows
+    second.recorder.steps |= first.recorder.steps
+    for step in range(2, STEPS):
+        second.step(second.model.inputs(second.rank, step))
+    assert [len(second.recorder.steps[step]) for step in range(3)] == [1, 8, 4]
+    return second.done()
+
+
+def compiled(id: str) -> Trained:
+    torch._dynamo.reset()
+    training = Attached(id)
+    training.ddp.bucket_bytes_cap = (
+        2**20
+    )  # where the compiler cuts its graph: not below that; DDP has its buckets already
+    training.ddp = torch.compile(training.ddp, backend="aot_eager")  # pyright: ignore[reportAttributeAccessIssue]
+    return trained(training)
+
+
+def refused(id: str, model: Callable[[], DistributedDataParallel]) -> None:
+    ddp = model()
+    with refusals():
+        sparsync.attach(ddp, row(id).make(), timeout_s=TIMEOUT_S)
+
+
+def with_python_reducer() -> DistributedDataParallel:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        return DistributedDataParallel(nn.Linear(3, 3))
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+
+
+def with_mixed_precision() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(3, 3), mixed_precision=_MixedPrecision())
+
+
+def with_stepping_optimizer() -> DistributedDataParallel:
+    model = nn.Linear(3, 3)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return DistributedDataParallel(model)
+
+
+def with_hook() -> DistributedDataParallel:
+    model = DistributedDataParallel(KnownGradients(2, N))
+    sparsync.attach(model, sparsync.Dense(), timeout_s=TIMEOUT_S)
+    return model
+
+
+def nothing(id: str, ranks: list[Any]) -> None:
+    raise AssertionError("it should have been refused")
+
+
+def refusal(model: Callable[[], DistributedDataParallel]) -> Case:
+    return Case("-", trial(partial(refused, model=model), nothing))
+
+
+CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
+    "gradient_as_bucket_view=True": Case(
+        SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_everywhere)
+    ),
+    "static_graph=True": Case(
+        f"{SAME}; attach warns that DDP cannot accumulate then",
+        trial(partial(with_options, static_graph=True), same_everywhere),
+    ),
+    "parameters that ranks do not use (find_unused_parameters=True)": Case(
+        f"{SAME}, where an unused parameter counts as zero; one that no rank uses keeps its gradient",
+        trial(in_part, partial(same_everywhere, gradient=of_used)),
+    ),
+    "ranks that run out of data (join)": Case(
+        f"{SAME}, where a joined rank's count as zero", trial(uneven, uneven_alike)
+    ),
+    "two models at once": Case(f"of both models, {SAME}", trial(two_at_once, partial(two_alike, keys=()))),
+    "a group that is not the world": Case(SAME, trial(in_a_group, same_everywhere, P=3)),
+    "buckets that change": Case(
+        f"{SAME}; nothing of a residual is lost on the way", trial(rebucketed, same_everywhere)
+    ),
+    "torch.compile": Case(SAME, trial(compiled, same_everywhere)),
+    "torch.compile with the python reducer": refusal(with_python_reducer),
+    "DDP's mixed_precision": refusal(with_mixed_precision),
+    "an optimizer in the backward pass": refusal(with_stepping_optimizer),
+    "a model that is reduced already": refusal(with_hook),
+}

@@ -1,0 +1,78 @@
+"""Training in which one rank fails once, behind any integration, and what the others must see."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync import Bucket, Report
+from sparsync.core import Comm
+
+FAILURE = "all ranks raise at once, with the bucket and the step; the next steps work, and replicas are the same"
+STEPS, FAILED = 4, 1
+SOON_S = 10.0  # a third of the time after which a rank would give up; the machine may be busy
+
+
+@dataclass
+class Failure:
+    """What a step raised, and how long it took."""
+
+    said: str
+    seconds: float
+
+
+class Unlucky:
+    """A scheme that fails once, on rank 1, in the first bucket of a step; the rest is that of `inner`."""
+
+    def __init__(self, inner: Any) -> None:  # Any: a Scheme or a ShardedScheme
+        self.inner = inner
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever `inner` has
+        return getattr(self.inner, name)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        self._fail(bucket, comm)
+        return self.inner.reduce(bucket, comm)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        self._fail(bucket, comm)
+        return self.inner.reduce_scatter(bucket, out, comm, average)
+
+    def _fail(self, bucket: Bucket, comm: Comm) -> None:
+        if (bucket.step, comm.rank) == (FAILED, 1) and not self.failed:
+            self.failed = True
+            raise ValueError("no luck today")
+
+
+def failing(step: Callable[[int], None], gradients: Callable[[], Tensor]) -> list[Tensor | Failure]:
+    """What became of each step."""
+    found: list[Tensor | Failure] = []
+    for number in range(STEPS):
+        began = time.monotonic()
+        try:
+            step(number)
+        except Exception as raised:
+            error = raised.__cause__ if raised.__cause__ is not None and not str(raised).count("bucket") else raised
+            notes = getattr(error, "__notes__", [])
+            found.append(Failure("; ".join([str(error), *notes]), time.monotonic() - began))
+        else:
+            found.append(gradients().clone())
+    return found
+
+
+def failed_alike(id: str, ranks: list[list[Tensor | Failure]]) -> None:
+    for rank, steps in enumerate(ranks):
+        for number, came in enumerate(steps):
+            if number != FAILED:
+                assert isinstance(came, Tensor), f"rank {rank} at step {number}: {came}"
+                assert torch.equal(came, ranks[0][number]), f"rank {rank} at step {number}"  # pyright: ignore[reportArgumentType]
+                continue
+            assert isinstance(came, Failure), f"rank {rank} did not hear of it"
+            assert "failed on bucket" in came.said and f"at step {FAILED}" in came.said, came.said
+            assert came.seconds < SOON_S
+    assert isinstance(failure := ranks[1][FAILED], Failure)
+    assert "no luck today" in failure.said

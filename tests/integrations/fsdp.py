@@ -1,0 +1,297 @@
+"""The integration `attach` for FSDP2, on the shard axis and on the replicate axis."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from helpers.distributed import run
+from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
+from integrations.attach import nothing
+from integrations.failing import FAILURE, Failure, Unlucky, failed_alike, failing
+from integrations.fsdp_integration import Done, Sharding, known, same_everywhere
+from integrations.scaled import SCALED, Scaled, scaled, scaled_alike
+from integrations.situations import OTHER, SAME, STEPS
+from integrations.table import Case, RefusedError, Verdict, absent, trial
+from invariants.world import same_bits
+from sparsync.integrations import checkpoint
+
+OPTION = absent("an option of DistributedDataParallel")
+POISONED = "middle.weight"
+
+
+def trained(training: Sharding, first: int = 0, steps: int = STEPS) -> Done:
+    for step in range(first, first + steps):
+        training.step(training.inputs(step))
+    return training.done()
+
+
+def typed(id: str, replicas: bool, dtype: torch.dtype) -> Done:
+    return trained(Sharding(id, replicas, dict.fromkeys(SHAPES, dtype)))
+
+
+def cast(rank: int, step: int, name: str, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    return known(rank, step, name).to(dtypes[name])
+
+
+TYPES = {name: torch.bfloat16 if name.startswith("middle") else torch.float32 for name in SHAPES}
+
+
+def several_types(id: str, replicas: bool) -> Done:
+    return trained(Sharding(id, replicas, TYPES))
+
+
+def accumulated(id: str, replicas: bool) -> Done:
+    training = Sharding(id, replicas)
+    for step in range(STEPS):
+        training.net.zero_grad()
+        for part in range(3):
+            as_fsdp(training.net).set_requires_gradient_sync(part == 2)
+            training.forward(training.inputs(3 * step + part)).backward()
+        training.record()
+    return training.done()
+
+
+def of_three(rank: int, step: int, name: str) -> Tensor:
+    return torch.stack([known(rank, 3 * step + part, name) for part in range(3)]).sum(0)
+
+
+def used(rank: int, step: int, name: str) -> bool:
+    return name != POISONED or (rank + step) % 2 == 0
+
+
+def in_part(id: str, replicas: bool) -> Done:
+    training = Sharding(id, replicas)
+    each_unit(training.net, lambda unit: unit.set_reduce_scatter_unused_params(True))
+    for step in range(STEPS):
+        training.step({name: x for name, x in training.inputs(step).items() if used(training.rank, step, name)})
+    return training.done()
+
+
+def of_used(rank: int, step: int, name: str) -> Tensor:
+    return known(rank, step, name) if used(rank, step, name) else torch.zeros(SHAPES[name])
+
+
+def two_at_once(id: str, replicas: bool) -> list[Done]:
+    both = [Sharding(id, replicas), Sharding(OTHER, replicas)]
+    for step in range(STEPS):
+        for training in both:
+            training.net.zero_grad()
+        first, second = (training.forward(training.inputs(step)) for training in both)
+        (first + second).backward()
+        for training in both:
+            training.record()
+    return [training.done() for training in both]
+
+
+def two_alike(id: str, ranks: list[list[Done]], replicas: bool) -> None:
+    same_everywhere(id, [rank[0] for rank in ranks], replicas)
+    same_everywhere(OTHER, [rank[1] for rank in ranks], replicas)
+
+
+def in_a_group(id: str, replicas: bool) -> Done | None:
+    training = Sharding.of_ranks([0, 2], id, replicas)
+    return None if training is None else trained(training)
+
+
+def rewrapped(id: str, replicas: bool) -> Done:
+    """Two steps with a unit for each layer, and two with one for all, from the state of the first."""
+    first, second = Sharding(id, replicas), Sharding(id, replicas, layered=False)
+    trained(first, 0, 2)
+    second.handle.load_state_dict(first.handle.state_dict())
+    second.rows, second.units = first.rows, first.units
+    return trained(second, 2, 2)
+
+
+def compiled(id: str, replicas: bool) -> Done:
+    torch._dynamo.reset()
+    training = Sharding(id, replicas)
+    training.forward = torch.compile(training.net, backend="aot_eager")
+    return trained(training)
+
+
+def stepping(id: str, replicas: bool) -> Done:
+    """Whoever takes a gradient when it is there finds it reduced."""
+    training = Sharding(id, replicas)
+    found: dict[str, Any] = {}
+
+    def take(name: str, parameter: Any) -> None:  # Any: a DTensor's attributes
+        found[name], parameter.grad = parameter.grad.clone(), None
+
+    for name, parameter in training.net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(take, name))
+    for step in range(STEPS):
+        training.forward(training.inputs(step)).backward()
+        training.record({name: found[name].full_tensor() for name in SHAPES})
+    return training.done()
+
+
+def attached_twice(id: str, replicas: bool) -> None:
+    training = Sharding(id, replicas)
+    training.attach(id)
+
+
+def poison(rank: int, step: int, name: str) -> Tensor:
+    gradient = known(rank, step, name)
+    if (rank, step, name) == (1, 1, POISONED):
+        gradient[3, 1] = torch.inf
+    return gradient
+
+
+def poisoned(id: str, replicas: bool) -> Done:
+    training = Sharding(id, replicas)
+    for step in range(STEPS):
+        training.step({name: poison(training.rank, step, name) for name in SHAPES})
+    return training.done()
+
+
+def poisoned_alike(id: str, ranks: list[Done], replicas: bool) -> None:
+    same_everywhere(id, ranks, replicas, poison)
+    for rank in ranks:
+        for step, grads in enumerate(rank.rows):
+            assert step == 1 or all(grad.isfinite().all() for grad in grads.values())
+            assert all(same_bits(grad, ranks[0].rows[step][name]) for name, grad in grads.items())
+        assert all(part.isfinite().all() for part in rank.residual.values())
+
+
+def skipping(id: str, replicas: bool) -> Scaled:
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    training = Sharding(id, replicas, scaler=scaler)
+    came = scaled(training, scaler, list(SHAPES), known, POISONED)
+    came.poisoned = {name for name in SHAPES if name.startswith("middle")}
+    return came
+
+
+def unlucky(id: str, replicas: bool) -> list[Tensor | Failure]:
+    training = Sharding(id, replicas)
+    training.handle.scheme = Unlucky(training.handle.scheme)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def step(number: int) -> None:
+        try:
+            training.step(training.inputs(number))
+        except RuntimeError:
+            as_fsdp(training.net).reset_iter_state()
+            raise
+
+    return failing(step, lambda: torch.cat([grad.flatten() for grad in training.rows[-1].values()]))
+
+
+def resumed(id: str, replicas: bool) -> tuple[Done, Done]:
+    whole, first, second = (Sharding(id, replicas) for _ in range(3))
+    trained(first, 0, STEPS // 2)
+    second.handle.load_state_dict(first.handle.state_dict())
+    second.rows, second.units = first.rows, first.units
+    return trained(whole), trained(second, STEPS // 2, STEPS // 2)
+
+
+def resumed_alike(id: str, ranks: list[tuple[Done, Done]]) -> None:
+    for whole, again in ranks:
+        for a, b in zip(whole.rows, again.rows, strict=True):
+            assert all(same_bits(a[name], b[name]) for name in SHAPES)
+        assert all(same_bits(whole.residual[name], again.residual[name]) for name in whole.residual)
+
+
+def saved(ids: Sequence[str], replicas: bool) -> dict[str, Any]:
+    found = {}
+    for id in ids:
+        try:
+            training = Sharding(id, replicas)
+        except RefusedError:
+            continue
+        trained(training, 0, 2)
+        found[id] = training.handle.state_dict()
+    return found
+
+
+def taken_up(id: str, replicas: bool, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
+    training = Sharding(id, replicas)
+    checkpoint.restore(training.handle, states[id])
+    kept = training.residual()
+    return kept, trained(training, 2, 2)
+
+
+def resized(ids: Sequence[str], replicas: bool) -> dict[str, Verdict]:
+    before = run(saved, 3, ids=ids, replicas=replicas)
+    states = {id: [rank[id] for rank in before] for id in before[0]}
+
+    def judge(id: str, after: list[tuple[dict[str, Tensor], Done]]) -> None:
+        for name in states[id][0]["scheme"].get("residual", {}):
+            held = torch.stack([state["scheme"]["residual"][name] for state in states[id]]).sum(0)
+            assert torch.equal(held, torch.stack([kept[name] for kept, _ in after]).sum(0)), name
+        for a, b in zip(after[0][1].rows, after[1][1].rows, strict=True):
+            assert all(same_bits(a[name], b[name]) for name in SHAPES)
+
+    return trial(partial(taken_up, replicas=replicas, states=states), judge)(ids)
+
+
+def cases(replicas: bool) -> dict[str, Case]:
+    """Those of one axis."""
+
+    def case(body: Any, gradient: Any = known, claim: str = SAME, judge: Any = None, P: int = 2) -> Case:
+        judge = judge or partial(same_everywhere, replicas=replicas, gradient=gradient)
+        return Case(claim, trial(partial(body, replicas=replicas), judge, P))
+
+    def of_type(name: str) -> Case:
+        dtype: torch.dtype = getattr(torch, name)
+        return case(partial(typed, dtype=dtype), partial(cast, dtypes=dict.fromkeys(SHAPES, dtype)))
+
+    axis = "copies" if replicas else "shards"
+    return {
+        **{f"{name} parameters": of_type(name) for name in ("float32", "float64", "bfloat16", "float16")},
+        "parameters of several types": case(
+            several_types, partial(cast, dtypes=TYPES), f"{SAME}; in one module FSDP2 takes one type"
+        ),
+        "parameters in channels_last": absent("fully_shard takes contiguous parameters only"),
+        "accumulation over backward passes (no_sync)": case(
+            accumulated, of_three, f"with set_requires_gradient_sync, the sum is reduced once; {SAME}"
+        ),
+        "gradient_as_bucket_view=True": OPTION,
+        "static_graph=True": OPTION,
+        "parameters that ranks do not use (find_unused_parameters=True)": case(
+            in_part,
+            of_used,
+            f"with set_reduce_scatter_unused_params(True), {SAME}, where an unused parameter counts as zero",
+        ),
+        "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
+        "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
+        "two models at once": case(
+            two_at_once, claim=f"of both models, {SAME}", judge=partial(two_alike, replicas=replicas)
+        ),
+        "a group that is not the world": case(in_a_group, P=3),
+        "buckets that change": case(
+            rewrapped, claim=f"after fully_shard on other modules, from the state of before, {SAME}"
+        ),
+        "torch.compile": case(compiled),
+        "torch.compile with the python reducer": OPTION,
+        "DDP's mixed_precision": OPTION,
+        "an optimizer in the backward pass": case(
+            stepping, claim=f"whoever takes a gradient once it is there gets {SAME}"
+        ),
+        "a model that is reduced already": case(attached_twice, claim="-", judge=nothing),
+        "Inf on one rank": case(
+            poisoned,
+            claim="the same bits, finite gradients and residuals from the next step on",
+            judge=partial(poisoned_alike, replicas=replicas),
+        ),
+        "a loss scaler skips a step (GradScaler)": case(
+            skipping,
+            claim=SCALED + ("; of several shards, in those that meet it" if replicas else ""),
+            judge=scaled_alike,
+        ),
+        "a rank fails in a step": case(  # of 2 ranks that SkipReduce leaves out, the other would never hear
+            unlucky, claim=f"{FAILURE}, after reset_iter_state()", judge=failed_alike, P=2 if replicas else 3
+        ),
+        "going on after a restart": case(
+            resumed, claim="from a saved state, the same bits as without a break", judge=resumed_alike
+        ),
+        "going on with another number of ranks": Case(
+            f"what 3 {axis} had kept back, 2 hold, summed exactly; they go on alike",
+            partial(resized, replicas=replicas),
+        ),
+    }
+
+
+SHARDS, REPLICAS = cases(replicas=False), cases(replicas=True)

@@ -1,0 +1,182 @@
+"""A training of fsdp_training.Net under attach, and the check that it is what the scheme does in a LocalWorld."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from helpers.fsdp_training import SHAPES, Net, gradients, on
+from helpers.known_gradients import row, whole_numbers
+from integrations.table import refusals
+from invariants.world import same_bits
+from sparsync import Bucket, LocalWorld, Report
+from sparsync.core import Comm, laid_out
+from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
+from sparsync.integrations.fsdp2_units import Sharded, units_of
+from sparsync.integrations.handle import Handle
+from sparsync.integrations.rollback import Rollback
+from sparsync.schemes.sharded import own_pieces, piece, pieces, sharded
+
+Units = dict[str, list[str]]  # the parameters of each bucket of a step, in the order of their reduction
+Gradient = Callable[[int, int, str], Tensor]  # (rank, step, name), whole
+
+
+def known(rank: int, step: int, name: str) -> Tensor:
+    shape = SHAPES[name]
+    return whole_numbers(torch.Size(shape).numel(), rank, step, name).view(shape)
+
+
+@dataclass
+class Done:
+    """What one rank saw."""
+
+    rows: list[dict[str, Tensor]]  # by step, whole gradients
+    units: list[Units]  # by step
+    reports: list[Report]
+    residual: dict[str, Tensor]  # flat
+
+
+class Sharding:
+    """A model under attach on one axis of a mesh that has one rank on the other: of shards, or of replicas of one shard."""
+
+    def __init__(
+        self,
+        id: str,
+        replicas: bool,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        layered: bool = True,
+        scaler: GradScaler | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        mesh = mesh or _mesh(range(dist.get_world_size()), replicas)
+        self.options: dict[str, Any] = {"scaler": scaler} | ({"replicate": mesh["replicate"]} if replicas else {})
+        self.rank = mesh["replicate" if replicas else "shard"].get_local_rank()
+        self.model = self.net = Net()
+        for name, parameter in self.net.named_parameters():
+            parameter.data = parameter.data.to((dtypes or {}).get(name, torch.float32))
+        for module in (self.net.first, self.net.middle, self.net.last, self.net) if layered else (self.net,):
+            fully_shard(module, mesh=mesh["shard"])
+        self.forward: Any = self.net  # or what torch.compile makes of it
+        self.handle = self.attach(id)
+        self.names = {unit.key: unit.names for unit in units_of(self.net)}
+        self.rows: list[dict[str, Tensor]] = []
+        self.units: list[Units] = []
+        self.reports: list[Report] = []
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[int], id: str, replicas: bool) -> "Sharding | None":
+        """The training on some ranks of the world, None on the others; to be called on all."""
+        mesh = _mesh(ranks, replicas)
+        return cls(id, replicas, mesh=mesh) if dist.get_rank() in ranks else None
+
+    def attach(self, id: str) -> Handle:
+        with refusals():
+            return on(self.net, row(id).make(), **self.options)
+
+    def inputs(self, step: int) -> dict[str, Tensor]:
+        return {name: known(self.rank, step, name) for name in SHAPES}
+
+    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.net.zero_grad()
+        self.forward(self.inputs(len(self.rows)) if inputs is None else inputs).backward()
+        self.record()
+
+    def record(self, grads: dict[str, Tensor] | None = None) -> None:
+        """Ends a step, which left these gradients, or those that the parameters have."""
+        self.rows.append({name: x.clone() for name, x in (grads or gradients(self.net)).items()})
+        reports = self.handle.take_reports()
+        self.units.append({report.key: self.names[report.key] for report in reports})
+        self.reports += reports
+
+    def residual(self) -> dict[str, Tensor]:
+        return self.state()["scheme"].get("residual", {})
+
+    def state(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def done(self) -> Done:
+        return Done(self.rows, self.units, self.reports, self.residual())
+
+
+def same_everywhere(id: str, ranks: Sequence[Done | None], replicas: bool, gradient: Gradient = known) -> None:
+    """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld."""
+    there = [rank for rank in ranks if rank is not None]
+    whole = _of_replicas if replicas else _of_shards
+    rows, residuals = whole(id, len(there), there[0].units, gradient)
+    for rank, residual in zip(there, residuals, strict=True):
+        assert rank.units == there[0].units
+        for found, wanted in zip(rank.rows, rows, strict=True):
+            assert found.keys() == wanted.keys() == SHAPES.keys()
+            for name in SHAPES:
+                assert same_bits(found[name].flatten(), wanted[name].flatten()), name
+        assert rank.residual.keys() == residual.keys()
+        assert all(same_bits(rank.residual[name], residual[name]) for name in residual)
+        assert all(report.sent == report.cost for report in rank.reports)
+
+
+Expected = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]  # gradients by step, residuals by rank
+
+
+def _of_replicas(id: str, P: int, units: list[Units], gradient: Gradient) -> Expected:
+    def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        scheme, rows, skipped = row(id).make(), [], Rollback()
+        for step, keys in enumerate(units):
+            rows.append({})
+            for key, names in keys.items():
+                parts = [gradient(comm.rank, step, name).flatten() for name in names]
+                layout = laid_out((name, part.numel()) for name, part in zip(names, parts, strict=True))
+                bucket = Bucket(key, torch.cat(parts), step, layout)
+                skipped.reduced(scheme, bucket, scheme.reduce(bucket, comm))
+                rows[-1] |= {slot.name: slot.span.of(bucket.grad) for slot in layout}
+        return rows, scheme.state_dict().get("residual", {})
+
+    found = LocalWorld(P).run(program)
+    return found[0][0], [residual for _, residual in found]
+
+
+def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expected:
+    shards = {name: Sharded(name, shape, 0, _length(shape, P)) for name, shape in SHAPES.items()}
+
+    def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        scheme, rows, skipped = sharded(row(id).make()), [], Rollback()
+        for step, keys in enumerate(units):
+            rows.append({})
+            for key, names in keys.items():
+                cut = [shards[name].cut(gradient(comm.rank, step, name).flatten(), P) for name in names]
+                x = torch.cat([parts[owner] for owner in range(P) for parts in cut])
+                average = x.dtype in (torch.float32, torch.bfloat16)
+                if not average:  # FSDP2 divides by about the root of P before a sum; 2 is all of it for 2 ranks
+                    x /= 2
+                lengths = [(name, shards[name].length) for name in names]
+                out = x.new_empty(sum(length for _, length in lengths))
+                bucket, into = Bucket(key, x, step, pieces(lengths, P)), _Into(scheme, out, average, P)
+                written = Bucket(key, out, step, own_pieces(lengths, comm.rank))
+                skipped.reduced(into, written, into.reduce(bucket, comm))
+                rows[-1] |= {slot.name: slot.span.of(out) for slot in laid_out(lengths)}
+        return rows, scheme.state_dict()["residual"]
+
+    found = LocalWorld(P).run(program)
+    rows = [
+        {name: shards[name].join([rows[step][name] for rows, _ in found]) for name in SHAPES}
+        for step in range(len(units))
+    ]
+    residuals = [
+        {name: each.join([kept[piece(name, owner)] for owner in range(P)]) for name, each in shards.items() if kept}
+        for _, kept in found
+    ]
+    return rows, residuals
+
+
+def _length(shape: Sequence[int], P: int) -> int:
+    return -(-shape[0] // P) * torch.Size(shape[1:]).numel()
+
+
+def _mesh(ranks: Sequence[int], replicas: bool) -> DeviceMesh:
+    shape = (len(ranks), 1) if replicas else (1, len(ranks))
+    return DeviceMesh("cpu", torch.tensor(list(ranks)).view(shape), mesh_dim_names=("replicate", "shard"))

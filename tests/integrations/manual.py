@@ -1,0 +1,138 @@
+"""The integration `reduce_gradients`: any training loop without DistributedDataParallel."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.ddp_training import COUNT, TIMEOUT_S, N, Trained
+from helpers.known_gradients import KnownGradients, Recorder, row
+from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
+from integrations.situations import SAME, STEPS, common, same_everywhere, trained
+from integrations.table import Case, absent, refusals, trial
+from sparsync import Report
+from sparsync.integrations import checkpoint
+from test_ddp import used
+
+KEYS = ("float32/cpu",)
+OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
+
+
+class Manual:
+    """A training by reduce_gradients on this rank, and the record of its steps."""
+
+    def __init__(
+        self,
+        id: str,
+        dtype: torch.dtype = torch.float32,
+        model: KnownGradients | None = None,
+        group: dist.ProcessGroup | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.model = model or KnownGradients(COUNT, N, dtype)
+        self.recorder = Recorder(row(id).make())
+        self.forward: Any = self.model  # or what torch.compile makes of it
+        self.group, self.scaler = group, scaler
+        self.rank = dist.get_rank(group)
+        self.first = 0  # the number of the first step
+        self.rows: list[Tensor] = []
+        self.reports: list[Report] = []
+
+    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """Without inputs, one of a rank that has none left."""
+        self.accumulate([] if inputs is None else [inputs])
+
+    def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        self.model.zero_grad()
+        for part in parts:
+            self.forward(part).backward()
+        number = self.first + len(self.rows)
+        with refusals():
+            self.reports += sparsync.reduce_gradients(
+                self.model, self.recorder, group=self.group, step=number, scaler=self.scaler, timeout_s=TIMEOUT_S
+            )
+        self.rows.append(self.model.gradients().clone())
+
+    def done(self) -> Trained:
+        return Trained(torch.stack(self.rows), self.recorder.steps, self.reports, self.residual())
+
+    def residual(self) -> dict[str, Tensor]:
+        return self.recorder.state_dict().get("residual", {})
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.first + len(self.rows), "scheme": self.recorder.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.first = state["step"]
+        self.recorder.load_state_dict(state["scheme"])
+
+    def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self.load(checkpoint.resized(states, self.rank, dist.get_world_size(self.group)))
+
+
+def in_part(id: str) -> Trained:
+    training = Manual(id)
+    for step in range(STEPS):
+        inputs = training.model.inputs(training.rank, step)
+        training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
+    return training.done()
+
+
+def uneven(id: str) -> Trained:
+    training = Manual(id)
+    for step in range(STEPS):
+        more = training.rank == 0 or step < BATCHES
+        training.step(training.model.inputs(training.rank, step) if more else None)
+    return training.done()
+
+
+def in_a_group(id: str) -> Trained | None:
+    group = dist.new_group([0, 2])
+    return trained(Manual(id, group=group)) if isinstance(group, dist.ProcessGroup) else None
+
+
+def compiled(id: str) -> Trained:
+    torch._dynamo.reset()
+    training = Manual(id)
+    training.forward = torch.compile(training.model, backend="aot_eager")
+    return trained(training)
+
+
+def with_stepping_optimizer(id: str) -> None:
+    training = Manual(id)
+    _apply_optimizer_in_backward(torch.optim.SGD, training.model.parameters(), {"lr": 0.1})
+    trained(training)
+
+
+def with_ddp(id: str) -> None:
+    ddp = DistributedDataParallel(KnownGradients(2, N))
+    with refusals():
+        sparsync.reduce_gradients(ddp, row(id).make())
+
+
+CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
+    "gradient_as_bucket_view=True": OPTION,
+    "static_graph=True": OPTION,
+    "DDP's mixed_precision": OPTION,
+    "torch.compile with the python reducer": OPTION,
+    "buckets that change": absent("there is one bucket for each type of gradient, always"),
+    "parameters that ranks do not use (find_unused_parameters=True)": Case(
+        f"{SAME}, where an unused parameter counts as zero; one that no rank uses gets zero",
+        trial(in_part, partial(same_everywhere, gradient=of_used, keys=KEYS)),
+    ),
+    "ranks that run out of data (join)": Case(
+        f"{SAME}, where a rank without data goes on calling, and counts as zero",
+        trial(uneven, partial(same_everywhere, gradient=zero_afterwards, keys=KEYS)),
+    ),
+    "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_everywhere, keys=KEYS), P=3)),
+    "torch.compile": Case(SAME, trial(compiled, partial(same_everywhere, keys=KEYS))),
+    "an optimizer in the backward pass": Case("-", trial(with_stepping_optimizer, nothing)),
+    "a model that is reduced already": Case("-", trial(with_ddp, nothing)),
+}

@@ -1,0 +1,95 @@
+"""Training with a loss scaler that skips a step, behind any integration, and the invariant of what is not lost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+
+SCALED = "all ranks skip the step; of what a scheme keeps back and what came in nothing is lost but the bucket with the infinity"
+STEPS, POISONED = 6, 3  # the step that meets an infinity, on rank 1
+
+
+class Scalable(Protocol):
+    """A training that has been given the scaler."""
+
+    model: Any  # an nn.Module
+    rank: int
+
+    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
+
+    def residual(self) -> dict[str, Tensor]: ...
+
+    def state(self) -> Any: ...
+
+
+@dataclass
+class Scaled:
+    """What one rank saw."""
+
+    applied: dict[str, Tensor]  # by the optimizer, in all steps
+    kept: dict[str, Tensor]  # in terms of the loss without scale
+    scales: list[float]
+    came: dict[str, Tensor]  # on this rank, but for the poisoned step
+    came_poisoned: dict[str, Tensor]  # in that step, as if it had been finite
+    poisoned: set[str] = field(default_factory=set)  # the parameters in the bucket with the infinity
+    poisoned_step: int = POISONED
+
+
+def scaled(
+    training: Scalable,
+    scaler: GradScaler,
+    names: Sequence[str],
+    gradient: Callable[[int, int, str], Tensor],
+    poisoned: str,
+) -> Scaled:
+    """Some steps; an infinity is in the gradient of the parameter called `poisoned`."""
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # so that what it applied can be read off
+    scaler.scale(torch.zeros(()))  # which makes its scale; the loss is scaled by way of the inputs
+    scales, came = [], {name: torch.zeros(()) for name in names}
+    for step in range(STEPS):
+        inputs = {name: gradient(training.rank, step, name) for name in names}
+        if step != POISONED:
+            came = {name: came[name] + inputs[name] for name in names}
+        scales.append(scaler.get_scale())
+        given = {name: x * scales[-1] for name, x in inputs.items()}
+        if step == POISONED and training.rank == 1:
+            given[poisoned] = torch.full_like(given[poisoned], torch.inf)
+        training.step(given)
+        scaler.step(optimizer)
+        scaler.update()
+    unit = training.state().get("loss_scale") or 1.0
+    kept = {name: part / unit for name, part in training.residual().items()}
+    missed = {name: gradient(training.rank, POISONED, name) for name in names}
+    return Scaled(applied(training.model), kept, scales, came, missed)
+
+
+def applied(model: nn.Module) -> dict[str, Tensor]:
+    """What was taken away from each parameter, which was one everywhere."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[name] = 1 - whole.detach()
+    return found
+
+
+def scaled_alike(id: str, ranks: list[Scaled]) -> None:
+    """Whole numbers and scales of two, so that all is exact."""
+    first = ranks[0]
+    for rank in ranks:
+        assert rank.scales == first.scales
+        assert all(part.isfinite().all() for part in rank.applied.values())
+        assert all(torch.equal(rank.applied[name], part) for name, part in first.applied.items())
+    if not first.kept:
+        return
+    assert first.scales[POISONED + 1] == first.scales[POISONED] / 2
+    assert 0 < len(first.poisoned) < len(first.applied)
+    for name, part in first.applied.items():
+        came = sum(rank.came[name] for rank in ranks)
+        if name not in first.poisoned:
+            came = came + sum(rank.came_poisoned[name] for rank in ranks)
+        held = len(ranks) * part.flatten() + sum(rank.kept[name] for rank in ranks)
+        assert torch.equal(held.float(), came.flatten().float()), name  # pyright: ignore[reportAttributeAccessIssue]

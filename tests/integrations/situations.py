@@ -1,0 +1,343 @@
+"""Situations that are the same behind every integration: a training made by `integration(id, ...)`, and the check of what it did."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from helpers.ddp_training import COUNT, NAMES, N, Trained, check, known, total
+from helpers.distributed import run
+from helpers.known_gradients import Gradient, KnownGradients, Recorder, row, whole_numbers
+from integrations.failing import FAILURE, Failure, Unlucky, failed_alike, failing
+from integrations.scaled import SCALED, Scaled, scaled, scaled_alike
+from integrations.table import Case, Verdict, trial
+from invariants.world import same_bits
+
+OTHER = "skip-default"  # the scheme of the second model
+SAME = "the same bits"  # explained in page.py
+STEPS = 4
+
+
+class Integration(Protocol):
+    """A training of KnownGradients behind an integration, as ddp_training.Training is; see there."""
+
+    model: KnownGradients
+    recorder: Recorder
+    rank: int
+    rows: list[Tensor]
+
+    def step(self, inputs: Mapping[str, Tensor] | None = None) -> None: ...
+
+    def accumulate(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """A step whose gradient is the sum of those of several backward passes."""
+        ...
+
+    def done(self) -> Trained: ...
+
+    def residual(self) -> dict[str, Tensor]:
+        """What is kept back now, copied."""
+        ...
+
+    def state(self) -> Any: ...
+
+    def load(self, state: Any) -> None:
+        """Goes on from this rank's own state."""
+        ...
+
+    def load_any(self, states: Sequence[Any]) -> None:
+        """Goes on from the states of all ranks of another world."""
+        ...
+
+
+Make = Callable[..., Integration]  # (id of the scheme, model=..., ...)
+
+
+def common(
+    integration: Make, flat: Callable[[Tensor], Tensor], keys: Sequence[str] = (), **stable: Any
+) -> dict[str, Case]:
+    """The cases of an integration whose trainings `integration` makes. Its buckets are called `keys` and hold gradients in the order of `flat`.
+
+    `stable` options keep its buckets the same from the first step on, also after a restart.
+    """
+    judged = partial(same_everywhere, keys=keys)
+
+    def case(body: Callable[..., Any], judge: Callable[..., None] = judged, claim: str = SAME, P: int = 2) -> Case:
+        return Case(claim, trial(partial(body, integration=integration), judge, P))
+
+    def of_type(name: str) -> Case:
+        dtype = getattr(torch, name)
+        named = [key.replace("float32", name) for key in keys]
+        return case(
+            partial(typed, dtype=dtype), partial(same_everywhere, gradient=partial(cast, dtype=dtype), keys=named)
+        )
+
+    return {
+        **{f"{name} parameters": of_type(name) for name in ("float32", "float64", "bfloat16", "float16")},
+        "parameters of several types": case(
+            several_types,
+            partial(
+                same_everywhere,
+                gradient=of_several_types,
+                keys=[*keys, *[key.replace("float32", "bfloat16") for key in keys]],
+            ),
+        ),
+        "parameters in channels_last": case(
+            partial(in_channels_last, flat=flat),
+            partial(same_everywhere, gradient=partial(of_channels_last, flat=flat), keys=keys),
+        ),
+        "accumulation over backward passes (no_sync)": case(
+            accumulated, partial(same_everywhere, gradient=of_three, keys=keys), f"the sum is reduced once; {SAME}"
+        ),
+        "sparse embeddings": case(
+            sparse, sparse_alike, "an embedding's gradient is the exact mean, sent in full, and replicas are the same"
+        ),
+        "two models at once": case(partial(two), partial(two_alike, keys=keys), f"of both models, {SAME}"),
+        "Inf on one rank": case(
+            poisoned,
+            poisoned_alike,
+            "all ranks see the same in that step, and finite gradients and residuals from the next one on",
+        ),
+        "a loss scaler skips a step (GradScaler)": Case(
+            SCALED, trial(partial(of_two_types, integration=integration), scaled_alike)
+        ),
+        "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, integration=integration), failed_alike)),
+        "going on after a restart": case(
+            partial(resumed, **stable), resumed_alike, "from a saved state, the same bits as without a break"
+        ),
+        "going on with another number of ranks": Case(
+            "what 3 ranks had kept back, 2 ranks hold, summed exactly; they go on alike",
+            partial(resized, integration=integration),
+        ),
+    }
+
+
+def same_everywhere(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
+    check(id, [rank for rank in ranks if rank is not None], gradient, keys)
+
+
+def typed(id: str, integration: Make, dtype: torch.dtype) -> Trained:
+    return trained(integration(id, dtype=dtype))
+
+
+def trained(training: Integration) -> Trained:
+    for step in range(STEPS):
+        training.step(training.model.inputs(training.rank, step))
+    return training.done()
+
+
+def cast(rank: int, step: int, name: str, dtype: torch.dtype) -> Tensor:
+    return known(rank, step, name).to(dtype)
+
+
+def several_types(id: str, integration: Make) -> Trained:
+    model = KnownGradients(COUNT, N)
+    for name, module in model.named_children():
+        if of_bfloat16(name):
+            module.bfloat16()
+    return trained(integration(id, model=model))
+
+
+def of_bfloat16(name: str) -> bool:
+    return name.startswith(("block1", "head"))
+
+
+def of_several_types(rank: int, step: int, name: str) -> Tensor:
+    return cast(rank, step, name, torch.bfloat16 if of_bfloat16(name) else torch.float32)
+
+
+def accumulated(id: str, integration: Make) -> Trained:
+    training = integration(id)
+    for step in range(STEPS):
+        training.accumulate([training.model.inputs(training.rank, 3 * step + part) for part in range(3)])
+    return training.done()
+
+
+def of_three(rank: int, step: int, name: str) -> Tensor:
+    return total(known(rank, 3 * step + part, name) for part in range(3))
+
+
+class ChannelsLast(KnownGradients):
+    """Weights of convolutions. `flat` is the order that the integration's buckets have them in: that of memory, or that of flatten()."""
+
+    def __init__(self, flat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(COUNT, 60)
+        self.flat = flat
+        for module in self.children():
+            for name in ("weight", "bias"):
+                setattr(module, name, nn.Parameter(channels_last(torch.ones(60))))
+
+    def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
+        return {name: channels_last(whole_numbers(60, rank, step, name)) for name in self.names}
+
+    def gradients(self) -> Tensor:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        assert all(grad.is_contiguous(memory_format=torch.channels_last) for grad in grads)
+        return torch.cat([self.flat(grad) for grad in grads])
+
+
+def channels_last(memory: Tensor) -> Tensor:
+    return memory.view(3, 2, 2, 5).permute(0, 3, 1, 2)
+
+
+def as_in_memory(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten()
+
+
+def in_channels_last(id: str, integration: Make, flat: Callable[[Tensor], Tensor]) -> Trained:
+    return trained(integration(id, model=ChannelsLast(flat)))
+
+
+def of_channels_last(rank: int, step: int, name: str, flat: Callable[[Tensor], Tensor]) -> Tensor:
+    return flat(channels_last(whole_numbers(60, rank, step, name)))
+
+
+class Words(nn.Module):
+    """One embedding with sparse gradients before a layer without; stands in for KnownGradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 50)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.layer(self.words(words)).square().sum()
+
+    def inputs(self, rank: int, step: int) -> Tensor:
+        return torch.tensor([rank, step, step])
+
+    def gradients(self) -> Tensor:
+        return torch.cat([torch.zeros(0) if p.grad is None else p.grad.to_dense().flatten() for p in self.parameters()])
+
+
+def sparse(id: str, integration: Make) -> tuple[Tensor, Tensor, set[str]]:
+    """All gradients, the embedding's as they should be, and which schemes reported."""
+    training, wanted = integration(id, model=Words()), []
+    for step in range(STEPS):
+        words = Words()
+        words(words.inputs(training.rank, step)).backward()
+        assert words.words.weight.grad is not None
+        mean = words.words.weight.grad.to_dense()
+        dist.all_reduce(mean)
+        wanted.append(mean.flatten() / 2)
+        training.step(training.model.inputs(training.rank, step))
+    done = training.done()
+    return done.grads, torch.stack(wanted), {report.scheme for report in done.reports}
+
+
+def sparse_alike(id: str, ranks: list[tuple[Tensor, Tensor, set[str]]]) -> None:
+    for grads, wanted, names in ranks:
+        assert same_bits(grads, ranks[0][0])
+        assert torch.equal(grads[:, : wanted.shape[1]], wanted)
+        assert names == {"dense", row(id).make().name}
+
+
+def two(id: str, integration: Make) -> list[Trained]:
+    """One step of the one, one of the other."""
+    both = [integration(id), integration(OTHER)]
+    for step in range(STEPS):
+        for training in both:
+            training.step(training.model.inputs(training.rank, step))
+    return [training.done() for training in both]
+
+
+def two_alike(id: str, ranks: list[list[Trained]], keys: Sequence[str]) -> None:
+    same_everywhere(id, [rank[0] for rank in ranks], keys=keys)
+    same_everywhere(OTHER, [rank[1] for rank in ranks], keys=keys)
+
+
+def poison(rank: int, step: int, name: str) -> Tensor:
+    """Inf on rank 1 at step 1, in one element of one parameter."""
+    gradient = known(rank, step, name)
+    if (rank, step, name) == (1, 1, "block3.bias"):
+        gradient[7] = torch.inf
+    return gradient
+
+
+def poisoned(id: str, integration: Make) -> Trained:
+    training = integration(id)
+    for step in range(STEPS):
+        training.step({name: poison(training.rank, step, name) for name in NAMES})
+    return training.done()
+
+
+def poisoned_alike(id: str, ranks: list[Trained]) -> None:
+    for rank in ranks:
+        assert same_bits(rank.grads, ranks[0].grads)
+        assert all(grads.isfinite().all() for step, grads in enumerate(rank.grads) if step != 1)
+        assert all(part.isfinite().all() for part in rank.residual.values())
+
+
+def of_two_types(id: str, integration: Make) -> Scaled:
+    """In several buckets behind every integration, as one of them makes one for each type."""
+    model = KnownGradients(COUNT, N)
+    for name, module in model.named_children():
+        if of_bfloat16(name):
+            module.double()
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    training = integration(id, model=model, scaler=scaler)
+    came = scaled(training, scaler, NAMES, known, "block3.bias")
+    layouts = training.recorder.steps[came.poisoned_step]
+    came.poisoned = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
+    return came
+
+
+def unlucky(id: str, integration: Make) -> list[Tensor | Failure]:
+    training = integration(id)
+    training.recorder.inner = Unlucky(training.recorder.inner)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def step(number: int) -> None:
+        training.step(training.model.inputs(training.rank, number))
+
+    return failing(step, training.model.gradients)
+
+
+def resumed(id: str, integration: Make, **stable: Any) -> tuple[Tensor, Tensor]:
+    """Four steps; and two and two, with a state between them."""
+    whole, first, second = (integration(id, **stable) for _ in range(3))
+    for step in range(STEPS):
+        whole.step(whole.model.inputs(whole.rank, step))
+    for step in range(STEPS // 2):
+        first.step(first.model.inputs(first.rank, step))
+    second.load(first.state())
+    for step in range(STEPS // 2, STEPS):
+        second.step(second.model.inputs(second.rank, step))
+    return whole.done().grads, torch.cat([first.done().grads, second.done().grads])
+
+
+def resumed_alike(id: str, ranks: list[tuple[Tensor, Tensor]]) -> None:
+    for whole, again in ranks:
+        assert same_bits(whole, ranks[0][0])
+        assert same_bits(again, whole)
+
+
+def saved(ids: Sequence[str], integration: Make) -> dict[str, tuple[Any, Any]]:
+    found = {}
+    for id in ids:
+        training = integration(id)
+        for step in range(2):
+            training.step(training.model.inputs(training.rank, step))
+        found[id] = training.state(), training.residual()
+    return found
+
+
+def taken_up(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[Any, Trained]:
+    training = integration(id)
+    training.load_any(states[id])
+    return training.residual(), trained(training)
+
+
+def resized(ids: Sequence[str], integration: Make) -> dict[str, Verdict]:
+    before = run(saved, 3, ids=ids, integration=integration)
+    states = {id: [rank[id][0] for rank in before] for id in ids}
+
+    def judge(id: str, after: list[Any]) -> None:
+        for name in before[0][id][1]:
+            held = total(rank[id][1][name] for rank in before)
+            assert torch.equal(held, total(kept[name] for kept, _ in after)), name
+        assert same_bits(after[0][1].grads, after[1][1].grads)
+
+    return trial(partial(taken_up, integration=integration, states=states), judge)(ids)

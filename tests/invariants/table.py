@@ -1,0 +1,192 @@
+"""The table of schemes: each invariant runs on every row, so a new scheme earns its tests with one line here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from sparsync import Dense, PerParameter, RandomPruning, SkipReduce, TopK
+from sparsync.base.scheme import Scheme
+from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import OkTopk
+
+WORLDS = (1, 2, 3, 4, 5, 8, 13, 16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scheme, set in one way. `make` is called once for each rank."""
+
+    id: str
+    make: Callable[[], Scheme]
+    complete: (
+        Callable[[], Scheme] | None
+    )  # the same with nothing left out: it must be the dense mean. None: there is no such setting
+    has_residual: bool = False  # what is not sent stays in a residual
+    delivers: bool = False  # and is sent sooner or later, some at every step
+    node_size: int = 1  # worlds must be a multiple of it
+    by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
+    wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
+    observes: int = 0  # steps before the scheme starts to leave anything out
+    worlds: tuple[int, ...] = WORLDS
+    exact_in: torch.dtype = (
+        torch.float32
+    )  # gradients of this type: what rounding leaves of them sums up exactly over a test
+
+    def world(self, P: int) -> int:
+        """The smallest world of at least P ranks that whole nodes make up."""
+        return -(-P // self.node_size) * self.node_size
+
+
+def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
+    return Row(id, make, make, wire_bits=wire_bits)
+
+
+def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, delivers: bool = True) -> Row:
+    """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
+    complete = (lambda: make(density=1.0)) if exact else None
+    return Row(id, lambda: make(density=density), complete, has_residual=True, delivers=delivers)
+
+
+def _skip(  # Any: the fields of SkipReduce
+    id: str,
+    make: Callable[..., SkipReduce],
+    worlds: tuple[int, ...] = WORLDS,
+    by_ranks: str | None = None,
+    **config: Any,
+) -> Row:
+    scheme = make(**config)
+    return Row(
+        id,
+        lambda: make(**config),
+        lambda: replace(make(**config), skip=0),
+        has_residual=scheme.feedback,
+        delivers=scheme.feedback and scheme.mode == "random",  # "naive" leaves out the same for ever
+        node_size=scheme.node_size,
+        by_ranks=by_ranks,
+        observes=scheme.observe_steps if scheme.protect == "auto" else 0,
+        worlds=tuple(P for P in worlds if P % scheme.node_size == 0),
+    )
+
+
+def _pruning(id: str, by_ranks: str | None = None, **config: Any) -> Row:  # Any: the fields of RandomPruning
+    scheme = RandomPruning(**config)
+    return Row(id, lambda: RandomPruning(**config), lambda: replace(scheme, drop=0.0), by_ranks=by_ranks)
+
+
+def _mixed(density: float) -> PerParameter:
+    """Three schemes in one bucket; at full density each of them is dense."""
+    return PerParameter(TopK(density), {"*.bias": Dense(), "head.*": OkTopk(density)})
+
+
+PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
+    "all": {},
+    "names": {"protect": ("embed.weight", "head.bias")},
+    "patterns": {"protect": ("*.bias", "emb*")},
+    "auto": {"protect": "auto", "observe_steps": 2, "protect_share": 0.3},
+}
+PROTECTED_IN = {"all": WORLDS, "names": (1, 2, 4, 5), "patterns": (1, 3, 4, 8), "auto": (1, 2, 4, 5)}  # fewer: for time
+DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
+    "contributors": {"divide_by": "contributors"},
+    "ranks": {"divide_by": "ranks"},
+    "feedback": {"divide_by": "ranks", "feedback": True},
+}
+
+
+def _skip_rows() -> list[Row]:
+    grid = product(("random", "naive"), ("ring", "direct"), DIVISORS, (1, 2), PROTECTED)
+
+    def id(mode: str, form: str, divisor: str, node_size: int, protect: str) -> str:
+        return f"skip-{mode}-{form}-{divisor}-{'nodes' if node_size > 1 else 'flat'}-{protect}"
+
+    return [
+        _skip(
+            id(mode, form, divisor, node_size, protect),
+            SkipReduce,
+            PROTECTED_IN[protect],
+            id(mode, form, "ranks", node_size, protect) if divisor == "contributors" else None,
+            mode=mode,
+            form=form,
+            node_size=node_size,
+            **DIVISORS[divisor],
+            **PROTECTED[protect],
+        )
+        for mode, form, divisor, node_size, protect in grid
+    ]
+
+
+def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any) -> Row:  # Any: the fields of a scheme
+    """Sending whole numbers of few bits loses nothing in the 16-bit formats, so they deliver; the others never quite end."""
+    scheme = partial(make, values=values, **config)
+    exact_in = torch.float32 if "float" in values else torch.float64
+    return Row(
+        f"{name}-{values}",
+        scheme,
+        None,
+        has_residual=True,
+        delivers="float" in values,
+        exact_in=exact_in,
+        worlds=(1, 2, 4, 5),
+    )
+
+
+def _rounded_rows() -> list[Row]:
+    """Every format with one scheme whose values all ranks send and one that sends to owners; the other schemes with one of each kind."""
+    makes: list[tuple[str, Callable[..., Scheme], tuple[str, ...]]] = [
+        ("topk", TopK, ("bfloat16", "int4")),
+        ("micro", MiCRO, ("bfloat16", "int8", "int4", "int4_stochastic")),
+        ("exdyna", ExDyna, ("bfloat16", "int8")),
+        ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
+    ]
+    return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
+
+
+ROWS = [
+    _dense("dense", Dense),
+    _dense("dense-ring", lambda: Dense(form="ring")),
+    _dense("bf16", Dense.bf16, wire_bits=8),
+    _dense("bf16-ring", lambda: Dense.bf16(form="ring"), wire_bits=8),
+    _dense("float16", lambda: Dense(wire="float16"), wire_bits=11),
+    _dense("float32", lambda: Dense(wire="float32")),
+    *[_sparse(f"topk-{density}", TopK, density) for density in (0.001, 0.01, 0.1, 0.5, 1.0)],
+    *[_sparse(f"micro-{density}", MiCRO, density) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"exdyna-{density}", ExDyna, density) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"oktopk-{density}", OkTopk, density) for density in (0.001, 0.1, 0.5)],
+    _sparse("micro-published", MiCRO.published, 0.1, exact=False),
+    _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
+    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # it keeps a threshold for 32 steps
+    _sparse("per-parameter", _mixed, 0.1),
+    *_rounded_rows(),
+    _skip("skip-default", SkipReduce, by_ranks="skip-published"),
+    _skip("skip-default-feedback", SkipReduce, feedback=True),
+    _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),
+    _skip("skip-quarter-published", SkipReduce.published, skip=0.25),
+    _skip("skip-most", SkipReduce, by_ranks="skip-most-ranks", skip=0.99, form="direct"),
+    _skip("skip-most-ranks", SkipReduce, skip=0.99, form="direct", divide_by="ranks"),
+    _skip("skip-published", SkipReduce.published),
+    _skip("skip-published-selective", SkipReduce.published, protect=("*.bias",)),
+    _skip("ring-pruning", SkipReduce.ring_pruning),
+    *_skip_rows(),
+    _pruning("random-pruning-complementary", by_ranks="random-pruning-complementary-ranks", drop=0.375),
+    _pruning("random-pruning-complementary-ranks", drop=0.375, divide_by="ranks"),
+    _pruning("random-pruning-independent", by_ranks="random-pruning-independent-ranks", mode="independent", drop=0.5),
+    _pruning("random-pruning-independent-ranks", mode="independent", drop=0.5, divide_by="ranks"),
+]
+
+
+def cases(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
+    """Runs a test for each row that `keep` wants, in each of the row's worlds."""
+    return pytest.mark.parametrize(
+        ("row", "P"),
+        [pytest.param(row, P, id=f"{row.id}-P{P}") for row in ROWS if keep(row) for P in row.worlds],
+    )
+
+
+def rows(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
+    """Runs a test for each row that `keep` wants."""
+    return pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS if keep(row)])

@@ -1,0 +1,172 @@
+"""Contributors: rank r sends 2^r in every element, so the bits of each sum tell who is in it; they are those the plan names.
+
+The same runs show what each rank sent, and what it kept of what was left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import Cost, LocalWorld, MeteredComm, Span
+from sparsync.collectives import direct, hierarchical, ring
+from sparsync.collectives.skip_plan import SkipPlan, first_offsets
+from sparsync.core import spans
+
+SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
+LARGE_WORLDS = (13, 16)  # with every skip at some shifts
+COUNTS = (97, 5)  # more and, from six ranks on, fewer elements than ranks
+FLOAT_NBYTES = 4
+FORMS = {"ring": (ring.ring_all_reduce_, ring.cost), "direct": (direct.direct_all_reduce_, direct.cost)}
+BETWEEN = {"ring": ring.cost, "direct": direct.cost_in_messages}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank had after one skipping all-reduce."""
+
+    total: Tensor
+    kept: Tensor
+    sent: Cost
+
+
+def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: str, node_size: int = 1) -> list[list[Seen]]:
+    """What every rank had after each plan, [plan][rank]."""
+    all_reduce_, _ = FORMS[form]
+
+    def body(comm: MeteredComm) -> list[Seen]:
+        seen = []
+        for plan in plans:
+            total, kept = torch.full((n,), float(2**comm.rank)), torch.zeros(n)
+            if node_size == 1:
+                all_reduce_(total, comm, plan, kept)
+            else:
+                hierarchical.hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, kept)
+            seen.append(Seen(total, kept, comm.take()[0]))
+        return seen
+
+    per_rank = LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))
+    return [list(ranks) for ranks in zip(*per_rank, strict=True)]
+
+
+def marks_of(ranks: frozenset[int]) -> float:
+    return float(sum(2**rank for rank in ranks))
+
+
+def planned(n: int, P: int, plan: SkipPlan) -> Tensor:
+    """The sums that the plan's contributor sets give."""
+    total = torch.empty(n)
+    for number, span in enumerate(spans(n, P)):
+        span.of(total).fill_(marks_of(plan.contributors(number, P)))
+    return total
+
+
+def assert_as_planned(seen: list[Seen], n: int, P: int, plan: SkipPlan, form: str) -> None:
+    expected = planned(n, P, plan)
+    for rank, one in enumerate(seen):
+        assert torch.equal(one.total, expected)
+        left_out = (expected.long() & 2**rank) == 0
+        assert torch.equal(one.kept, torch.where(left_out, float(2**rank), 0.0))
+        assert one.sent == FORMS[form][1](n, FLOAT_NBYTES, P, rank, plan)
+    messages = 2 * (P - 1) - plan.skip
+    assert sum(one.sent.nbytes for one in seen) == messages * n * FLOAT_NBYTES
+    if n >= P:
+        assert {one.sent.messages for one in seen} == {messages}
+
+
+def ring_plans(P: int) -> list[SkipPlan]:
+    return [SkipPlan(first_offsets(skip), shift) for skip in range(P) for shift in range(P)]
+
+
+@cache
+def all_ring_plans(P: int, n: int, form: str) -> list[list[Seen]]:
+    return reduce_marks(P, n, ring_plans(P), form)
+
+
+@pytest.mark.parametrize("P", SMALL_WORLDS)
+def test_a_plan_leaves_out_the_s_positions_after_the_owner_and_each_rank_equally_often(P: int) -> None:
+    for plan in ring_plans(P):
+        sets = [plan.contributors(number, P) for number in range(P)]
+        for number, there in enumerate(sets):
+            owner = (number - plan.shift) % P
+            assert plan.owner(number, P) == owner
+            assert there == frozenset(range(P)) - {(owner + i) % P for i in range(1, plan.skip + 1)}
+        assert all(sum(rank not in there for there in sets) == plan.skip for rank in range(P))
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("P", SMALL_WORLDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_skip_and_shift_sums_the_planned_ranks(form: str, P: int, n: int) -> None:
+    for plan, seen in zip(ring_plans(P), all_ring_plans(P, n, form), strict=True):
+        assert_as_planned(seen, n, P, plan, form)
+
+
+@pytest.mark.parametrize("P", LARGE_WORLDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_skip_sums_the_planned_ranks_in_large_worlds(form: str, P: int) -> None:
+    @settings(max_examples=4)
+    @given(shift=st.integers(0, P - 1), n=st.sampled_from(COUNTS))
+    def at_any_shift(shift: int, n: int) -> None:
+        plans = [SkipPlan(first_offsets(skip), shift) for skip in range(P)]
+        for plan, seen in zip(plans, reduce_marks(P, n, plans, form), strict=True):
+            assert_as_planned(seen, n, P, plan, form)
+
+    at_any_shift()
+
+
+@pytest.mark.parametrize("P", [P for P in SMALL_WORLDS if P <= 5])
+def test_the_direct_form_leaves_out_any_set_of_offsets(P: int) -> None:
+    sets = [chosen for size in range(P) for chosen in combinations(range(1, P), size)]
+    plans = [SkipPlan(chosen, shift) for chosen in sets for shift in range(P)]
+    for plan, seen in zip(plans, reduce_marks(P, 97, plans, "direct"), strict=True):
+        assert_as_planned(seen, 97, P, plan, "direct")
+
+
+@settings(max_examples=20)
+@given(data=st.data(), P=st.sampled_from([8, 13, 16]), n=st.sampled_from(COUNTS))
+def test_the_direct_form_leaves_out_random_sets_in_larger_worlds(data: st.DataObject, P: int, n: int) -> None:
+    offsets = data.draw(st.sets(st.integers(1, P - 1)))
+    plan = SkipPlan(tuple(sorted(offsets)), data.draw(st.integers(0, P - 1)))
+    assert_as_planned(reduce_marks(P, n, [plan], "direct")[0], n, P, plan, "direct")
+
+
+def test_a_ring_refuses_other_sets_than_the_first_offsets() -> None:
+    with pytest.raises(ValueError, match=r"a ring leaves out the offsets 1\.\.s, got \(2,\); use the direct form"):
+        reduce_marks(3, 4, [SkipPlan((2,), 0)], "ring")
+
+
+NODES = [(2, 1), (2, 2), (2, 3), (2, 8), (3, 3), (4, 2), (4, 4), (5, 1)]
+
+
+@pytest.mark.parametrize(("G", "N"), [pytest.param(G, N, id=f"{N}nodes-of-{G}") for G, N in NODES])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_levels_leave_out_whole_nodes_of_each_shard(form: str, G: int, N: int) -> None:
+    P = G * N
+    plans = ring_plans(N) if N < 8 else [SkipPlan(first_offsets(skip), (3 * skip) % N) for skip in range(N)]
+    for n in COUNTS:
+        for plan, seen in zip(plans, reduce_marks(P, n, plans, form, node_size=G), strict=True):
+            for shard in spans(n, G):
+                assert_nodes_as_planned(seen, shard, G, N, plan)
+            for rank, one in enumerate(seen):
+                closed = hierarchical.cost(n, FLOAT_NBYTES, P, rank, G, plan, BETWEEN[form])
+                assert one.sent == closed
+
+
+def assert_nodes_as_planned(seen: list[Seen], shard: Span, G: int, N: int, plan: SkipPlan) -> None:
+    """The shard holds the sums of the contributing nodes; what others lost is kept, once, by the rank that has the shard."""
+    for number, span in enumerate(spans(len(shard), N)):
+        here = slice(shard.start + span.start, shard.start + span.stop)
+        nodes = plan.contributors(number, N)
+        there = frozenset(node * G + place for node in nodes for place in range(G))
+        lost = frozenset(range(G * N)) - there
+        for one in seen:
+            assert torch.equal(one.total[here], torch.full((len(span),), marks_of(there)))
+        kept = torch.stack([one.kept[here] for one in seen]).sum(dim=0)
+        assert torch.equal(kept, torch.full((len(span),), marks_of(lost)))

@@ -1,0 +1,233 @@
+"""Layouts: what is said of a parameter holds wherever its gradient lies, alone or among others, in whatever bucket."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from invariants.table import ROWS, Row, rows
+from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run
+from sparsync import Bucket, LocalWorld, ParameterSpan, SkipReduce, Span
+from sparsync.base.scheme import Scheme
+from sparsync.schemes.skip_reduce import Form
+
+SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}
+Layout = list[list[str]]  # names, in the order of their buckets
+
+layouts = st.permutations(list(SIZES)).flatmap(
+    lambda names: st.lists(st.integers(0, len(names)), max_size=3).map(
+        lambda cuts: [
+            names[start:stop]
+            for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), len(names)], strict=True)
+            if names[start:stop]
+        ]
+    )
+)
+
+
+def reduce_by_name(
+    schemes: Sequence[Scheme], grads: Sequence[dict[str, Tensor]], buckets: Layout, step: int
+) -> list[dict[str, Tensor]]:
+    """What was written for each parameter on each rank, when the parameters lie in these buckets."""
+
+    def body(comm: Any) -> dict[str, Tensor]:  # Any: a LocalComm
+        written: dict[str, Tensor] = {}
+        for number, names in enumerate(buckets):
+            stops = [sum(SIZES[name] for name in names[: i + 1]) for i in range(len(names))]
+            slots = tuple(
+                ParameterSpan(name, Span(stop - SIZES[name], stop)) for name, stop in zip(names, stops, strict=True)
+            )
+            flat = torch.cat([grads[comm.rank][name] for name in names])
+            bucket = Bucket(f"bucket{number}", flat, step, slots)
+            schemes[comm.rank].reduce(bucket, comm)
+            written |= {slot.name: slot.span.of(bucket.grad) for slot in slots}
+        return written
+
+    return LocalWorld(len(schemes)).run(body)
+
+
+def kept_by_name(schemes: Sequence[Scheme], name: str) -> Tensor:
+    zero = torch.zeros(SIZES[name])
+    return integer_sum([scheme.state_dict()["residual"].get(name, zero) for scheme in schemes])
+
+
+def assert_no_mass_lost(row: Row, plan: Sequence[Layout]) -> None:
+    """Under a sequence of layouts, every parameter has its own balance at every step.
+
+    What rounding leaves of whole numbers takes finer and finer steps; their sums over many steps are exact in float64.
+    """
+    P = row.world(2)
+    dtype = row.exact_in
+    source = torch.Generator().manual_seed(1)
+    schemes = [row.make() for _ in range(P)]
+    for step, buckets in enumerate(plan):
+        before = {name: kept_by_name(schemes, name) for name in SIZES}
+        grads = [
+            {name: P * torch.randint(-4, 5, (size,), generator=source).to(dtype) for name, size in SIZES.items()}
+            for _ in range(P)
+        ]
+        written = reduce_by_name(schemes, grads, buckets, step)
+        for name in SIZES:
+            came_in = before[name] + integer_sum([grad[name] for grad in grads])
+            assert torch.equal(kept_by_name(schemes, name) + P * written[0][name].double(), came_in)
+            assert all(torch.equal(one[name], written[0][name]) for one in written)
+
+
+@rows(lambda row: row.has_residual)
+def test_a_new_layout_loses_no_mass_and_neither_does_going_back(row: Row) -> None:
+    whole = [list(SIZES)]
+    split = [["e", "a"], ["c"], ["d", "b"]]
+    single = [[name] for name in SIZES]
+    assert_no_mass_lost(row, [whole, split, whole, split, single, whole])
+
+
+def test_random_layouts_lose_no_mass() -> None:
+    chosen = {row.id: row for row in ROWS if row.id in ("topk-0.1", "skip-default-feedback")}
+
+    @settings(max_examples=25)
+    @given(id=st.sampled_from(sorted(chosen)), known=st.lists(layouts, min_size=1, max_size=3), data=st.data())
+    def under(id: str, known: list[Layout], data: st.DataObject) -> None:
+        plan = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=6))
+        assert_no_mass_lost(chosen[id], plan)
+
+    under()
+
+
+def contributors_of(steps: Sequence[Step], names: Sequence[str], P: int) -> list[set[int]]:
+    """How many ranks are in the elements of these parameters, at each step, of a scheme that divides by P."""
+    counts = []
+    for step in steps:
+        total = (step.written[0].double() * P).round().long()
+        there = torch.stack([(total & 2**rank) > 0 for rank in range(P)]).sum(dim=0)
+        counts.append({int(c) for slot in layout(COUNT) if slot.name in names for c in slot.span.of(there)})
+    return counts
+
+
+PROTECTIONS: dict[str, tuple[str | tuple[str, ...], tuple[str, ...]]] = {
+    "one-name": (("block.bias",), ("block.bias",)),
+    "two-names": (("embed.weight", "head.bias"), ("embed.weight", "head.bias")),
+    "pattern": (("*.bias",), ("block.bias", "head.bias")),
+    "name-and-pattern": (("head*", "block.bias"), ("head.weight", "head.bias", "block.bias")),
+    "no-match": (("nothing",), ()),
+    "everything": (("*",), NAMES),
+}
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize("form", ["ring", "direct"])
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_protected_parameters_lose_no_rank_and_the_others_lose_s(form: Form, node_size: int, protection: str) -> None:
+    P, skip = 4 * node_size, 2
+    protect, safe = PROTECTIONS[protection]
+    scheme = SkipReduce(skip, protect=protect, form=form, node_size=node_size, divide_by="ranks")
+    steps = run([scheme] * P, marks(P, COUNT, 4, 24))
+    others = [name for name in NAMES if name not in safe]
+    assert contributors_of(steps, safe, P) == [{P} if safe else set()] * 4
+    assert contributors_of(steps, others, P) == [{P - skip * node_size} if others else set()] * 4
+    covered = sum(len(slot.span) for slot in layout(COUNT) if slot.name in safe)
+    assert {report.details["protected"] for step in steps for report in step.reports} == {covered}
+
+
+def test_protection_follows_the_parameter_into_other_buckets() -> None:
+    P = 4
+    schemes = [SkipReduce(skip=3, protect=("c",), divide_by="ranks") for _ in range(P)]
+    grads = [{name: torch.full((size,), float(2**rank)) for name, size in SIZES.items()} for rank in range(P)]
+    everybody = float(2**P - 1) / P
+    for step, buckets in enumerate([[list(SIZES)], [["c"], ["a", "b", "d", "e"]], [["e", "c", "a"], ["b", "d"]]]):
+        written = reduce_by_name(schemes, grads, buckets, step)[0]
+        assert torch.equal(written["c"], torch.full((SIZES["c"],), everybody))
+        for name in ("a", "b", "e"):
+            assert set((written[name] * P).tolist()) <= {1.0, 2.0, 4.0, 8.0}
+
+
+def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
+    """Gradients that are the same on all ranks but for these parameters."""
+    grads = []
+    for rank in range(P):
+        grad = torch.ones(COUNT)
+        for slot in layout(COUNT):
+            if slot.name in about:
+                slot.span.of(grad).fill_(float(rank * (1 + about.index(slot.name))))
+        grads.append(grad)
+    return grads
+
+
+def chosen_by(schemes: Sequence[SkipReduce]) -> set[tuple[str, ...]]:
+    return {scheme.protected for scheme in schemes}
+
+
+def auto(P: int, share: float, **config: Any) -> list[SkipReduce]:  # Any: the fields of SkipReduce
+    return [
+        SkipReduce(skip=2, protect="auto", protect_share=share, observe_steps=2, divide_by="ranks", **config)
+        for _ in range(P)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["ring", "direct"])
+def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> None:
+    P = 4
+    size = next(len(slot.span) for slot in layout(COUNT) if slot.name == name)
+    schemes = auto(P, (size + 0.5) / COUNT, form=form)
+    run(schemes, [disagreeing(P, [name])] * 3)
+    assert chosen_by(schemes) == {(name,)}
+
+
+def test_auto_protects_in_the_order_of_disagreement_within_the_share() -> None:
+    """The smaller of two wanted parameters fits where the larger one does not; agreed ones fill what is left."""
+    P = 4
+    sizes = {slot.name: len(slot.span) for slot in layout(COUNT)}
+    wanted = ["block.bias", "head.weight"]  # the second one most
+    both = auto(P, (sizes["block.bias"] + sizes["head.weight"] + 0.5) / COUNT)
+    run(both, [disagreeing(P, wanted)] * 3)
+    assert chosen_by(both) == {tuple(sorted(wanted))}
+    small = auto(P, (sizes["block.bias"] + 0.5) / COUNT)
+    assert sizes["block.bias"] < sizes["head.weight"]
+    run(small, [disagreeing(P, wanted)] * 3)
+    assert chosen_by(small) == {("block.bias",)}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.7, 1.0])
+def test_auto_never_protects_more_than_its_share(share: float) -> None:
+    P = 3
+    schemes = auto(P, share)
+    run(schemes, [*integers(P, COUNT, 2), *integers(P, COUNT, 1)])
+    (chosen,) = chosen_by(schemes)
+    assert sum(len(slot.span) for slot in layout(COUNT) if slot.name in chosen) <= share * COUNT
+    assert share < 1.0 or set(chosen) == set(NAMES)
+
+
+def test_auto_reduces_densely_while_it_observes_and_then_keeps_its_choice() -> None:
+    P = 4
+    schemes = auto(P, 0.2)
+    assert chosen_by(schemes) == {()}
+    observed = run(schemes, [disagreeing(P, ["block.bias"])] * 2)
+    for step in observed:
+        assert torch.equal(step.written[0].double(), integer_sum(step.grads) / P)
+        assert {report.selected for report in step.reports} == {COUNT}
+    later = run(schemes, [disagreeing(P, ["head.bias"])] * 4, first_step=2)
+    (chosen,) = chosen_by(schemes)
+    assert "block.bias" in chosen
+    steps = run(schemes, marks(P, COUNT, 2, 24), first_step=6)
+    assert chosen_by(schemes) == {chosen}
+    assert contributors_of(steps, chosen, P) == [{P}] * 2
+    assert all(report.selected < COUNT for step in later for report in step.reports)
+
+
+def test_auto_chooses_among_the_parameters_of_all_buckets() -> None:
+    """Buckets of a step come one after the other; the choice waits until all of them were observed."""
+    P = 2
+    schemes = [SkipReduce(protect="auto", protect_share=0.5, observe_steps=3) for _ in range(P)]
+    grads = [
+        {name: torch.full((size,), float(rank if name == "c" else 1)) for name, size in SIZES.items()}
+        for rank in range(P)
+    ]
+    for step in range(4):
+        assert chosen_by(schemes) == {()}
+        reduce_by_name(schemes, grads, [["a", "b"], ["d", "e"], ["c"]], step)
+    (chosen,) = chosen_by(schemes)
+    assert "c" in chosen

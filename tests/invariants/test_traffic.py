@@ -1,0 +1,73 @@
+"""Traffic: what is counted on the wire, what the report says in closed form, and what the literature's formula says are one number."""
+
+import pytest
+
+from invariants.table import WORLDS, Row, cases
+from invariants.world import assert_traffic, integers, reals, run, trace
+from sparsync import Cost, Dense, SkipReduce, TopK
+from sparsync.schemes.skip_reduce import Form
+
+FLOAT_NBYTES = 4
+
+
+@cases()
+def test_counted_traffic_is_the_closed_form(row: Row, P: int) -> None:
+    assert_traffic(trace(row.id, P))
+
+
+@pytest.mark.parametrize("P", WORLDS)
+def test_dense_sends_two_passes_less_one_slice_each(P: int) -> None:
+    """2 (P-1)/P of the bytes in 2 (P-1) messages, half of them in 16 bits."""
+    n = 3 * P
+    for scheme, element in ((Dense(), 4), (Dense(form="ring"), 4), (Dense.bf16(), 2), (Dense(wire="float16"), 2)):
+        for step in run([scheme] * P, reals(P, n, 1)):
+            assert step.counted == [Cost(2 * (P - 1), 2 * (P - 1), 2 * (P - 1) * n * element // P)] * P
+
+
+@pytest.mark.parametrize("P", WORLDS)
+def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int) -> None:
+    """A quarter of all positions are told in one bit for each there is."""
+    n, k = 40, 10
+    for step in run([TopK(density=k / n) for _ in range(P)], reals(P, n, 2)):
+        assert step.counted == [Cost(P - 1, P - 1, (P - 1) * (k * FLOAT_NBYTES + n // 8))] * P
+        assert {report.selected for report in step.reports} == {k}
+
+
+@pytest.mark.parametrize("P", [P for P in WORLDS if P <= 8])
+@pytest.mark.parametrize("form", ["ring", "direct"])
+def test_skip_reduce_saves_s_slices_at_every_shift(form: Form, P: int) -> None:
+    """(2 (P-1) - s)/P of the bytes, in as many messages; the steps of a round take every shift."""
+    n = 3 * P
+    for skip in range(P):
+        for step in run([SkipReduce(skip=skip, form=form)] * P, integers(P, n, P)):
+            messages = 2 * (P - 1) - skip
+            rounds = messages if form == "ring" else P - 1 + min(1, P - 1)
+            assert step.counted == [Cost(rounds, messages, messages * n * FLOAT_NBYTES // P)] * P
+
+
+@pytest.mark.parametrize("P", [13, 16])
+def test_skip_reduce_saves_s_slices_in_large_worlds(P: int) -> None:
+    n = 2 * P
+    for skip in range(P):
+        step = run([SkipReduce(skip=skip)] * P, reals(P, n, 1), first_step=skip)[0]
+        messages = 2 * (P - 1) - skip
+        assert step.counted == [Cost(messages, messages, messages * n * FLOAT_NBYTES // P)] * P
+
+
+def test_two_levels_skip_between_nodes_only() -> None:
+    """G ranks a node send 2 (G-1)/G of the bytes inside it, and (2 (N-1) - s)/N of a G-th of them between N nodes."""
+    G, N, skip, n = 2, 4, 3, 48
+    for step in run([SkipReduce(skip=skip, node_size=G)] * (G * N), integers(G * N, n, N)):
+        inside, between = 2 * (G - 1), 2 * (N - 1) - skip
+        nbytes = (inside * n // G + between * n // (G * N)) * FLOAT_NBYTES
+        assert step.counted == [Cost(inside + between, inside + between, nbytes)] * (G * N)
+
+
+def test_choosing_what_to_protect_costs_one_number_a_parameter_while_observing() -> None:
+    P, n = 4, 80
+    steps = run([SkipReduce(skip=2, protect="auto", observe_steps=2) for _ in range(P)], integers(P, n, 3))
+    dense = 2 * (P - 1) * n * FLOAT_NBYTES // P
+    numbers = 5 * 8  # float64, one for each parameter; 2 (P-1)/P of them leave a rank on average
+    for step in steps[:2]:
+        assert sum(cost.nbytes for cost in step.counted) == P * dense + 2 * (P - 1) * numbers
+    assert sum(cost.nbytes for cost in steps[2].counted) < P * dense

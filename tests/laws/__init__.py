@@ -1,1 +1,0 @@
-"""The laws: what must hold for every scheme in every world, one table and one file per kind of law."""
