@@ -20,7 +20,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Cost
 from sparsync.lab import one_process, workloads
 from sparsync.lab.settings import SchemeChoice, parse_schemes
-from sparsync.selection.topk import select_top
+from sparsync.selection.density import select_top
 
 
 @dataclass

@@ -13,7 +13,7 @@ from sparsync import ParameterSpan, Span
 from sparsync.kernels import reference
 from sparsync.kernels.candidates import SAMPLE
 from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
-from sparsync.selection.topk import check_density, count_for, select_top
+from sparsync.selection.density import check_density, count_for, select_top
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsync import schemes as schemes
+    from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
+    from sparsync.base.error_feedback import Update as Update
     from sparsync.base.scheme import Scheme as Scheme
     from sparsync.comm.group import GroupComm as GroupComm
     from sparsync.comm.local import LocalWorld as LocalWorld
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from sparsync.integrations.attach import attach as attach
     from sparsync.integrations.doctor import doctor as doctor
     from sparsync.integrations.manual import reduce_gradients as reduce_gradients
+    from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
     from sparsync.schemes.dense import Dense as Dense
     from sparsync.schemes.exdyna import ExDyna as ExDyna
     from sparsync.schemes.micro import MiCRO as MiCRO
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
 
 # Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
 _HOME = {
+    "AutoProtect": "sparsync.schemes.auto_protect",
     "Bucket": "sparsync.core",
     "Cost": "sparsync.core",
     "Dense": "sparsync.schemes.dense",
+    "ErrorFeedbackScheme": "sparsync.base.error_feedback",
     "ExDyna": "sparsync.schemes.exdyna",
     "GroupComm": "sparsync.comm.group",
     "LocalWorld": "sparsync.comm.local",
@@ -45,14 +50,17 @@ _HOME = {
     "ParameterSpan": "sparsync.core",
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
+    "Update": "sparsync.base.error_feedback",
     "attach": "sparsync.integrations.attach",
     "doctor": "sparsync.integrations.doctor",
     "reduce_gradients": "sparsync.integrations.manual",
 }
 __all__ = [
+    "AutoProtect",
     "Bucket",
     "Cost",
     "Dense",
+    "ErrorFeedbackScheme",
     "ExDyna",
     "GroupComm",
     "LocalWorld",
@@ -67,6 +75,7 @@ __all__ = [
     "SkipReduce",
     "Span",
     "TopK",
+    "Update",
     "attach",
     "doctor",
     "reduce_gradients",

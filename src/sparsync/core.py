@@ -180,6 +180,28 @@ class Comm(Protocol):
         ...
 
 
+def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor, added in the order given: the same bits on every rank that adds the same."""
+    total = addends[0].clone()
+    for addend in addends[1:]:
+        total += addend
+    return total
+
+
+# Takes the place of a count or a magnitude, which are never negative, in a scheme's first message.
+FOUND_INF = -1
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or Inf on some rank. Raised on all ranks alike, from what all of them received; nothing was written."""
+
+
+def raise_if_found_inf(received: Iterable[int]) -> None:
+    """Raise NonFiniteError when any rank sent FOUND_INF, or any other negative number, in place of its first number."""
+    if min(received) < 0:
+        raise NonFiniteError("a rank's gradient holds NaN or Inf")
+
+
 def generator(seed: int, key: str, step: int) -> torch.Generator:
     """A CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
 

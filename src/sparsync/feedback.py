@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is kept, by parameter, and joins the next gradient."""
+"""Error feedback: a residual for each parameter holds what was not sent, and joins the next gradient (arXiv 1704.05021)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,150 +8,184 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Bucket, ParameterSpan, Report
+from sparsync.core import Bucket, ParameterSpan, Span, Sparse
 from sparsync.phases import phase
 
-Residuals = Literal["float32", "bfloat16"]  # what residuals are kept in
+Residuals = Literal["float32", "bfloat16"]
+
+# Times the smallest magnitude of the last selection: where the next one looks first. A hint, which changes no result.
+_WARM = 0.97
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What is to be added: `acc`, which may be the memory of `wide`, becomes wide + narrow, where `narrow` may be of 16 bits."""
+class Accumulator:
+    """acc = residual + gradient of one bucket at one step, and selections from it.
 
-    residual: Tensor
-    wide: Tensor
-    narrow: Tensor
-    acc: Tensor
+    The sum is made once: when `values` is first read, or in the same pass as the first selection. It takes the memory of `bucket.grad`
+    where that has the residual's type. The residual itself changes in `keep` only.
+    """
 
-
-@dataclass(frozen=True)
-class Accumulated:
-    """What came in and was kept back before, together."""
-
-    acc: Tensor  # [n], float32, or float64 for float64 gradients; perhaps the memory of the gradient
-    residual: Tensor  # [n], as it was; for writing
-    finite: bool  # whether acc holds neither NaN nor Inf
-
-    def keep(self, bucket: Bucket) -> None:
-        """Ends the step: the residual becomes `acc` and the gradient zero, and what was sent is yet to go from one to the other."""
-        if self.acc is bucket.grad and self.acc.dtype == self.residual.dtype:
-            kernels.move_(self.residual, bucket.grad)
+    def __init__(self, bucket: Bucket, residual: Tensor, hints: dict[str, float]) -> None:
+        self.residual = residual  # [n]
+        self._bucket = bucket
+        self._hints = hints
+        self._finite: bool | None = None  # None: not added yet
+        grad = bucket.grad
+        if residual.dtype == torch.bfloat16:
+            self._wide, self._narrow = (grad if grad.dtype == torch.float32 else grad.float()), residual
+            self._sum = self._wide
         else:
-            self.residual.copy_(self.acc)
-            bucket.grad.zero_()
+            self._wide, self._narrow = residual, grad
+            self._sum = grad if grad.dtype == residual.dtype else torch.empty_like(residual)
+
+    @property
+    def values(self) -> Tensor:
+        """The sum, [n]: float32, or float64 for float64 gradients."""
+        self._add()
+        return self._sum
+
+    @property
+    def finite(self) -> bool:
+        """Whether the sum holds neither NaN nor Inf."""
+        return self._add()
+
+    def top_k(self, k: int) -> Sparse:
+        """Return the `k` elements of largest magnitude; among equal ones those that come first. NaN counts as infinity."""
+        with phase("select"):
+            if self._finite is not None:
+                return self._noted(kernels.top_k(self._sum, k, self._hint))
+            found, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint)
+            return self._noted(found)
+
+    def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
+        """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` where fewer are not zero."""
+        with phase("select"):
+            if self._finite is not None:
+                return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint))
+            found, self._finite = kernels.accumulate_top_k_nonzero(
+                self._wide, self._narrow, k, self._sum, skip=skip, bound=self._hint
+            )
+            return self._noted(found)
+
+    def top_k_nonzero_of(self, chunk: Tensor, k: int) -> Sparse:
+        """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
+        return self._noted(kernels.top_k_nonzero(chunk, min(k, chunk.numel()), bound=self._hint))
+
+    def keep(self) -> None:
+        """Make the sum the new residual, and the gradient zero. What is sent is then cleared from the residual."""
+        if self._sum is self._bucket.grad and self._sum.dtype == self.residual.dtype:
+            kernels.move_(self.residual, self._bucket.grad)
+        else:
+            self.residual.copy_(self._sum)
+            self._bucket.grad.zero_()
+
+    @property
+    def _hint(self) -> float | None:
+        return self._hints.get(self._bucket.key)
+
+    def _noted(self, found: Sparse) -> Sparse:
+        self._hints[self._bucket.key] = _WARM * smallest_magnitude(found.value)
+        return found
+
+    def _add(self) -> bool:
+        if self._finite is None:
+            with phase("accumulate"):
+                self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
+        return self._finite
 
 
 @dataclass
 class ErrorFeedback:
-    """The residual of one rank, keyed by parameter name: a new bucket layout lays it out anew and loses nothing.
+    """The residual of one rank, by parameter name: a new bucket layout moves it and loses nothing.
 
-    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it). As "bfloat16" it
-    takes half the memory, and what rounding to 8 bits takes away is lost.
+    The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it). As "bfloat16"
+    it takes half the memory, and what rounding to 8 bits drops is lost.
     """
 
     precision: Residuals = "float32"
-
-    by_name: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # flat; views of the buckets' residuals, which stay adjacent
+    # Flat. Views of the buckets' residuals, which stay adjacent.
+    by_name: dict[str, Tensor] = field(default_factory=dict)
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
+    _hints: dict[str, float] = field(default_factory=dict)  # by bucket key
     _rank: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Residuals):
+            raise ValueError(f"residuals must be one of {', '.join(get_args(Residuals))}, got {self.precision!r}")
+
+    def accumulate(self, bucket: Bucket, rank: int) -> Accumulator:
+        """Return the sum of this bucket's residual and gradient. Raises as `residual` does."""
+        return Accumulator(bucket, self.residual(bucket, rank), self._hints)
+
     def residual(self, bucket: Bucket, rank: int) -> Tensor:
-        """The residual of this bucket's parameters, [n], for writing; zero for parameters not seen before.
+        """Return the residual of this bucket's parameters, [n], for writing; zero for parameters not seen before.
 
         Raises RuntimeError when this object already serves another rank, and ValueError when a parameter's size has changed.
         """
-        self.serve(rank)
+        self._serve(rank)
         flat = self._flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
             flat = self._lay_out(bucket)
         return flat
 
-    def accumulate(self, bucket: Bucket, rank: int) -> "Accumulated":
-        """The residual of this bucket's parameters plus its gradient; the residual itself is not changed.
-
-        The sum takes the place of the gradient in `bucket.grad` where that has the residual's type, so that no memory is needed for it.
-        Raises as `residual` does.
-        """
-        terms = self.terms(bucket, rank)
-        with phase("accumulate"):
-            finite = kernels.accumulate(terms.wide, terms.narrow, out=terms.acc)
-        return Accumulated(terms.acc, terms.residual, finite)
-
-    def terms(self, bucket: Bucket, rank: int) -> Terms:
-        """What `accumulate` adds, for a kernel that does more than adding in the same pass. Raises as `residual` does."""
-        residual, grad = self.residual(bucket, rank), bucket.grad
-        if residual.dtype == torch.bfloat16:
-            wide = grad if grad.dtype == torch.float32 else grad.float()
-            return Terms(residual, wide, residual, wide)
-        return Terms(residual, residual, grad, grad if grad.dtype == residual.dtype else torch.empty_like(residual))
-
-    def put_back(self, bucket: Bucket) -> None:
-        """Adds what was written to `bucket.grad`, P times the same over all ranks, so that together they keep again all that came in."""
+    def rollback(self, bucket: Bucket) -> None:
+        """Add `bucket.grad`, which all P ranks wrote, to the residual: P times over all ranks, so that no mass is lost."""
         if self._rank is not None:
             self.residual(bucket, self._rank).add_(bucket.grad)
 
-    def serve(self, rank: int) -> None:
-        """Takes the first rank that calls for the one whose state this is; raises RuntimeError when another one calls."""
-        if self._rank is None:
-            self._rank = rank
-        if self._rank != rank:
-            raise RuntimeError(
-                f"this scheme keeps the state of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
-            )
-
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiplies the residual of each named parameter, in place."""
+        """Multiply the residual of each named parameter, in place."""
         for name, factor in factors.items():
             if name in self.by_name and factor != 1.0:
                 self.by_name[name].mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residual of each parameter, copied: flat, in its own precision."""
-        return {name: part.clone() for name, part in self.by_name.items()}
+        """Return the residual of each parameter, copied: flat, in its own precision."""
+        return {name: residual.clone() for name, residual in self.by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.by_name = {name: part.clone() for name, part in state.items()}
+        """Continue from what `state_dict` returned."""
+        self.by_name = {name: residual.clone() for name, residual in state.items()}
         self._flat.clear()
         self._rank = None
+
+    def _serve(self, rank: int) -> None:
+        """Take the first rank that calls for the one whose state this is."""
+        if self._rank is None:
+            self._rank = rank
+        if self._rank != rank:
+            raise RuntimeError(
+                f"this scheme holds the state of rank {self._rank} and was called by rank {rank}; make one scheme per rank"
+            )
 
     def _lay_out(self, bucket: Bucket) -> Tensor:
         dtype = torch.promote_types(bucket.grad.dtype, torch.float32)
         if dtype == torch.float32 and self.precision == "bfloat16":
             dtype = torch.bfloat16
         flat = torch.zeros(bucket.grad.numel(), dtype=dtype, device=bucket.grad.device)
-        names = {slot.name for slot in bucket.layout}
-        for layout in [old for old in self._flat if any(slot.name in names for slot in old)]:
+        names = {entry.name for entry in bucket.layout}
+        for layout in [old for old in self._flat if any(entry.name in names for entry in old)]:
             del self._flat[layout]  # its parameters move; the others keep their views and move when their bucket comes
-        for slot in bucket.layout:
-            kept = self.by_name.get(slot.name)
-            if kept is not None and kept.numel() != len(slot.span):
+        for entry in bucket.layout:
+            known = self.by_name.get(entry.name)
+            if known is not None and known.numel() != len(entry.span):
                 raise ValueError(
-                    f"the residual of {slot.name!r} has {kept.numel()} elements, its gradient {len(slot.span)}; "
+                    f"the residual of {entry.name!r} has {known.numel()} elements, its gradient {len(entry.span)}; "
                     "load the state of the same model, or start without"
                 )
-            if kept is not None:
-                slot.span.of(flat).copy_(kept)
-            self.by_name[slot.name] = slot.span.of(flat)
+            if known is not None:
+                entry.span.of(flat).copy_(known)
+            self.by_name[entry.name] = entry.span.of(flat)
         self._flat[bucket.layout] = flat
         return flat
 
 
-def overflowed(report: Report, grad: Tensor) -> bool:
-    """Whether what was written to `grad` holds NaN or Inf, alike on all ranks; what the report tells about it counts."""
-    told = report.details.get("overflow")
-    return not kernels.all_finite(grad) if told is None else bool(told)  # a host sync
-
-
-def check_residuals(residuals: str) -> None:
-    """Raises ValueError for what residuals cannot be kept in."""
-    if residuals not in get_args(Residuals):
-        raise ValueError(f"residuals must be one of {', '.join(get_args(Residuals))}, got {residuals!r}")
+def smallest_magnitude(value: Tensor) -> float:
+    """Return the smallest |value|; 0 when there are none."""
+    return float(value.abs().min()) if value.numel() else 0.0
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """The residuals of a world of `size` ranks, made from those of all ranks of another one, without losing mass.
+    """Return the residuals of `size` ranks, made from those of all ranks of another world, without losing mass.
 
     New rank r gets the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The sum over
     ranks of every element stays the same, up to the rounding of the additions (none when the world grows).
@@ -161,15 +195,15 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     dealt: list[dict[str, Tensor]] = [{} for _ in range(size)]
     for rank, state in enumerate(states):
         mine = dealt[rank % size]
-        for name, part in state.items():
-            mine[name] = mine[name] + part if name in mine else part.clone()
+        for name, residual in state.items():
+            mine[name] = mine[name] + residual if name in mine else residual.clone()
     return dealt
 
 
-def state_from(state: Mapping[str, Any], key: str, scheme: str) -> Any:  # Any: what state_dict put under this key
-    """`state[key]`, or a ValueError that tells what the state dict lacks."""
+def state_from(state: Mapping[str, Any], key: str, owner: str) -> Any:  # Any: what state_dict put under this key
+    """Return `state[key]`. Raises ValueError that says what the state dict lacks."""
     if key not in state:
         raise ValueError(
-            f"the state of {scheme} needs {key!r}, this one has {sorted(state)}; load what its state_dict returned"
+            f"the state of {owner} needs {key!r}, this one has {sorted(state)}; load what its state_dict returned"
         )
     return state[key]

@@ -1,25 +1,158 @@
-"""What schemes with error feedback have in common."""
+"""The driver of all schemes with error feedback: everything around a scheme's `step`.
 
-from collections.abc import Mapping
+A scheme says what is selected and how it travels. Here, once for all of them, stands the rest: accumulating, agreeing that all ranks
+are finite, writing the mean, clearing the residual, rollback, state and reports.
+"""
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
 from sparsync.base.scheme import Scheme
-from sparsync.core import Bucket
-from sparsync.feedback import ErrorFeedback
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse
+from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
+from sparsync.phases import phase
+
+State = TypeVar("State")
 
 
-class Keeping(Scheme):
-    """A scheme with error feedback."""
+@dataclass(frozen=True)
+class Update:
+    """What one step comes to. `mean` is the same on every rank; the rest is this rank's own.
 
-    @property
-    def _kept(self) -> ErrorFeedback:
-        raise NotImplementedError
+    With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
+    residuals: acc where it was not cleared, and the errors.
+    """
 
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self._kept.rescale(factors)
+    mean: Sparse  # written to the gradient, which is zero elsewhere
+    cleared: Tensor  # [c] positions at which the residual becomes zero, int32 or int64
+    selected: int  # k: how many elements this rank selected
+    errors: Sequence[Sparse] = ()  # added to the residual then: what rounding dropped
+    details: Mapping[str, Detail] = field(default_factory=dict)
+    # Changes the scheme's shared state; called only when the mean is finite.
+    commit: Callable[[], None] = lambda: None
+
+
+class ErrorFeedbackScheme(Scheme):
+    """A scheme that adds what it did not send to the next gradient: subclass it as a dataclass, and write `step`.
+
+    A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"). One that defines `__post_init__`
+    calls this one's. State that must agree across ranks is kept in a `ByBucket` made by `shared_state`.
+    """
+
+    residuals: Residuals = "float32"
+
+    def __post_init__(self) -> None:
+        self.feedback = ErrorFeedback(self.residuals)
+        self._shared: dict[str, ByBucket[Any]] = {}  # Any: each of another dataclass
+
+    @abstractmethod
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        """Return the mean of what was selected from `acc`, and what this rank's residual loses.
+
+        `bucket` gives key, step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
+        or Inf; where that is not known beforehand it may show in the mean instead.
+        """
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Replace `bucket.grad` by the mean of `step`. With NaN or Inf on any rank, it shows on all and no state changes."""
+        if not bucket.grad.numel():
+            return self.report(bucket, selected=0, union=0)
+        acc = self.feedback.accumulate(bucket, comm.rank)
+        with recorded_cost() as cost:
+            try:
+                update = self.step(acc, bucket, comm)
+            except NonFiniteError:
+                bucket.grad.fill_(torch.nan)
+                return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
+        mean, written = update.mean, update.mean.value.to(bucket.grad.dtype)
+        # A host sync. All ranks received the same mean, so all decide alike.
+        overflow = not kernels.all_finite(written)
+        with phase("apply"):
+            if overflow:
+                bucket.grad.zero_()
+            else:
+                acc.keep()
+                kernels.clear_(acc.residual, update.cleared)
+                for error in update.errors:
+                    kernels.scatter_add_(acc.residual, error)
+                update.commit()
+            kernels.put_(bucket.grad, mean.index, written)
+        details = {**update.details, "overflow": overflow}
+        return self.report(bucket, cost.total, selected=update.selected, union=mean.index.numel(), details=details)
+
+    def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
+        """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""
+        self._shared[key] = ByBucket(make)
+        return self._shared[key]
 
     @property
     def has_residual(self) -> bool:
         return True
 
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        self.feedback.rescale(factors)
+
     def rollback(self, bucket: Bucket) -> None:
-        self._kept.put_back(bucket)
+        self.feedback.rollback(bucket)
+
+    def reset_shared_state(self) -> None:
+        for table in self._shared.values():
+            table.load_state_dict({})
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        shared = {key: table.state_dict() for key, table in self._shared.items()}
+        return {"residual": self.feedback.state_dict(), **shared}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parts = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
+        self.feedback.load_state_dict(parts["residual"])
+        for key, table in self._shared.items():
+            table.load_state_dict(parts[key])
+
+
+@dataclass
+class ByBucket(Generic[State]):
+    """One `State`, a dataclass of plain numbers, for each bucket key.
+
+    It starts again whenever the bucket's layout or the number of ranks differs from the last step's: partitions, counts and thresholds
+    of other elements mean nothing. (Residuals are held by parameter instead, and survive.)
+    """
+
+    make: Callable[..., State]
+    _states: dict[str, State] = field(default_factory=dict)
+    _shapes: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested lists of names and numbers
+
+    def of(self, bucket: Bucket, P: int) -> State:
+        """Return the state of this bucket, for reading and writing."""
+        shape = [P, *([entry.name, len(entry.span)] for entry in bucket.layout)]
+        if self._shapes.get(bucket.key) != shape:
+            self._shapes[bucket.key] = shape
+            self._states[bucket.key] = self.make()
+        return self._states[bucket.key]
+
+    def by_names(self) -> list[tuple[set[str], State]]:
+        """Return the states, each with the names of its bucket's parameters."""
+        return [({name for name, _ in self._shapes[key][1:]}, state) for key, state in self._states.items()]
+
+    def state_dict(self) -> dict[str, Any]:  # Any: numbers and lists of them
+        """Return all states and what they belong to, copied."""
+        return {
+            key: {"shape": self._shapes[key], "state": asdict(state)}  # pyright: ignore[reportArgumentType]  # a dataclass
+            for key, state in self._states.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._shapes = {key: list(entry["shape"]) for key, entry in state.items()}
+        self._states = {key: self.make(**_copied(entry["state"])) for key, entry in state.items()}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}

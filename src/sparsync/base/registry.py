@@ -1,25 +1,35 @@
-"""One scheme a file; the table below is the only registry."""
+"""Schemes by name: ours, those of installed packages, and any class or constructor that can be imported or loaded from a file.
+
+An installed package gives its schemes as entry points of the group "sparsync.schemes". Nothing here imports torch before a scheme is
+looked at.
+"""
 
 import difflib
 import inspect
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.locate import installed, locate
 
-# name -> (where its constructor lives, what it is in a line)
-TABLE: dict[str, tuple[str, str]] = {
+if TYPE_CHECKING:
+    from sparsync.base.scheme import Scheme
+
+# name -> (where its constructor lives, a description in a line)
+_OURS: dict[str, tuple[str, str]] = {
     "dense": ("sparsync.schemes.dense:Dense", "every element, in the gradient's own precision"),
     "bf16": ("sparsync.schemes.dense:Dense.bf16", "every element, in 16 bits on the wire"),
-    "topk": ("sparsync.schemes.topk_allgather:TopK", "each rank's largest elements, gathered; the rest is kept back"),
+    "topk": ("sparsync.schemes.topk_allgather:TopK", "each rank's largest elements, sent to all ranks"),
     "skip_reduce": (
         "sparsync.schemes.skip_reduce:SkipReduce",
-        "a ring that leaves out some of its reduce-scatter steps",
+        "a ring all-reduce that leaves out some of its reduce-scatter steps",
+    ),
+    "auto_protect": (
+        "sparsync.schemes.auto_protect:AutoProtect.skip_reduce",
+        "skip_reduce that measures which parameters it must not skip",
     ),
     "micro": (
         "sparsync.schemes.micro:MiCRO",
-        "exclusive partitions go round the ranks; exactly the asked number of elements is summed",
+        "exclusive partitions that rotate over the ranks; exactly the asked number of elements is summed",
     ),
     "exdyna": (
         "sparsync.schemes.exdyna:ExDyna",
@@ -38,50 +48,70 @@ TABLE: dict[str, tuple[str, str]] = {
         "each element loses some ranks; saves no traffic, for comparison",
     ),
 }
+_PUBLISHED = ".published"
 
 
 def names() -> list[str]:
-    """The names `get` knows."""
-    return list(TABLE)
+    """Return the names of our schemes, then those that installed packages bring."""
+    return [*_OURS, *(name for name in installed("scheme") if name not in _OURS)]
 
 
 def describe(name: str) -> str:
-    """What the scheme called `name` is, in a line."""
-    return _entry(name)[1]
+    """Return what the scheme called `name` is, in a line. Raises ValueError for an unknown name."""
+    if name in _OURS:
+        return _OURS[name][1]
+    return installed("scheme")[_known(name)]
 
 
 def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults to
-    """The settings `get(name, ...)` takes, with their defaults."""
+    """Return the settings `get(name, ...)` takes, with their defaults."""
     return {key: parameter.default for key, parameter in inspect.signature(_constructor(name)).parameters.items()}
 
 
-def get(name: str, **config: Any) -> Scheme:  # Any: the settings of the scheme, checked by its constructor
-    """A new scheme by name, e.g. `get("topk", density=0.01)`.
+def get(name: str, **config: Any) -> "Scheme":  # Any: the settings of the scheme, checked by its constructor
+    """Return a new scheme, e.g. `get("topk", density=0.01)`.
 
-    "NAME.published" is the setting that reproduces the authors' algorithm. Raises ValueError for an unknown name or setting.
+    `name` is one of `names()`, "NAME.published" for the authors' setting of one of ours, "package.module:Class" or
+    "path/to/file.py:Class". Raises ValueError for an unknown name or setting, TypeError for a class that is no Scheme.
     """
     known = list(settings(name))
     for key in config:
         if key not in known:
-            raise ValueError(f"scheme {name!r} has no setting {key!r}; it has {', '.join(known)}{_nearest(key, known)}")
-    return _constructor(name)(**config)
+            raise ValueError(
+                f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
+            )
+    from sparsync.base.scheme import Scheme
+
+    scheme = _constructor(name)(**config)
+    if not isinstance(scheme, Scheme):
+        raise TypeError(
+            f"{name} makes a {type(scheme).__name__}, which is no sparsync.Scheme; subclass sparsync.Scheme"
+        )
+    return scheme
 
 
-def _constructor(name: str) -> Callable[..., Scheme]:
-    base, _, setting = name.partition(".")
-    if setting not in ("", "published"):
+def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is one
+    if ":" in name:
+        return locate(name, "scheme")
+    base = name.removesuffix(_PUBLISHED)
+    if base not in _OURS:
+        return locate(installed("scheme")[_known(name)], "scheme")
+    where = _OURS[base][0]
+    found = locate(where, "scheme")
+    # A named constructor, such as Dense.bf16, is its own published setting.
+    return found if base == name or "." in where.partition(":")[2] else found.published
+
+
+def _known(name: str) -> str:
+    base, dot, setting = name.partition(".")
+    if base in _OURS and dot and f".{setting}" != _PUBLISHED:
         raise ValueError(f"a scheme has the settings {base!r} and '{base}.published', got {name!r}")
-    module, _, path = _entry(base)[0].partition(":")
-    found: Any = import_module(module)  # Any: a module, then a class, then perhaps one of its constructors
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found.published if setting and "." not in path else found  # a named setting is its own published one
-
-
-def _entry(name: str) -> tuple[str, str]:
-    if name not in TABLE:
-        raise ValueError(f"unknown scheme {name!r}; there are {', '.join(TABLE)}{_nearest(name, list(TABLE))}")
-    return TABLE[name]
+    if name not in names():
+        raise ValueError(
+            f"unknown scheme {name!r}; there are {', '.join(names())}{_nearest(name, names())}; "
+            "others are given as package.module:Class or as path/to/file.py:Class"
+        )
+    return name
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -3,17 +3,25 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsync.core import Bucket, Comm, Report
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.core import Bucket, Comm, Cost, Detail, Report
+
+if TYPE_CHECKING:
+    from sparsync.base.sharded import ReduceScatterScheme
+
+_NO_COST = Cost()
 
 
 class Scheme(ABC):
     """One way to reduce gradients: subclass it, give it a `name`, and write `reduce`.
 
     An instance holds the state of one rank; each rank makes its own, with the same settings. The defaults describe a scheme without
-    state: nothing is saved, nothing is rolled back. A scheme with error feedback subclasses `sparsync.base.ErrorFeedbackScheme`
-    instead and writes `step`. Write a scheme as a dataclass, so that all of its settings are compared between the ranks.
+    state: nothing is saved, nothing is rolled back. A scheme with error feedback subclasses `sparsync.ErrorFeedbackScheme` instead and
+    writes `step`. Write a scheme as a dataclass, so that all of its settings are compared between the ranks.
     """
 
     name: str
@@ -25,6 +33,19 @@ class Scheme(ABC):
         Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank,
         and leave the scheme's state as it was. An exception on any rank fails the step on all ranks.
         """
+
+    def report(
+        self,
+        bucket: Bucket,
+        cost: Cost = _NO_COST,
+        selected: int | None = None,
+        union: int | None = None,
+        details: Mapping[str, Detail] | None = None,
+    ) -> Report:
+        """Return the report of one reduction. `selected` (k) and `union` (K) are all n elements where not given."""
+        n = bucket.grad.numel()
+        k, K = n if selected is None else selected, n if union is None else union
+        return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
 
     def state_dict(
         self,
@@ -56,6 +77,23 @@ class Scheme(ABC):
         """Forget thresholds, partitions and whatever else must agree across ranks, but no residual: after a failure it may differ."""
         return
 
+    def reduce_scatter_form(self) -> "ReduceScatterScheme":
+        """Return this scheme as a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.
+
+        Raises ValueError where there is none.
+        """
+        raise ValueError(
+            f"{self.name} has no reduce-scatter; for the shard axis there are SkipReduce, OkTopk and Dense. On a replicate axis every "
+            'scheme works: attach(model, scheme, replicate=mesh["replicate"])'
+        )
+
     def config_fingerprint(self) -> str:
         """Return what must be the same on every rank: all settings of a dataclass, else the class's name."""
         return repr(self) if is_dataclass(self) else type(self).__qualname__
+
+
+def overflowed(report: Report, grad: Tensor) -> bool:
+    """Return whether `grad`, as it was written on all ranks, holds NaN or Inf; the report's "overflow" counts where it has one."""
+    known = report.details.get("overflow")
+    # A host sync where the report does not say.
+    return not kernels.all_finite(grad) if known is None else bool(known)

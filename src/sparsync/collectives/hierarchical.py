@@ -1,16 +1,22 @@
 """Two levels: dense inside a node, skipping between nodes.
 
 Ranks 0..G-1 are the first node, G..2G-1 the second, and so on. Each node reduce-scatters densely, so that each of its ranks holds
-one shard of the node's sum; ranks with the same shard reduce it over the N nodes, where SkipReduce leaves out s nodes; each node
-gathers its shards. Only the links between nodes carry less, and the unit left out is a whole node.
+one chunk of the node's sum. Ranks with the same chunk reduce it over the N nodes, where SkipReduce leaves out s nodes; then each node
+gathers its chunks. Only the links between nodes carry less, and the unit left out is a whole node.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from sparsync.collectives import ring
+from sparsync.collectives.ring import (
+    ring_all_gather_,
+    ring_all_gather_cost,
+    ring_reduce_scatter_,
+    ring_reduce_scatter_cost,
+)
 from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.comm.cost import costs
 from sparsync.comm.subset import SubsetComm
 from sparsync.core import Comm, Cost, spans
 
@@ -18,32 +24,43 @@ AllReduce = Callable[[Tensor, Comm, SkipPlan, Tensor | None], None]
 AllReduceCost = Callable[[int, int, int, int, SkipPlan], Cost]
 
 
-def hierarchical_all_reduce_(
-    x: Tensor, comm: Comm, node_size: int, plan: SkipPlan, between: AllReduce, kept: Tensor | None = None
-) -> None:
-    """Writes into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one shard over the nodes.
+def hierarchical_all_reduce_cost(
+    count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: SkipPlan, between: AllReduceCost
+) -> Cost:
+    """Return what `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together.
 
-    To `kept` [n], where given, the node's sum is added on that part of this rank's shard where the node was left out.
+    `between` is the cost over a SubsetComm: for the direct form `direct_all_reduce_cost_in_messages`.
+    """
+    node, place = divmod(rank, node_size)
+    chunk = spans(count, node_size)[place]
+    inside = ring_reduce_scatter_cost(count, element_nbytes, node_size, place)
+    inside += ring_all_gather_cost(count, element_nbytes, node_size, place)
+    return inside + between(len(chunk), element_nbytes, P // node_size, node, plan)
+
+
+@costs(
+    lambda _, x, comm, node_size, plan, between, between_cost, omitted=None: hierarchical_all_reduce_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, node_size, plan, between_cost
+    )
+)
+def hierarchical_all_reduce_(
+    x: Tensor,
+    comm: Comm,
+    node_size: int,
+    plan: SkipPlan,
+    between: AllReduce,
+    between_cost: AllReduceCost,
+    omitted: Tensor | None = None,
+) -> None:
+    """Write into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one chunk over the nodes.
+
+    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given.
     Steps: 2 (G-1) + those of `between` over N ranks
     Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `between` for nbytes(x)/G between nodes
     """
     node, place = divmod(comm.rank, node_size)
     inside = SubsetComm(comm, [node * node_size + other for other in range(node_size)])
     across = SubsetComm(comm, [other * node_size + place for other in range(comm.size // node_size)])
-    shard = ring.ring_reduce_scatter_(x, inside)
-    between(shard.of(x), across, plan, shard.of(kept) if kept is not None else None)
-    ring.ring_all_gather_(x, inside)
-
-
-def cost(
-    count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: SkipPlan, between: AllReduceCost
-) -> Cost:
-    """What `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together.
-
-    `between` is the cost over a SubsetComm: for the direct form `direct.cost_in_messages`.
-    """
-    node, place = divmod(rank, node_size)
-    shard = spans(count, node_size)[place]
-    inside = ring.reduce_scatter_cost(count, element_nbytes, node_size, place)
-    inside += ring.all_gather_cost(count, element_nbytes, node_size, place)
-    return inside + between(len(shard), element_nbytes, P // node_size, node, plan)
+    chunk = ring_reduce_scatter_(x, inside)
+    between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None)
+    ring_all_gather_(x, inside)

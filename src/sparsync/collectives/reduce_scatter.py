@@ -1,7 +1,7 @@
-"""A reduce-scatter whose owners are fixed, as sharded training has them: rank r ends with the sum of chunk r, minus who is left out.
+"""A reduce-scatter with fixed owners, as sharded training has them: rank r ends with the sum of chunk r, minus who is left out.
 
 `x` [P m] is P chunks of m elements in the order of their owners. With `plan.offsets` S, owner o gets nothing from rank o + i for each i
-in S but what lies in `always`, the spans of a chunk that nobody leaves out. Sums run in a ring's order, from the rank after the owner
+in S, except inside the spans `always` of a chunk, which nobody leaves out. Sums run in a ring's order, from the rank after the owner
 round to the owner, which is also gloo's.
 """
 
@@ -10,12 +10,26 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_to_all_cost
 from sparsync.core import Comm, Cost, Span
 
 
+def reduce_scatter_cost(
+    m: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: Sequence[Span] = ()
+) -> Cost:
+    """Return what `reduce_scatter` sends from this rank."""
+    counts = [0 if o == rank else _count(m, skips(rank, o, P, plan), always) for o in range(P)]
+    return all_to_all_cost([element_nbytes * count for count in counts], rank)
+
+
+@costs(
+    lambda _, x, out, comm, plan, always=(): reduce_scatter_cost(
+        out.numel(), out.element_size(), comm.size, comm.rank, plan, always
+    )
+)
 def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: Sequence[Span] = ()) -> None:
-    """Writes to `out` [m] the sum of this rank's chunk over its contributors; `x` is not changed.
+    """Write to `out` [m] the sum of this rank's chunk over its contributors; `x` is not changed.
 
     Steps: 1
     Bytes sent per rank: (P-1-s)/P * nbytes(x), and s times the bytes of `always`
@@ -36,14 +50,8 @@ def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: S
     out.add_(chunks[rank])
 
 
-def cost(m: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: Sequence[Span] = ()) -> Cost:
-    """What `reduce_scatter` sends from this rank."""
-    counts = [0 if o == rank else _count(m, skips(rank, o, P, plan), always) for o in range(P)]
-    return all_to_all_cost([element_nbytes * count for count in counts], rank)
-
-
 def skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
-    """Whether what `source` has for the chunk of `owner` is left out."""
+    """Return whether what `source` has for the chunk of `owner` is left out."""
     return (source - owner) % P in plan.offsets
 
 

@@ -1,23 +1,47 @@
 """The ring: reduce-scatter and all-gather between neighbours, complete or with its first reduce-scatter steps left out.
 
-The ranks stand in a circle; in each step a rank sends one slice to the next and receives one from the one before. With y = rank +
-shift, a rank starts the reduce-scatter with slice y-1 and ends it with slice y, which it then owns; the all-gather passes the owned
-slices round. SkipReduce (doi 10.1145/3725843.3756092) starts the reduce-scatter s steps late, with slice y-1-s: P-1-s steps remain,
-and slice c lacks the s ranks just after its owner. The all-gather is always complete, so all ranks end with the same bits.
+The ranks stand in a circle. In each step a rank sends one chunk to the next rank and receives one from the rank before. With
+y = rank + shift, a rank starts the reduce-scatter with chunk y-1 and ends it with chunk y, which it then owns; the all-gather passes
+the owned chunks round. SkipReduce (doi 10.1145/3725843.3756092) starts the reduce-scatter s steps late, with chunk y-1-s: P-1-s steps
+remain, and chunk c lacks the s ranks just after its owner. The all-gather is always complete, so all ranks end with the same bits.
 """
 
 from torch import Tensor
 
 from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.comm.cost import costs
 from sparsync.comm.metered import send_cost
 from sparsync.core import Comm, Cost, Span, spans
 
+_DENSE = SkipPlan()
 
-def ring_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = SkipPlan(), kept: Tensor | None = None) -> None:  # noqa: B008  # frozen
-    """Writes into `x` [n], on every rank, the sums over the contributors of each slice.
 
-    `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. To `kept` [n], where given, this rank's part of `x` is added
-    where it was left out; the rest of it is not touched.
+def ring_reduce_scatter_cost(count: int, element_nbytes: int, P: int, rank: int, skip: int = 0, shift: int = 0) -> Cost:
+    """Return what `ring_reduce_scatter_` sends from this rank."""
+    return _send_costs(count, element_nbytes, P, [rank + shift - j for j in range(1 + skip, P)])
+
+
+def ring_all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: int = 0) -> Cost:
+    """Return what `ring_all_gather_` sends from this rank."""
+    return _send_costs(count, element_nbytes, P, [rank + shift - j for j in range(P - 1)])
+
+
+def ring_all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE) -> Cost:
+    """Return what `ring_all_reduce_` sends from this rank."""
+    reduced = ring_reduce_scatter_cost(count, element_nbytes, P, rank, plan.skip, plan.shift)
+    return reduced + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift)
+
+
+@costs(
+    lambda _, x, comm, plan=_DENSE, omitted=None: ring_all_reduce_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, plan
+    )
+)
+def ring_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None) -> None:
+    """Write into `x` [n], on every rank, the sum over the contributors of each chunk.
+
+    `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. Where this rank is left out, its elements of `x` are added to
+    `omitted` [n], if given. Raises ValueError for other offsets.
     Steps: 2 (P-1) - s
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
     """
@@ -25,62 +49,51 @@ def ring_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = SkipPlan(), kept: T
         return
     if plan.offsets != tuple(range(1, plan.skip + 1)):
         raise ValueError(f"a ring leaves out the offsets 1..s, got {plan.offsets}; use the direct form for other sets")
-    if kept is not None:
+    if omitted is not None:
         for span in plan.skipped(comm.rank, x.numel(), comm.size):
-            span.of(kept).add_(span.of(x))
+            span.of(omitted).add_(span.of(x))
     ring_reduce_scatter_(x, comm, plan.skip, plan.shift)
     ring_all_gather_(x, comm, plan.shift)
 
 
+@costs(
+    lambda _, x, comm, skip=0, shift=0: ring_reduce_scatter_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, skip, shift
+    )
+)
 def ring_reduce_scatter_(x: Tensor, comm: Comm, skip: int = 0, shift: int = 0) -> Span:
-    """The slice of `x` that now holds the sum over its contributors; the other slices of `x` hold partial sums.
+    """Sum one chunk of `x` over its contributors, and return its span; the other chunks of `x` hold partial sums.
 
     Steps: P-1-s
     Bytes sent per rank: (P-1-s)/P * nbytes(x)
     """
     P = comm.size
     y = (comm.rank + shift) % P
-    slices = spans(x.numel(), P)
-    arrived = x.new_empty(len(slices[0]))
+    chunks = spans(x.numel(), P)
+    arrived = x.new_empty(len(chunks[0]))
     for j in range(1 + skip, P):
-        mine = slices[(y - j - 1) % P]
+        mine = chunks[(y - j - 1) % P]
         partial = arrived[: len(mine)]
-        comm.send_recv(slices[(y - j) % P].of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
+        comm.send_recv(chunks[(y - j) % P].of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
         mine.of(x).add_(partial)
-    return slices[y]
+    return chunks[y]
 
 
+@costs(lambda _, x, comm, shift=0: ring_all_gather_cost(x.numel(), x.element_size(), comm.size, comm.rank, shift))
 def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0) -> None:
-    """Copies the slice that each rank owns, rank + shift, into `x` on all ranks.
+    """Copy the chunk that each rank owns, rank + shift, into `x` on all ranks.
 
     Steps: P-1
     Bytes sent per rank: (P-1)/P * nbytes(x)
     """
     P = comm.size
     y = (comm.rank + shift) % P
-    slices = spans(x.numel(), P)
+    chunks = spans(x.numel(), P)
     for j in range(P - 1):
-        comm.send_recv(
-            slices[(y - j) % P].of(x), (comm.rank + 1) % P, slices[(y - j - 1) % P].of(x), (comm.rank - 1) % P
-        )
+        out, into = chunks[(y - j) % P], chunks[(y - j - 1) % P]
+        comm.send_recv(out.of(x), (comm.rank + 1) % P, into.of(x), (comm.rank - 1) % P)
 
 
-def reduce_scatter_cost(count: int, element_nbytes: int, P: int, rank: int, skip: int = 0, shift: int = 0) -> Cost:
-    """What `ring_reduce_scatter_` sends from this rank."""
-    return _sends(count, element_nbytes, P, [rank + shift - j for j in range(1 + skip, P)])
-
-
-def all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: int = 0) -> Cost:
-    """What `ring_all_gather_` sends from this rank."""
-    return _sends(count, element_nbytes, P, [rank + shift - j for j in range(P - 1)])
-
-
-def cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = SkipPlan()) -> Cost:  # noqa: B008  # frozen
-    """What `ring_all_reduce_` sends from this rank."""
-    reduced = reduce_scatter_cost(count, element_nbytes, P, rank, plan.skip, plan.shift)
-    return reduced + all_gather_cost(count, element_nbytes, P, rank, plan.shift)
-
-
-def _sends(count: int, element_nbytes: int, P: int, numbers: list[int]) -> Cost:
-    slices = spans(count, P)
-    return sum((send_cost(element_nbytes * len(slices[number % P])) for number in numbers), Cost())
+def _send_costs(count: int, element_nbytes: int, P: int, numbers: list[int]) -> Cost:
+    chunks = spans(count, P)
+    return sum((send_cost(element_nbytes * len(chunks[number % P])) for number in numbers), Cost())

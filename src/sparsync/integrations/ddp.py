@@ -14,7 +14,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
 from sparsync.integrations.doctor import doctor
-from sparsync.integrations.handle import Handle, config_fingerprint
+from sparsync.integrations.handle import Handle
 from sparsync.integrations.residual_scale import Terms
 from sparsync.schemes.dense import Dense
 
@@ -91,7 +91,7 @@ def attach(
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)
-    comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=config_fingerprint(scheme))
+    comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=scheme.config_fingerprint())
     handle = DdpHandle(ddp_model, scheme, comm, Terms(optimizer, scaler))
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle

@@ -16,14 +16,14 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.integrations.findings import Axis
 from sparsync.integrations.fsdp2_doctor import examined
 from sparsync.integrations.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
-from sparsync.integrations.handle import Handle, Stateful, config_fingerprint
+from sparsync.integrations.handle import Handle, Stateful
 from sparsync.integrations.residual_scale import Terms
-from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
 
 
 class Fsdp2Handle(Handle):
@@ -113,14 +113,14 @@ class Fsdp2Handle(Handle):
 class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
 
-    scheme: ShardedScheme
+    scheme: ReduceScatterScheme
 
-    def __init__(self, scheme: ShardedScheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
+    def __init__(self, scheme: ReduceScatterScheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
         super().__init__(scheme, comm, units, terms)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
             unit.module.set_custom_reduce_scatter(_OurReduceScatter(self, unit))
-        if scheme.by_name:
+        if scheme.needs_layout:
             self._count_unused()
 
     def detach(self) -> None:
@@ -143,7 +143,7 @@ class ShardHandle(Fsdp2Handle):
             )
         _, owners = self.place
         kept = {
-            piece(name, owner): part
+            shard_name(name, owner): part
             for name, flat in whole.items()
             for owner, part in enumerate(known[name].cut(flat, owners))
         }
@@ -159,11 +159,11 @@ class ShardHandle(Fsdp2Handle):
             )
         rank, P = self.place
         lengths = unit.lengths(out.numel())
-        if lengths is None and self.scheme.by_name:
+        if lengths is None and self.scheme.needs_layout:
             raise self._incomplete(unit, out)
         lengths = [("parameters", out.numel())] if lengths is None else lengths
-        bucket = Bucket(unit.key, x, self._open(unit), pieces(lengths, P))
-        into = Bucket(unit.key, out, bucket.step, own_pieces(lengths, rank))
+        bucket = Bucket(unit.key, x, self._open(unit), shard_layout(lengths, P))
+        into = Bucket(unit.key, out, bucket.step, own_shard_layout(lengths, rank))
         self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
 
     def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
@@ -177,9 +177,9 @@ class ShardHandle(Fsdp2Handle):
         _, owners = self.place
         trained = [each for unit in self._units for each in unit.sharded()]
         return [
-            (each, [kept[piece(each.name, owner)] for owner in range(owners)])
+            (each, [kept[shard_name(each.name, owner)] for owner in range(owners)])
             for each in trained
-            if piece(each.name, 0) in kept
+            if shard_name(each.name, 0) in kept
         ]
 
 
@@ -247,7 +247,7 @@ class _OurReduceScatter(ReduceScatter):
 class _Into:
     """A reduce-scatter as a dispatcher calls it: the result goes to `out`."""
 
-    scheme: ShardedScheme
+    scheme: ReduceScatterScheme
     out: Tensor
     average: bool
     ranks: int
@@ -286,9 +286,9 @@ def attach_fsdp2(
         warnings.warn(str(finding), stacklevel=3)
     units = units_of(model)
     if replicate is None:
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=config_fingerprint(scheme))
-        return ShardHandle(sharded(scheme), comm, units, Terms(optimizer, scaler))
-    said = f"{config_fingerprint(scheme)} and parameters {fingerprint(units)}"
+        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=scheme.config_fingerprint())
+        return ShardHandle(scheme.reduce_scatter_form(), comm, units, Terms(optimizer, scaler))
+    said = f"{scheme.config_fingerprint()} and parameters {fingerprint(units)}"
     comm = GroupComm.private(process_group(replicate), timeout_s, fingerprint=said)
     return ReplicateHandle(scheme, comm, units, Terms(optimizer, scaler))
 

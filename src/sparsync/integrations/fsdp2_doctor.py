@@ -9,7 +9,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
-from sparsync.schemes.sharded import sharded
 
 _ONE_AXIS = (
     'mesh = init_device_mesh(device, (nodes, gpus), mesh_dim_names=("replicate", "shard")); fully_shard(module, mesh=mesh["shard"]) '
@@ -82,7 +81,7 @@ def _shard_axis(units: list[Unit], scheme: Scheme) -> Iterator[Finding]:
     group = units[0].shard_group
     assert group is not None
     try:
-        sharded(scheme)
+        scheme.reduce_scatter_form()
     except ValueError as error:
         what, _, cure = str(error).partition("; ")
         yield Finding(what, cure, ValueError)

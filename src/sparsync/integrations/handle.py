@@ -3,17 +3,14 @@
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Report
 from sparsync.feedback import state_from
 from sparsync.integrations.dispatcher import Dispatcher
 from sparsync.integrations.residual_scale import Terms
 from sparsync.integrations.rollback import Rollback
-from sparsync.schemes.per_parameter import PerParameter
 
 KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
 
@@ -113,13 +110,6 @@ class Handle:
         factors = self._terms.factors(self._names)
         if factors:
             self.scheme.rescale_residual(factors)
-
-
-def config_fingerprint(scheme: Scheme) -> str:
-    """What all ranks must have alike; of a scheme that is no dataclass only the kind is known."""
-    if isinstance(scheme, PerParameter):
-        return f"{config_fingerprint(scheme.default)}, { ({pattern: config_fingerprint(each) for pattern, each in scheme.patterns.items()}) }"
-    return repr(scheme) if is_dataclass(scheme) else type(scheme).__qualname__
 
 
 def _nothing() -> None:

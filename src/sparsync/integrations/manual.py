@@ -16,7 +16,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.integrations.handle import config_fingerprint
 from sparsync.integrations.rollback import Rollback
 from sparsync.schemes.dense import Dense
 
@@ -107,7 +106,7 @@ def _connection(
         )
     if known is None:
         known = _CONNECTIONS[model] = _Connection(
-            scheme, GroupComm.private(group, timeout_s, fingerprint=config_fingerprint(scheme))
+            scheme, GroupComm.private(group, timeout_s, fingerprint=scheme.config_fingerprint())
         )
     known.step = known.step if step is None else step
     if known.group.group is None:  # closed by a failure

@@ -2,8 +2,8 @@
 
 from typing import Protocol, runtime_checkable
 
+from sparsync.base.scheme import overflowed
 from sparsync.core import Bucket, Comm, Report
-from sparsync.feedback import overflowed
 
 
 @runtime_checkable

@@ -6,8 +6,10 @@ from typing import Literal, Self, get_args
 import torch
 
 from sparsync.base.scheme import Scheme
-from sparsync.collectives import ring
-from sparsync.comm.metered import all_reduce_cost
+from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.collectives.exchange import all_reduce
+from sparsync.collectives.ring import ring_all_reduce_
+from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Report
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
@@ -16,7 +18,7 @@ Form = Literal["native", "ring"]
 
 @dataclass
 class Dense(Scheme):
-    """The mean gradient, all of it.
+    """Write the mean gradient, all of it.
 
     In 16 bits every addition on the way rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
     """
@@ -32,27 +34,36 @@ class Dense(Scheme):
 
     @classmethod
     def published(cls) -> Self:
-        """What DistributedDataParallel does without a hook: sum in the gradient's precision, divided by P."""
+        """Return what DistributedDataParallel does without a hook: sum in the gradient's precision, divided by P."""
         return cls()
 
     @classmethod
     def bf16(cls, form: Form = "native") -> Self:
-        """Half the bytes of float32 at its range: the honest baseline of every compressor."""
+        """Return the reduction in bfloat16: half the bytes of float32 at its range, the honest baseline of every compressor."""
         return cls(wire="bfloat16", form=form)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         grad, P = bucket.grad, comm.size
+        if P == 1:
+            return self.report(bucket)
         dtype = grad.dtype if self.wire == "gradient" else getattr(torch, self.wire)
-        measure = ring.cost if self.form == "ring" else all_reduce_cost
-        cost = measure(grad.numel(), dtype.itemsize, P, comm.rank)
-        if P > 1:
+        with recorded_cost() as cost:
             if self.form == "ring":
                 total = grad.to(dtype)
-                ring.ring_all_reduce_(total, comm)
+                ring_all_reduce_(total, comm)
             else:
-                total = comm.all_reduce(grad.to(dtype))
-            # Divided before it is rounded to the gradient's type, in which the sum might overflow.
-            exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
-            torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
-        n = grad.numel()
-        return Report(self.name, bucket.key, bucket.step, n, n, n, cost)
+                total = all_reduce(grad.to(dtype), comm)
+        # Divided before it is rounded to the gradient's type, in which the sum might overflow.
+        exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
+        torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
+        return self.report(bucket, cost.total)
+
+    def reduce_scatter_form(self) -> ReduceScatterScheme:
+        if self.wire == "gradient":
+            from sparsync.schemes.skip_reduce import SkipReduce, SkipReduceScatter
+
+            return SkipReduceScatter(SkipReduce(skip=0), self.name)
+        raise ValueError(
+            f"a reduce-scatter of wire={self.wire!r} is FSDP2's own matter; "
+            f"use fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{self.wire})) and Dense()"
+        )

@@ -1,184 +1,259 @@
-"""MiCRO: exclusive partitions that go round the ranks, so that the union of all selections is as large as asked (arXiv 2310.00967).
+"""MiCRO: exclusive partitions that rotate over the ranks, so that the union of all selections is as large as asked (arXiv 2310.00967).
 
 Rank r looks for large elements in partition (t + r) mod P of its own accumulated gradient only. The positions found by all ranks never
 meet, and every rank sends its value at each of them.
 
-`published()` is the paper's algorithm: one threshold for all, scaled by a fixed factor a step until the union has density * n elements.
-The plain setting spreads every partition over the whole vector, so that layers of different scale load all ranks alike. It replaces
-the threshold: the ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
-may send, and send exactly density * n elements, at every scale of the gradient and from the first step. Nothing but residuals is kept that
-changes a result.
+`published()` is the paper's algorithm: adjacent partitions, and one threshold for all, scaled by a fixed factor a step until the union
+has density * n elements. The plain setting replaces both. Its partitions are block-cyclic, so that layers of different scale load all
+ranks alike. The ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
+sends, and send exactly density * n elements, at every scale of the gradient and from the first step on.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
 code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
 bytes, not 8; the threshold falls again where the union is up to 9 % too small. `bug_compatible=True` takes the last two differences back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.base.error_feedback import Keeping
-from sparsync.collectives.union_all_reduce import all_gather_padded, counts_cost, exchange_counts, padded_cost
-from sparsync.comm.metered import all_gather_cost
-from sparsync.control import ByBucket, ThresholdScaling
-from sparsync.core import Bucket, Comm, Report, Sparse, spans
-from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
+from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
+from sparsync.collectives.exchange import all_gather
+from sparsync.collectives.union_all_reduce import all_gather_padded, exchange_counts, mean_at, padding
+from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Span, Sparse, raise_if_found_inf, spans
+from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.phases import phase
-from sparsync.schemes.exclusive import (
-    NORMS_AND_BIASES,
-    Choice,
-    Poisoned,
-    Rule,
-    check_settings,
-    empty_report,
-    pass_on_poison,
-    reduce_choice,
-)
-from sparsync.selection.budget import TAKEN, budget
-from sparsync.selection.partition import BlockCyclic, by_rank, turn
-from sparsync.selection.quotas import LADDER_NBYTES, POISONED, RUNGS, ladder, quotas, rung_counts
-from sparsync.selection.threshold import select_above
-from sparsync.selection.topk import WARM, count_for
+from sparsync.selection.budget import budget
+from sparsync.selection.density import check_density, count_for
+from sparsync.selection.partition import BlockCyclic, Partition, by_rank, rotation
+from sparsync.selection.tail_sketch import quotas, sketch
+from sparsync.selection.threshold import ThresholdScaling, select_above
 from sparsync.wire import indices
-from sparsync.wire.values import Values
+from sparsync.wire.values import ValueCodec, Values, check_values
+
+Rule = Literal["quotas", "threshold"]
+NORMS_AND_BIASES = ("*bias", "*norm*", "*bn*", "*.ln_*")  # a few elements each, and many an update depends on them
+SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What all ranks selected together; every rank holds the same, but `threshold`."""
+
+    index: Tensor  # [K] all positions: those that all ranks knew beforehand, then each rank's, in rank order
+    counts: Sequence[int]  # how many of them each rank selected
+    threshold: float  # this rank selected nothing smaller
+    known: int = 0  # how many all ranks knew beforehand
+    details: Mapping[str, Detail] = field(default_factory=dict)
+    commit: Callable[[], None] = lambda: None  # as Update's
+
+
+class Selector(Protocol):
+    """One way for the ranks to agree on positions, each looking in its own partition. Raises NonFiniteError on all ranks."""
+
+    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection: ...
 
 
 @dataclass
-class _State:
-    """What one rank carries from step to step."""
+class MiCRO(ErrorFeedbackScheme):
+    """Send all ranks' values at the positions that some rank found large in its partition; the mean divides by P.
 
-    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
-    scaling: ByBucket[ThresholdScaling] = field(default_factory=lambda: ByBucket(ThresholdScaling))
-    bounds: dict[str, float] = field(default_factory=dict)  # where each bucket's selection looks first; may be wrong
-
-
-@dataclass
-class MiCRO(Keeping):
-    """All ranks' values at the positions that some rank found large in its partition, divided by P; the rest stays in the residual.
-
-    Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; the word rides on the first message.
+    Where any rank holds NaN or Inf, every gradient becomes NaN and nothing else changes; this travels on the first message.
     """
+
+    # Share of the elements in the union of all ranks; 0.001 in the authors' scripts.
+    density: float = 0.01
+    # Share of the budget for a window that cycles: no element waits longer than 1/(refresh * density) steps.
+    refresh: float = 0.05
+    # Names or patterns of parameters that are sent whole while they fit a tenth of the budget.
+    dense: Sequence[str] = NORMS_AND_BIASES
+    rule: Rule = "quotas"  # "quotas": exact counts; "threshold": the paper's
+    bug_compatible: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
+    values: Values = "float32"  # how values travel; what rounding drops stays in the residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
 
     name = "micro"
 
-    density: float = 0.01  # share of the elements in the union of all ranks; 0.001 in the authors' scripts
-    refresh: float = 0.05  # share of the budget for a window that goes round: no element waits longer than 1/(refresh * density) steps
-    dense: Sequence[str] = (
-        NORMS_AND_BIASES  # names or patterns of parameters sent whole while they fit a tenth of the budget
-    )
-    rule: Rule = "quotas"  # "quotas": exact; "threshold": the paper's
-    bug_compatible: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
-    values: Values = "float32"  # how values travel; what rounding takes away stays in the residual
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
-    _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
-        check_settings(self.density, self.refresh, self.dense, self.rule, self.bug_compatible, self.values)
-        check_residuals(self.residuals)
-        self._state.feedback.precision = self.residuals
+        super().__post_init__()
+        self._check()
+        self.selector = self._selector()
 
     @classmethod
     def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
-        """The paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
+        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
         return cls(density=density, refresh=0.0, dense=(), rule="threshold", bug_compatible=bug_compatible)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        if not bucket.grad.numel():
-            return empty_report(self.name, bucket)
-        total = self._state.feedback.accumulate(bucket, comm.rank)
-        scaling = self._state.scaling.of(bucket, comm.size) if self.rule == "threshold" else None
-        choice = self._by_quotas(total, bucket, comm) if scaling is None else self._by_threshold(total, scaling, comm)
-        if isinstance(choice, Poisoned):
-            return pass_on_poison(self.name, bucket, choice)
-        report = reduce_choice(self.name, bucket, total, choice, comm, self.values)
-        if scaling is not None and not report.details["overflow"]:
-            scaling.accept(choice.threshold, report.union)
-        return report
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        selection = self.selector.select(acc, bucket, comm)
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        mean = mean_at(acc.values, selection.index, bucket.grad.dtype, comm, quantizer)
+        n = bucket.grad.numel()
+        return Update(
+            Sparse(mean.index, mean.value, n),
+            cleared=mean.index,
+            selected=selection.counts[comm.rank] + selection.known,
+            errors=[] if mean.error is None else [Sparse(mean.index, mean.error, n)],
+            details={
+                "threshold": selection.threshold,
+                "padding": padding(selection.counts),
+                **selection.details,
+            },
+            commit=selection.commit,
+        )
 
-    def reset_shared_state(self) -> None:
-        self._state.scaling.load_state_dict({})
+    def _selector(self) -> Selector:
+        if self.rule == "quotas":
+            return QuotaSelection(self.density, self.dense, self.refresh)
+        return ThresholdSelection(
+            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans()
+        )
 
-    @property
-    def _kept(self) -> ErrorFeedback:
-        return self._state.feedback
+    def _check(self) -> None:
+        check_density(self.density)
+        check_values(self.values)
+        if not 0 <= self.refresh <= 1:
+            raise ValueError(f"refresh must be in [0, 1], the share of the budget that cycles, got {self.refresh}")
+        if isinstance(self.dense, str):
+            raise ValueError(f"dense takes a list of parameter names or patterns, got the string {self.dense!r}")
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}")
+        if self.rule == "threshold" and (self.refresh or self.dense):
+            raise ValueError(
+                f'the published rule "threshold" knows no refresh and no dense parameters, got refresh={self.refresh}, '
+                f"dense={tuple(self.dense)}; pass refresh=0, dense=(), or use published()"
+            )
+        if self.bug_compatible and self.rule != "threshold":
+            raise ValueError('bug_compatible=True goes with rule="threshold"; use published(bug_compatible=True)')
 
-    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
-        return {"residual": self._state.feedback.state_dict(), "scaling": self._state.scaling.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residual, scaling = (state_from(state, key, "MiCRO") for key in ("residual", "scaling"))
-        self._state.feedback.load_state_dict(residual)
-        self._state.scaling.load_state_dict(scaling)
+class Partitioner(Protocol):
+    """Which span of the vector each of P partitions is at this step."""
 
-    def _by_threshold(self, total: Accumulated, scaling: ThresholdScaling, comm: Comm) -> Choice | Poisoned:
-        acc, n, P = total.acc, total.acc.numel(), comm.size
-        partition = spans(n, P)[turn(comm.rank, scaling.step, P)]
-        k = max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
+    def spans(self, bucket: Bucket, P: int) -> Sequence[Span]: ...
+
+    def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
+        """Take note of a step in which rank r selected `counts[r]` elements."""
+        ...
+
+
+class EqualSpans:
+    """MiCRO's partitions: of equal length, always the same."""
+
+    def spans(self, bucket: Bucket, P: int) -> Sequence[Span]:
+        return spans(bucket.grad.numel(), P)
+
+    def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
+        return
+
+
+@dataclass
+class ThresholdSelection:
+    """The paper's: each rank selects what reaches one threshold in its partition; counts and padded positions are gathered."""
+
+    density: float
+    bug_compatible: bool
+    scaling: ByBucket[ThresholdScaling]
+    partitioner: Partitioner
+
+    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+        n, P = bucket.grad.numel(), comm.size
+        scaling = self.scaling.of(bucket, P)
+        t, k = scaling.step, max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
+        partitions = self.partitioner.spans(bucket, P)
+        mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
+        values = acc.values
         with phase("select"):
-            index = select_above(acc, threshold, partition, scaling.step)  # [k_r]
-        counts = exchange_counts(index.numel(), not total.finite, comm, acc.device)
-        if counts is None:
-            return Poisoned(counts_cost(P))
-        sent = index if self.bug_compatible else index.to(torch.int32)
-        union = all_gather_padded(sent, counts, comm).long()  # [K]
-        cost = counts_cost(P) + padded_cost(counts, sent.element_size())
-        return Choice(cost, union[:0], union, counts, threshold)
+            index = select_above(mine.of(values), threshold, t) + mine.start  # [k_r]
+        counts = exchange_counts(index.numel(), acc.finite, comm, values.device)
+        union = all_gather_padded(index if self.bug_compatible else index.to(torch.int32), counts, comm).long()  # [K]
 
-    def _by_quotas(self, total: Accumulated, bucket: Bucket, comm: Comm) -> Choice | Poisoned:
-        acc, n, P = total.acc, total.acc.numel(), comm.size
-        partitions, mine = BlockCyclic(n, P), turn(comm.rank, bucket.step, P)
+        def commit() -> None:
+            scaling.accept(threshold, union.numel())
+            self.partitioner.accept(bucket, counts)
+
+        return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
+
+
+def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
+    """Return what a report says about partitions."""
+    lengths = [len(partition) for partition in partitions]
+    return {"shortest_partition": min(lengths), "longest_partition": max(lengths)}
+
+
+@dataclass
+class QuotaSelection:
+    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest."""
+
+    density: float
+    dense: Sequence[str]
+    refresh: float
+    partition: Callable[[int, int], Partition] = BlockCyclic
+
+    def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
+        P, t, values = comm.size, bucket.step, acc.values
         with phase("select"):
-            step = budget(self.density, bucket.layout, self.dense, self.refresh, bucket.step)
-            known = step.known_index(acc.device)
-            part, place = partitions.places(known)
-            taken = torch.bincount(part, minlength=P).tolist()  # a host sync; how much is sent depends on it
-            free = [length - count for length, count in zip(partitions.lengths(), taken, strict=True)]
-            free, lengths = by_rank(free, bucket.step), by_rank(partitions.lengths(), bucket.step)
-            open_part, taken_here = partitions.of(acc, mine), place[part == mine]
-            open_part[taken_here] = 0.0  # is sent anyway, so that nobody chooses it again
-            rungs = rung_counts(step.open_count, P, free[comm.rank])
-            found = self._largest(open_part, max(rungs), bucket.key)
-            told = ladder(found.value, rungs)
-            if not total.finite:
-                told.fill_(POISONED)
-        ladders = torch.stack(comm.all_gather(told, [len(RUNGS)] * P))  # [P, rungs]
-        cost = all_gather_cost(LADDER_NBYTES, P)
-        if bool((ladders < 0).any()):
-            return Poisoned(cost)
+            allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
+            partition = self.partition(bucket.grad.numel(), P)
+            mine = examine(values, partition, allowed.known_index(acc.residual.device), comm.rank, t)
+            points = [[max(1, int(allowed.open_count * point / P)) for point in SAMPLE_POINTS]] * P
+            points = [[min(free, point) for point in row] for free, row in zip(mine.free, points, strict=True)]
+            found = acc.top_k_nonzero_of(mine.chunk, max(points[comm.rank]))
+            levels = sketch(found.value, points[comm.rank]).to(torch.int16)
+            if not acc.finite:
+                levels.fill_(FOUND_INF)
+        sketches = torch.stack(all_gather(levels, [len(SAMPLE_POINTS)] * P, comm))  # [P, points]
+        raise_if_found_inf(sketches.flatten().tolist())
         with phase("select"):
-            counts = quotas(ladders, free, step.open_count)
-            own = _first(found, counts[comm.rank], open_part, taken_here)
+            counts = quotas(sketches, points, mine.free, allowed.open_count)
+            own = mine.largest(found, counts[comm.rank])
         with phase("encode"):
-            packet = indices.encode_fixed_length(own.index, lengths[comm.rank])
-        packets = comm.all_gather(packet, list(map(indices.fixed_length_nbytes, counts, lengths)))
-        cost += all_gather_cost(packet.numel(), P)
+            packet = indices.encode_fixed_length(own.index, mine.lengths[comm.rank])
+        packets = all_gather(packet, list(map(indices.fixed_length_nbytes, counts, mine.lengths)), comm)
         with phase("decode"):
-            places = map(indices.decode_fixed_length, packets, counts, lengths)
-            chosen = torch.cat(list(map(partitions.positions, by_rank(range(P), bucket.step), places))).long()
-        threshold = float(own.value.abs().min()) if own.index.numel() else 0.0
-        return Choice(cost, known, chosen, counts, threshold)
-
-    def _largest(self, part: Tensor, k: int, key: str) -> Sparse:
-        """The `k` largest elements of `part` that are not zero, or all; the last step's smallest says where to look first."""
-        found = kernels.top_k_nonzero(part, min(k, part.numel()), bound=self._state.bounds.get(key))
-        self._state.bounds[key] = WARM * float(found.value.abs().min()) if found.index.numel() else 0.0
-        return found
+            places = map(indices.decode_fixed_length, packets, counts, mine.lengths)
+            positions = list(map(partition.positions, by_rank(range(P), t), places))
+            index = torch.cat([mine.known, *positions])
+        return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel())
 
 
-def _first(found: Sparse, count: int, part: Tensor, taken: Tensor) -> Sparse:
-    """The `count` largest of `part` outside the places `taken`, of which `found` holds the largest that are not zero."""
-    if count == found.index.numel():
-        return found
-    if count < found.index.numel():
-        top = kernels.top_k(found.value, count)
-        return Sparse(found.index[top.index], top.value, found.length)
-    magnitude = part.abs()  # zeros, too, or more than a ladder tells of
-    magnitude[taken] = TAKEN
-    index = kernels.argtopk(magnitude, count).to(torch.int32)
-    return Sparse(index, part[index], found.length)
+@dataclass(frozen=True)
+class Examined:
+    """The partition that this rank examines, without the positions that all ranks send anyway."""
+
+    known: Tensor  # positions that all ranks send anyway, int64
+    chunk: Tensor  # the elements of the partition, zero at `taken`
+    taken: Tensor  # places of the known positions in it
+    lengths: list[int]  # of the partition of each rank, in rank order
+    free: list[int]  # how many of these are not known
+
+    def largest(self, found: Sparse, count: int) -> Sparse:
+        """Return the `count` largest elements outside `taken`, of which `found` holds the largest that are not zero."""
+        if count == found.index.numel():
+            return found
+        if count < found.index.numel():
+            top = kernels.top_k(found.value, count)
+            return Sparse(found.index[top.index], top.value, found.length)
+        # Zeros too, or more than were looked for. -1 is below every magnitude.
+        magnitude = self.chunk.abs()
+        magnitude[self.taken] = -1.0
+        index = kernels.argtopk(magnitude, count).to(torch.int32)
+        return Sparse(index, self.chunk[index], found.length)
+
+
+def examine(acc: Tensor, partition: Partition, known: Tensor, rank: int, step: int) -> Examined:
+    """Return what `rank` examines of `acc` [n] at `step`, outside the positions `known` to all."""
+    lengths = partition.lengths()
+    mine = rotation(rank, step, len(lengths))
+    p, place = partition.places(known)
+    # A host sync: how much is sent depends on it.
+    taken = torch.bincount(p, minlength=len(lengths)).tolist()
+    free = [length - count for length, count in zip(lengths, taken, strict=True)]
+    chunk, taken_here = partition.of(acc, mine), place[p == mine]
+    chunk[taken_here] = 0.0
+    return Examined(known, chunk, taken_here, by_rank(lengths, step), by_rank(free, step))

@@ -3,80 +3,96 @@
 Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the k largest
 sums of all regions survive and are gathered. A rank clears what it contributed to a survivor and keeps everything else.
 
-`OkTopk.published()` is the paper's algorithm, the line numbers are those of its text in `oktopk_published`. Differs from the paper there:
+`OkTopk.published()` is the paper's algorithm, in `oktopk_published`. Differs from the paper there:
 - The learning rate stays outside: the residual is in units of the gradient, and `rescale_residual` with old rate / new rate keeps
   rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
-- What is level with a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
+- What equals a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
 - When thresholds are re-evaluated every sum has reached every rank already, so the survivors are not gathered a second time.
 - A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
 
 The plain constructor differs more, so that traffic has a bound and nothing drifts:
 - Selections are exact in every step. What threshold is kept says where to look first, so neither scale nor its changes matter.
 - A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
-- Which survive is told by a few magnitudes of each region (`selection.regions`): exactly k, about the k largest sums.
+- How many survive in each region is computed from a tail sketch of each (`selection.tail_sketch`): exactly k, about the k largest sums.
 - Regions follow the survivors, whose positions all ranks know, at every step and without traffic.
 - Survivors are balanced such that the most any rank sends is least, where the bound or `imbalance` asks for it.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, get_args
 
 import torch
+from torch import Tensor
 
 from sparsync import kernels
-from sparsync.base.error_feedback import Keeping
-from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Comm, Cost, Report
-from sparsync.feedback import Accumulated, ErrorFeedback, Residuals, check_residuals, state_from
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.collectives import sparse_allreduce
+from sparsync.collectives.exchange import all_gather, all_reduce
+from sparsync.collectives.sparse_allreduce import ElementCodec, Reduced
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf
+from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.phases import phase
-from sparsync.schemes.oktopk_exact import exact_step
-from sparsync.schemes.oktopk_published import Settings, published_step
-from sparsync.schemes.oktopk_step import Control, Outcome, Poisoned
-from sparsync.selection import regions
-from sparsync.selection.topk import check_density, count_for
+from sparsync.selection.density import check_density, count_for
+from sparsync.selection.tail_sketch import quotas, sketch
 from sparsync.wire.elements import Elements
 from sparsync.wire.values import Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
+WORDS = 2  # of an element on the wire, at most: its position and its value
+_SKETCH_BITS = 31
+_SKETCH_WORDS = 6  # how many sums a region has, and the levels of five sample points
 
 
 @dataclass
-class _State:
-    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
-    control: dict[str, Control] = field(default_factory=dict)  # by bucket key
+class Control:
+    """What one rank knows of one bucket besides its residual; the local threshold is its own, the rest the same on all ranks."""
+
+    t: int = 0  # steps
+    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
+    # Of the published rules only; None: to be evaluated.
+    local_threshold: float | None = None
+    global_threshold: float | None = None
+
+    def regions(self, n: int, P: int) -> tuple[Span, ...]:
+        """Return the region of each rank."""
+        return sparse_allreduce.regions_of(self.boundaries or sparse_allreduce.equal_boundaries(n, P), n)
+
+    def become(self, other: "Control") -> None:
+        """Take over all of `other`."""
+        self.__dict__.update(other.__dict__)
 
 
 @dataclass
-class OkTopk(Keeping):
-    """The k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
+class OkTopk(ErrorFeedbackScheme):
+    """Write the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
 
     The result has exactly min(k, non-zero sums) elements. In words of 4 bytes (a float32 value or a position), counts included, no rank
     sends more than 6k (P-1)/P in any step, whatever the gradients, as long as k (4P - 6) >= 9P (P-1): from k = 9 for 2 ranks, 20 for 8,
     578 for 256. Below that at most 9 (P-1) words more. `published()` has no such bound.
-    Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and keep residual and
-    thresholds as they were before this step.
+    Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and residual and thresholds
+    stay as they were before this step.
     """
 
-    name = "oktopk"
-
     density: float = 0.01  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
-    rule: Rule = (
-        "exact"  # "paper", "code": thresholds kept between re-evaluations, as they are or scaled as the authors do
-    )
+    # "paper", "code": thresholds kept between re-evaluations, as they are or scaled as the authors do.
+    rule: Rule = "exact"
     imbalance: float = 1.2  # a region's survivors over the mean, at most, before some move to other ranks; paper: 4
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
     threshold_steps: int = 32  # tau', "paper" and "code" only: steps between two re-evaluations of the thresholds
     region_steps: int = 64  # tau, "paper" and "code" only: steps between two divisions into regions
-    values: Values = "float32"  # how values travel, "exact" only; what rounding takes away stays in the residuals
-    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds away
-    _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
+    values: Values = "float32"  # how values travel, "exact" only; what rounding drops stays in the residuals
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "oktopk"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.control = self.shared_state("control", Control)
         check_density(self.density)
         check_values(self.values)
-        check_residuals(self.residuals)
-        self._state.feedback.precision = self.residuals
         if self.rule != "exact" and self.values != "float32":
             raise ValueError(f'the published rules send float32 values, got values={self.values!r}; use rule="exact"')
         if self.rule not in get_args(Rule):
@@ -100,7 +116,7 @@ class OkTopk(Keeping):
         dense_steps: int = 0,
         bug_compatible: bool = False,
     ) -> Self:
-        """The paper's algorithm with the settings of its VGG-16 runs.
+        """Return the paper's algorithm with the settings of its VGG-16 runs.
 
         `bug_compatible` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does.
         """
@@ -108,90 +124,219 @@ class OkTopk(Keeping):
         return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        n, P = bucket.grad.numel(), comm.size
-        control = self._control(bucket, P)
-        if n == 0 or control.t < self.dense_steps:
-            return self._dense(bucket, control, comm)
-        outcome, total = self._step(bucket, control, comm)
-        if isinstance(outcome, Poisoned):
-            bucket.grad.fill_(torch.nan)
-            return Report(self.name, bucket.key, bucket.step, n, 0, n, outcome.cost, details={"overflow": True})
-        mean = outcome.mean.value.to(bucket.grad.dtype)
-        overflow = not kernels.all_finite(mean)  # a host sync; what all ranks received, so all decide alike
-        with phase("apply"):
-            if overflow:  # all ranks see it in the gradient, and nothing else changes
-                bucket.grad.zero_()
-            else:
-                total.keep(bucket)
-                kernels.clear_(total.residual, outcome.cleared)
-                for error in outcome.errors:
-                    kernels.scatter_add_(total.residual, error)
-                self._state.control[bucket.key] = replace(outcome.control, t=control.t + 1)
-            kernels.put_(bucket.grad, outcome.mean.index, mean)
-        union = outcome.mean.index.numel()
-        return Report(
-            self.name,
-            bucket.key,
-            bucket.step,
-            n,
-            outcome.selected,
-            union,
-            outcome.cost,
-            details=outcome.details | {"overflow": overflow},
-        )
+        if bucket.step >= self.dense_steps:
+            return super().reduce(bucket, comm)
+        # There is no residual yet.
+        with recorded_cost() as cost:
+            if bucket.grad.numel() and comm.size > 1:
+                bucket.grad.copy_(all_reduce(bucket.grad, comm).div_(comm.size))
+        self.control.of(bucket, comm.size).t += 1
+        return self.report(bucket, cost.total, details={"dense": True})
 
-    def reset_shared_state(self) -> None:
-        self._state.control.clear()
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        k, control = count_for(self.density, bucket.grad.numel()), self.control.of(bucket, comm.size)
+        if self.rule != "exact":
+            from sparsync.schemes import oktopk_published
 
-    @property
-    def _kept(self) -> ErrorFeedback:
-        return self._state.feedback
+            return oktopk_published.step(self, acc, k, control, bucket, comm)
+        return self._exact_step(acc, k, control, bucket, comm)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self._state.feedback.rescale(factors)
-        for control in self._state.control.values():
-            among = {factors.get(name, 1.0) for name in control.names}
-            factor = among.pop() if len(among) == 1 else None  # several rates in one bucket: evaluate anew
+        super().rescale_residual(factors)
+        for names, control in self.control.by_names():
+            found = {factors.get(name, 1.0) for name in names}
+            # Several rates in one bucket: evaluate the thresholds again.
+            factor = found.pop() if len(found) == 1 else None
             control.local_threshold = _times(control.local_threshold, factor)
             control.global_threshold = _times(control.global_threshold, factor)
 
-    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
-        control = {key: asdict(each) for key, each in self._state.control.items()}
-        return {"residual": self._state.feedback.state_dict(), "control": control}
+    def reduce_scatter_form(self) -> ReduceScatterScheme:
+        return OkTopkReduceScatter(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residual, control = (state_from(state, key, "OkTopk") for key in ("residual", "control"))
-        self._state.feedback.load_state_dict(residual)
-        self._state.control.clear()
-        self._state.control.update({key: Control(**each) for key, each in control.items()})
+    def _exact_step(self, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
+        n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
+        regions = control.regions(n, P)
+        own = regions[rank]
+        mine = acc.top_k_nonzero(most_sent(k, n, P), skip=own)
+        region = own.of(acc.values)  # all of this rank's own region counts, at no cost
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
+        with phase("select"):
+            top = kernels.top_k_nonzero(region, k)
+            assert reduced.before is not None
+            kernels.put_(region, reduced.before.index, reduced.before.value)
+            # NaN and Inf are the largest.
+            finite = acc.finite and kernels.all_finite(top.value)
+            points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
+            count = top.index.numel()
+            levels = sketch(top.value, [min(point, count) for point in points], _SKETCH_BITS)
+            words = torch.cat([levels.new_tensor([count if finite else FOUND_INF]), levels])
+        sketches = torch.stack(all_gather(words, [_SKETCH_WORDS] * P, comm))  # [P, words]
+        # A host sync: the lengths of the next messages depend on it.
+        counts: list[int] = sketches[:, 0].tolist()
+        raise_if_found_inf(counts)
 
-    def _step(self, bucket: Bucket, control: Control, comm: Comm) -> tuple[Outcome | Poisoned, Accumulated]:
-        k, written = count_for(self.density, bucket.grad.numel()), bucket.grad.dtype
-        if self.rule == "exact":
-            terms = self._state.feedback.terms(bucket, comm.rank)
-            outcome = exact_step(terms, k, self.imbalance, Elements(self.values), control, comm, written)
-            return outcome, Accumulated(terms.acc, terms.residual, not isinstance(outcome, Poisoned))
-        total = self._state.feedback.accumulate(bucket, comm.rank)
-        settings = Settings(self.rule == "code", self.imbalance, self.threshold_steps, self.region_steps)
-        return published_step(total.acc, k, settings, control, comm, written), total
+        total = min(k, sum(counts))
+        sampled = [[min(point, count) for point in points] for count in counts]
+        held = quotas(sketches[:, 1:], sampled, counts, total, _SKETCH_BITS)
+        sums = k_largest(top, held[rank])
+        sums = Sparse(sums.index + own.start, sums.value, n)
+        wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
+        sums, places = balanced(sums, held, wanted, regions, comm, Elements())
+        mean, decoded = sparse_allreduce.all_gather_elements(
+            replace(sums, value=sums.value / P), wanted, places, comm, codec
+        )
 
-    def _dense(self, bucket: Bucket, control: Control, comm: Comm) -> Report:
-        """The mean of all elements; there is no residual yet."""
-        n, P = bucket.grad.numel(), comm.size
-        if n and P > 1:
-            bucket.grad.copy_(comm.all_reduce(bucket.grad).div_(P))
-        cost = all_reduce_cost(n, bucket.grad.element_size(), P, comm.rank) if n else Cost()
-        self._state.control[bucket.key] = replace(control, t=control.t + 1)
-        return Report(self.name, bucket.key, bucket.step, n, n, n, cost, details={"dense": True})
+        # Sums that did not survive are zero then, which is what is written.
+        everything = sum(held) < k or k == n
+        cleared, errors, within = _cleared(mine, mean, own, reduced, everything)
+        if not codec.exact or bucket.grad.dtype != sums.value.dtype:
+            errors.append(unwritten(sums, decoded, bucket.grad.dtype, P))
+        following = replace(control, t=control.t + 1)
+        if k < n:  # at full density regions of equal width are the balanced ones
+            following.boundaries = sparse_allreduce.balanced_boundaries(mean.index, n, P)
+        found = details(mine, mean, held, wanted, reduced.incoming, rank)
+        found["global_threshold"] = P * smallest_magnitude(mean.value)
+        return Update(
+            mean, cleared, mine.index.numel() + within, errors, found, commit=lambda: control.become(following)
+        )
 
-    def _control(self, bucket: Bucket, P: int) -> Control:
-        """What is known about this bucket; only its step count where it has another size now, or the world has."""
-        n, names = bucket.grad.numel(), [slot.name for slot in bucket.layout]
-        known = self._state.control.get(bucket.key)
-        if known is None or known.elements != n or known.ranks != P or known.names != names:
-            return Control(n, P, regions.equal_boundaries(n, P), names, t=known.t if known else 0)
-        return known
+    def _unbalanced(self, held: Sequence[int], k: int, n: int) -> bool:
+        """Return whether survivors should move before they are gathered; the same on all ranks."""
+        P = len(held)
+        if uneven(held, self.imbalance):
+            return True
+        return WORDS * max(held) * (P - 1) > _words_left(k, n, P) - WORDS * most_sent(k, n, P)
+
+
+def most_sent(k: int, n: int, P: int) -> int:
+    """Return how many elements a rank sends to other regions at most: k (P-1)/P, or what the bound leaves of it when k is small."""
+    most = k - k // P
+    if k < n and P > 1:  # at full density everything is sent, so that the result is the dense mean
+        most = min(most, (_words_left(k, n, P) - WORDS * (k + P - 2)) // WORDS)
+    return max(1, most)
+
+
+def _words_left(k: int, n: int, P: int) -> int:
+    """Return what counts and sketches leave of the bound 6k (P-1)/P, in words."""
+    return 6 * k * (P - 1) // P - (1 + _SKETCH_WORDS) * (P - 1)
+
+
+def _cleared(
+    mine: Sparse, mean: Sparse, own: Span, reduced: Reduced, everything: bool
+) -> tuple[Tensor, list[Sparse], int]:
+    """Return the positions this rank gave to survivors, what quantizing dropped there, and how many survivors its own region has."""
+    edges = torch.tensor([own.start, own.stop], dtype=mean.index.dtype, device=mean.index.device)
+    start, stop = torch.searchsorted(mean.index, edges).tolist()  # a host sync
+    in_own, at = mean.index[start:stop], slice(None)
+    if everything:
+        in_own = torch.arange(own.start, own.stop, dtype=torch.int32, device=mean.index.device)
+    else:
+        at = kernels.isin(mine.index, mean.index).nonzero().view(-1)  # none of them lies in the own region
+    sent = mine.index[at]
+    errors = [] if reduced.error is None else [Sparse(sent, reduced.error[at], mean.length)]
+    return torch.cat([sent, in_own]), errors, stop - start
+
+
+def uneven(held: Sequence[int], imbalance: float) -> bool:
+    """Return whether some rank holds more than `imbalance` times the mean, and could hold less."""
+    P, most = len(held), max(held)
+    return most * P > imbalance * sum(held) and most > -(-sum(held) // P)
+
+
+def balanced(
+    sums: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
+) -> tuple[Sparse, Sequence[Span]]:
+    """Return this rank's `wanted` survivors, and the span that those of each rank lie in."""
+    if list(wanted) == list(held):
+        return sums, regions
+    moved = sparse_allreduce.balance(sums, held, wanted, regions, comm, codec)
+    return moved, [Span(0, sums.length)] * comm.size
+
+
+def unwritten(sums: Sparse, decoded: Tensor, written: torch.dtype, P: int) -> Sparse:
+    """Return what P times the mean lacks of these sums, where the mean is `decoded` in the type `written`."""
+    return replace(sums, value=sums.value - P * decoded.to(written).to(sums.value.dtype))
+
+
+def k_largest(elements: Sparse, k: int) -> Sparse:
+    """Return the k elements of largest magnitude."""
+    top = kernels.top_k(elements.value, min(k, elements.value.numel())).index
+    return Sparse(elements.index[top], elements.value[top], elements.length)
+
+
+def details(
+    mine: Sparse, survivors: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
+) -> dict[str, Detail]:
+    """Return what the report says besides the counts; thresholds are the smallest selected magnitudes, here and of the sums."""
+    total = sum(held)
+    return {
+        "local_threshold": smallest_magnitude(mine.value),
+        "global_threshold": smallest_magnitude(survivors.value),
+        "local_count": mine.index.numel(),
+        "global_count": survivors.index.numel(),
+        "received_count": sum(incoming) - incoming[rank],
+        "imbalance": max(held) * len(held) / total if total else 1.0,
+        "balanced": list(wanted) != list(held),
+    }
 
 
 def _times(threshold: float | None, factor: float | None) -> float | None:
     return None if threshold is None or factor is None else threshold * factor
+
+
+class OkTopkReduceScatter(ReduceScatterScheme):
+    """Split-and-reduce by itself, with the chunks for regions: each rank sends its k (P-1)/P largest elements outside its own.
+
+    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
+    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
+    """
+
+    def __init__(self, config: OkTopk) -> None:
+        super().__init__(config.residuals)
+        if config.rule != "exact":
+            raise ValueError(f'rule must be "exact" on a shard axis, got {config.rule!r}; use OkTopk(density=...)')
+        self.config = config
+        self.name = config.name
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        n, P, m = bucket.grad.numel(), comm.size, out.numel()
+        acc = self.feedback.accumulate(bucket, comm.rank)
+        chunks = [Span(owner * m, (owner + 1) * m) for owner in range(P)]
+        own, codec = chunks[comm.rank], Elements(self.config.values)
+        density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
+        k = count_for(density, n)
+        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
+        if not acc.finite or not self._fits(mine.value):
+            mine = _nan_for_each_owner(acc.values, own)
+        region = own.of(acc.values).clone()
+        with recorded_cost() as cost:
+            reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
+        share = P if average else 1
+        out.copy_(region / share)
+        if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
+            return self.found_inf(bucket, out, cost.total)
+        with phase("apply"):
+            acc.keep()
+            own.of(acc.residual).zero_()
+            kernels.clear_(acc.residual, mine.index)
+            if reduced.error is not None:
+                kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
+            if out.dtype != region.dtype:
+                # What rounding to its type drops.
+                own.of(acc.residual).copy_(region - out.to(region.dtype) * share)
+        sent = mine.index.numel()
+        received = sum(reduced.incoming) - reduced.incoming[comm.rank]
+        found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
+        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, cost.total, details=found)
+
+    def _fits(self, value: Tensor) -> bool:
+        """Return whether values arrive finite: float16 makes Inf of what is too large for it, which only one owner would see."""
+        return self.config.values != "float16" or kernels.all_finite(value.to(torch.float16))
+
+
+def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:
+    """Return a NaN for each other rank, in place of what was selected: so all of them learn of it without another message."""
+    n, m = acc.numel(), len(own)
+    first = torch.arange(0, n, max(1, m), dtype=torch.int32, device=acc.device)
+    index = first[first != own.start]
+    return Sparse(index, acc.new_full(index.shape, torch.nan), n)

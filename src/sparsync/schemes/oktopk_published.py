@@ -1,111 +1,87 @@
-"""The paper's step of Ok-Topk, line by line (arXiv 2201.07598), and the scaling of thresholds in the authors' code for VGG."""
+"""The paper's step of Ok-Topk (arXiv 2201.07598), and the scaling of thresholds in the authors' code for VGG.
+
+Numbers in comments are the lines of `OK_SPARSE_ALLREDUCE` as reconstructed from the paper's description and the authors' code.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
-from sparsync.comm.metered import all_gather_cost, all_reduce_cost
-from sparsync.core import Comm, Cost, Sparse
-from sparsync.kernels import sparse_reference
-from sparsync.schemes.oktopk_step import (
-    Control,
-    Outcome,
-    Poisoned,
-    balanced,
-    details,
-    largest,
-    smallest,
-    uneven,
-    unwritten,
-)
-from sparsync.selection import regions
+from sparsync.collectives.exchange import all_gather, all_reduce
+from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
+from sparsync.feedback import Accumulator, smallest_magnitude
+from sparsync.schemes.oktopk import Control, OkTopk, balanced, details, k_largest, uneven, unwritten
 from sparsync.wire import raw
 
-SIZE_NBYTES = 4  # an int32: how many survivors a rank has, or POISONED
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What the paper's step is told; tau' is `threshold_steps` and tau is `region_steps`."""
-
-    scales: bool  # thresholds between re-evaluations, as the authors' code does
-    imbalance: float
-    threshold_steps: int
-    region_steps: int
-
-
-def published_step(
-    acc: Tensor, k: int, settings: Settings, control: Control, comm: Comm, written: torch.dtype
-) -> Outcome | Poisoned:
-    """One step on `acc` [n]; numbers are lines of the paper's text."""
-    n, P, rank = acc.numel(), comm.size, comm.rank
+def step(scheme: OkTopk, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
+    """Return the update of one step of `scheme`, whose rule is "paper" or "code"."""
+    n, P, rank, x = bucket.grad.numel(), comm.size, comm.rank, acc.values
+    scales = scheme.rule == "code"
     # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
-    threshold = _local_threshold(acc, k, settings, control)
-    mine = kernels.select_ge(acc, threshold)
+    threshold = _local_threshold(x, k, control, scheme.threshold_steps, scales)
+    mine = kernels.select_ge(x, threshold)
     # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
-    boundaries, cost = _boundaries(mine, settings, control, comm)
+    boundaries = _boundaries(mine, control, scheme.region_steps, comm)
     # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
-    cut = regions.between(boundaries, n)
-    region = acc.new_zeros(len(cut[rank]))
-    reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, raw)
-    cost += sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, acc.dtype, rank, raw)
+    regions = sparse_allreduce.regions_of(boundaries, n)
+    region = x.new_zeros(len(regions[rank]))
+    reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, raw)
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
     global_threshold = control.global_threshold
-    evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
+    evaluate = control.t % scheme.threshold_steps == 0 or global_threshold is None
     kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
-    finite = kernels.all_finite(mine.value) and kernels.all_finite(region)
-    size = torch.tensor([kept.index.numel() if finite else regions.POISONED], dtype=torch.int32, device=acc.device)
-    held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()  # a host sync: buffer sizes depend on it
-    cost += all_gather_cost(SIZE_NBYTES, P)
-    if regions.POISONED in held:
-        return Poisoned(cost)
+    finite = acc.finite and kernels.all_finite(region)
+    size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=x.device)
+    # A host sync: buffer sizes depend on it.
+    held: list[int] = torch.cat(all_gather(size, [1] * P, comm)).tolist()
+    raise_if_found_inf(held)
     # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
-    kept = Sparse(kept.index + cut[rank].start, kept.value, n)
-    wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, settings.imbalance) else held
-    kept, places, moved = balanced(kept, held, wanted, cut, comm, raw)
-    survivors, _ = sparse_allreduce.gather(kept, wanted, places, comm, raw)
-    cost += moved + sparse_allreduce.gather_cost(wanted, places, acc.dtype, rank, raw)
+    kept = Sparse(kept.index + regions[rank].start, kept.value, n)
+    wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, scheme.imbalance) else held
+    kept, places = balanced(kept, held, wanted, regions, comm, raw)
+    survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, raw)
     if evaluate:
-        survivors = largest(survivors, k)
-        global_threshold = smallest(survivors)
+        survivors = k_largest(survivors, k)
+        global_threshold = smallest_magnitude(survivors.value)
     # 6: return u, I_loc intersect I_glob
     cleared = survivors.index[kernels.isin(survivors.index, mine.index)]
-    if evaluate and (sum(held) < k or k == n):  # sums that did not survive are zero, which is what is written
+    # Sums that did not survive are zero then, which is what is written.
+    if evaluate and (sum(held) < k or k == n):
         cleared = mine.index
-    told = details(mine, survivors, held, wanted, reduced.incoming, rank) | {"evaluated": evaluate}
-    if settings.scales:
+    found = details(mine, survivors, held, wanted, reduced.incoming, rank) | {"evaluated": evaluate}
+    if scales:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
-    following = replace(
-        control, boundaries=boundaries, local_threshold=threshold or None, global_threshold=global_threshold or None
-    )
+    following = Control(control.t + 1, boundaries, threshold or None, global_threshold or None)
     mean = replace(survivors, value=survivors.value / P)
-    errors = _unwritten_here(kept, survivors, written, P)
-    return Outcome(mean, cleared, errors, mine.index.numel(), following, cost, told)
+    errors = _unwritten_here(kept, survivors, bucket.grad.dtype, P)
+    return Update(mean, cleared, mine.index.numel(), errors, found, commit=lambda: control.become(following))
 
 
-def _local_threshold(acc: Tensor, k: int, settings: Settings, control: Control) -> float:
-    if control.t % settings.threshold_steps == 0 or control.local_threshold is None:
-        return float(sparse_reference.magnitude(kernels.top_k(acc, k).value).min())
-    return _tightened(acc, control.local_threshold, k) if settings.scales else control.local_threshold
+def _local_threshold(acc: Tensor, k: int, control: Control, threshold_steps: int, scales: bool) -> float:
+    if control.t % threshold_steps == 0 or control.local_threshold is None:
+        return float(_magnitude(kernels.top_k(acc, k).value).min())
+    return _tightened(acc, control.local_threshold, k) if scales else control.local_threshold
 
 
-def _boundaries(mine: Sparse, settings: Settings, control: Control, comm: Comm) -> tuple[list[int], Cost]:
-    """Where the regions begin at this step, and what it took to agree: the mean over ranks of each boundary."""
+def _boundaries(mine: Sparse, control: Control, region_steps: int, comm: Comm) -> list[int]:
+    """Return where the regions begin at this step: every `region_steps` steps the mean over ranks of each boundary."""
     n, P = mine.length, comm.size
-    if control.t % settings.region_steps or P == 1:
-        return control.boundaries, Cost()
-    wanted = regions.balanced_boundaries(mine.index, n, P)
-    # int64, because n * P may exceed an int32
-    total = comm.all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device))
-    return (total // P).tolist(), all_reduce_cost(P - 1, 8, P, comm.rank)
+    if control.t % region_steps or P == 1:
+        return control.boundaries or sparse_allreduce.equal_boundaries(n, P)
+    wanted = sparse_allreduce.balanced_boundaries(mine.index, n, P)
+    # int64, because n * P may exceed an int32.
+    total = all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device), comm)
+    return (total // P).tolist()
 
 
 def _unwritten_here(kept: Sparse, survivors: Sparse, written: torch.dtype, P: int) -> Sequence[Sparse]:
-    """What the mean, in the type `written`, lacks of those of this rank's sums that survived."""
+    """Return what the mean, in the type `written`, lacks of those of this rank's sums that survived."""
     if written == kept.value.dtype:
         return []
     at = kernels.isin(kept.index, survivors.index)
@@ -114,8 +90,8 @@ def _unwritten_here(kept: Sparse, survivors: Sparse, written: torch.dtype, P: in
 
 
 def _tightened(acc: Tensor, threshold: float, k: int) -> float:
-    """The authors' code for VGG: up to five times 3 % more while more than 4k/3 elements are selected."""
-    size = sparse_reference.magnitude(acc)
+    """Return the threshold raised by 3 %, up to five times, while more than 4k/3 elements are selected: the authors' code for VGG."""
+    size = _magnitude(acc)
     for _ in range(5):
         if 3 * int((size >= threshold).sum()) <= 4 * k:
             break
@@ -126,7 +102,7 @@ def _tightened(acc: Tensor, threshold: float, k: int) -> float:
 def _scaled(
     mine: Sparse, survivors: Sparse, threshold: float, global_threshold: float | None, k: int, evaluated: bool
 ) -> tuple[float, float | None]:
-    """The thresholds of the next step, by the bands of the authors' code for VGG."""
+    """Return the thresholds of the next step, by the bands of the authors' code for VGG."""
     total, gathered = mine.index.numel(), survivors.index.numel()
     if 3 * total < 2 * k:
         threshold /= 1.012
@@ -138,3 +114,8 @@ def _scaled(
         elif 3 * gathered > 4 * k:
             global_threshold *= 1.008
     return threshold, global_threshold
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Return |x|, with NaN as infinity."""
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)

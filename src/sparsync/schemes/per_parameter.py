@@ -4,28 +4,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.base.scheme import Scheme
+from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
-from sparsync.feedback import overflowed, state_from
-from sparsync.selection.parameters import Part, matches
+from sparsync.feedback import state_from
+from sparsync.selection.parameters import SpanSet, matches
 
 
 @dataclass
 class PerParameter(Scheme):
-    """Each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
+    """Reduce each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
 
-    For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so keep
-    the patterns as they are when training goes on. Where a scheme finds NaN or Inf the step will be skipped, so the others keep what
-    they have written.
+    For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so
+    leave the patterns as they are when training goes on. Where a scheme finds NaN or Inf the step will be skipped, so the others roll
+    back what they have written.
     Raises ValueError for an empty pattern or one scheme object in two places, whose states would mix.
     """
 
-    name = "per_parameter"
-
     default: Scheme
-    patterns: Mapping[str, Scheme] = field(
-        default_factory=dict
-    )  # name or shell pattern -> scheme; the first match counts
+    # Name or shell pattern -> scheme; the first match counts.
+    patterns: Mapping[str, Scheme] = field(default_factory=dict)
+
+    name = "per_parameter"
 
     def __post_init__(self) -> None:
         if isinstance(self.patterns, str) or not all(self.patterns):
@@ -34,25 +33,21 @@ class PerParameter(Scheme):
             raise ValueError("a scheme stands in two places of patterns; make one for each, states must not mix")
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        parts = self._parts(bucket.layout)
-        own = {key: self._part(bucket, key, slots) for key, slots in parts.items()}
-        reports = {key: self._schemes[key].reduce(part, comm) for key, part in own.items()}
-        for key, slots in parts.items():
-            Part.of_slots(slots).put_(bucket.grad, own[key].grad)
-        poisoned = (
-            {key for key, report in reports.items() if overflowed(report, own[key].grad)} if self.has_residual else ()
-        )
-        for key in set(own) - set(poisoned) if poisoned else ():
-            self._schemes[key].rollback(own[key])
+        layouts = self._layouts(bucket.layout)
+        own = {key: self._bucket_of(bucket, key, layout) for key, layout in layouts.items()}
+        reports = {key: self._schemes[key].reduce(inner, comm) for key, inner in own.items()}
+        for key, layout in layouts.items():
+            SpanSet.of(layout).put_(bucket.grad, own[key].grad)
         details: dict[str, Detail] = {f"{key or 'default'} density": report.density for key, report in reports.items()}
-        details["overflow"] = any(report.details.get("overflow") for report in reports.values())
+        found_inf = {key for key, report in reports.items() if overflowed(report, own[key].grad)}
+        if found_inf:
+            for key in set(own) - found_inf:
+                self._schemes[key].rollback(own[key])
+        details["overflow"] = bool(found_inf)
         selected = sum(report.selected for report in reports.values())
         union = sum(report.union for report in reports.values())
         cost = sum((report.cost for report in reports.values()), Cost())
-        n = bucket.grad.numel()
-        if self.has_residual:
-            details["overflow"] = bool(poisoned)
-        return Report(self.name, bucket.key, bucket.step, n, selected, union, cost, details=details)
+        return self.report(bucket, cost, selected, union, details)
 
     def reset_shared_state(self) -> None:
         for scheme in self._schemes.values():
@@ -63,30 +58,34 @@ class PerParameter(Scheme):
         return any(scheme.has_residual for scheme in self._schemes.values())
 
     def rollback(self, bucket: Bucket) -> None:
-        for key, slots in self._parts(bucket.layout).items():
-            self._schemes[key].rollback(self._part(bucket, key, slots))
+        for key, layout in self._layouts(bucket.layout).items():
+            self._schemes[key].rollback(self._bucket_of(bucket, key, layout))
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         for scheme in self._schemes.values():
             scheme.rescale_residual(factors)
 
-    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
-        """All residuals by parameter name, as every scheme has them, and what else the schemes keep, by pattern."""
+    def config_fingerprint(self) -> str:
+        patterns = {pattern: scheme.config_fingerprint() for pattern, scheme in self.patterns.items()}
+        return f"{self.default.config_fingerprint()}, {patterns}"
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        """Return all residuals by parameter name, as every scheme has them, and the schemes' other state, by pattern."""
         states = {key: scheme.state_dict() for key, scheme in self._schemes.items()}
-        residual = {name: part for state in states.values() for name, part in state.get("residual", {}).items()}
+        residual = {name: values for state in states.values() for name, values in state.get("residual", {}).items()}
         rest = {
-            key: {field: kept for field, kept in state.items() if field != "residual"} for key, state in states.items()
+            key: {entry: value for entry, value in state.items() if entry != "residual"}
+            for key, state in states.items()
         }
         return {"residual": residual, "schemes": rest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         residual, rest = (state_from(state, key, "PerParameter") for key in ("residual", "schemes"))
-        states = {
-            key: dict(state_from(rest, key, "PerParameter")) for key in self._schemes
-        }  # all, before any is changed
+        # All of them, before any scheme is changed.
+        states = {key: dict(state_from(rest, key, "PerParameter")) for key in self._schemes}
         for key, scheme in self._schemes.items():
             if "residual" in scheme.state_dict():
-                own = {name: part for name, part in residual.items() if self._pattern(name) == key}
+                own = {name: values for name, values in residual.items() if self._pattern(name) == key}
                 states[key]["residual"] = own
             scheme.load_state_dict(states[key])
 
@@ -94,18 +93,18 @@ class PerParameter(Scheme):
     def _schemes(self) -> dict[str, Scheme]:
         return {**self.patterns, "": self.default}
 
-    def _parts(self, layout: Sequence[ParameterSpan]) -> dict[str, list[ParameterSpan]]:
-        """The slots of each pattern; "" stands for the default. Patterns without elements here are left out, alike on all ranks."""
-        parts: dict[str, list[ParameterSpan]] = {key: [] for key in self._schemes}
-        for slot in layout:
-            parts[self._pattern(slot.name)].append(slot)
-        return {key: slots for key, slots in parts.items() if any(len(slot.span) for slot in slots)}
+    def _layouts(self, layout: Sequence[ParameterSpan]) -> dict[str, list[ParameterSpan]]:
+        """Return the parameters of each pattern; "" stands for the default. Patterns without elements here are left out."""
+        layouts: dict[str, list[ParameterSpan]] = {key: [] for key in self._schemes}
+        for entry in layout:
+            layouts[self._pattern(entry.name)].append(entry)
+        return {key: entries for key, entries in layouts.items() if any(len(entry.span) for entry in entries)}
 
     def _pattern(self, name: str) -> str:
-        """The first pattern that a parameter's name matches; "" where there is none."""
+        """Return the first pattern that a parameter's name matches; "" where there is none."""
         return next((pattern for pattern in self.patterns if matches(name, [pattern])), "")
 
-    def _part(self, bucket: Bucket, key: str, slots: Sequence[ParameterSpan]) -> Bucket:
-        """The parameters of one pattern as a bucket, copied."""
-        layout = laid_out((slot.name, len(slot.span)) for slot in slots)
-        return Bucket(f"{bucket.key}/{key}", Part.of_slots(slots).take(bucket.grad), bucket.step, layout)
+    def _bucket_of(self, bucket: Bucket, key: str, layout: Sequence[ParameterSpan]) -> Bucket:
+        """Return the parameters of one pattern as a bucket, copied."""
+        own = laid_out((entry.name, len(entry.span)) for entry in layout)
+        return Bucket(f"{bucket.key}/{key}", SpanSet.of(layout).take(bucket.grad), bucket.step, own)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.comm.metered import all_reduce_cost
+from sparsync.collectives.exchange import all_reduce
+from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Report, generator
 
 Mode = Literal["complementary", "independent"]
@@ -21,14 +22,13 @@ Divisor = Literal["contributors", "ranks"]
 
 @dataclass
 class RandomPruning(Scheme):
-    """The mean over the ranks that each element did not lose; an element that lost all of them is zero."""
+    """Write the mean over the ranks that each element did not lose; an element that lost all of them is zero."""
 
     name = "random_pruning"
 
     drop: float = 0.5  # share of the ranks each element loses, in [0, 1); the study tries 0.25, 0.375, 0.5, 0.75
-    mode: Mode = (
-        "complementary"  # one draw an element decides for all ranks, so each loses drop * P of them; or each rank draws
-    )
+    # one draw an element decides for all ranks, so each loses drop * P of them; or each rank draws
+    mode: Mode = "complementary"
     divide_by: Divisor = "contributors"  # per element; the authors divide by ranks
     seed: int = 0  # the same on every rank
 
@@ -44,23 +44,23 @@ class RandomPruning(Scheme):
 
     @classmethod
     def published(cls, drop: float = 0.5, seed: int = 0) -> Self:
-        """Complementary masks, divided by P."""
+        """Return the authors' setting: complementary masks, divided by P."""
         return cls(drop=drop, divide_by="ranks", seed=seed)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        grad, P, n = bucket.grad, comm.size, bucket.grad.numel()
+        grad, P = bucket.grad, comm.size
         if P == 1:
-            return Report(self.name, bucket.key, bucket.step, n, n, n, all_reduce_cost(n, grad.element_size(), 1, 0))
+            return self.report(bucket)
         masks = [self._mask(bucket, rank, P) for rank in range(P)]  # every rank knows every mask
-        total = comm.all_reduce(grad.masked_fill(~masks[comm.rank], 0.0))
+        with recorded_cost() as cost:
+            total = all_reduce(grad.masked_fill(~masks[comm.rank], 0.0), comm)
         contributors = torch.stack(masks).sum(dim=0)  # [n]
         grad.copy_(total / (contributors.clamp(min=1) if self.divide_by == "contributors" else P))
-        cost = all_reduce_cost(n, grad.element_size(), P, comm.rank)
         selected, union = int(masks[comm.rank].sum()), int((contributors > 0).sum())
-        return Report(self.name, bucket.key, bucket.step, n, selected, union, cost)
+        return self.report(bucket, cost.total, selected, union)
 
     def _mask(self, bucket: Bucket, rank: int, P: int) -> Tensor:
-        """Where rank `rank` contributes, bool [n]; with one uniform u an element, it is dropped where (u - rank/P) mod 1 < drop."""
+        """Return where rank `rank` contributes, bool [n]; with one uniform u an element, it is dropped where (u - rank/P) mod 1 < drop."""
         n = bucket.grad.numel()
         if self.mode == "independent":
             u = torch.rand(n, generator=generator(self.seed, f"prune/{bucket.key}/{rank}", bucket.step))

@@ -1,6 +1,6 @@
 """SkipReduce: a ring all-reduce that leaves out some of its reduce-scatter steps (MICRO 2025, doi 10.1145/3725843.3756092).
 
-Each of the P slices of a bucket loses s of the P ranks; the all-gather stays whole, so replicas agree. The share s/P of all
+Each of the P chunks of a bucket loses s of the P ranks; the all-gather stays whole, so replicas agree. The share s/P of all
 gradients is never sent, the wire carries (2(P-1) - s)/(2(P-1)) of a dense ring's bytes, and no index is needed.
 
 Differs from the paper and the authors' code:
@@ -13,7 +13,7 @@ Differs from the paper and the authors' code:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -21,64 +21,65 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.scheme import Scheme
-from sparsync.collectives import direct, hierarchical, ring
-from sparsync.collectives.skip_plan import SkipPlan, first_offsets, random_offsets, random_shift, skip_count
-from sparsync.comm.metered import all_reduce_cost
-from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, spans
+from sparsync.base.sharded import ReduceScatterScheme, parameter_of
+from sparsync.collectives.direct import (
+    direct_all_reduce_,
+    direct_all_reduce_cost_in_messages,
+)
+from sparsync.collectives.exchange import all_gather
+from sparsync.collectives.hierarchical import hierarchical_all_reduce_
+from sparsync.collectives.reduce_scatter import reduce_scatter, skips
+from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost
+from sparsync.collectives.skip_plan import (
+    SkipPlan,
+    first_offsets,
+    random_offsets,
+    random_shift,
+    skip_count,
+    turning_offsets,
+)
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
 from sparsync.feedback import ErrorFeedback, state_from
-from sparsync.selection.parameters import Disagreement, Part, matches, square_norms
+from sparsync.selection.parameters import SpanSet, matches
 
 Mode = Literal["random", "naive"]
 Divisor = Literal["contributors", "ranks"]
 Form = Literal["ring", "direct"]
 
-_ALL_REDUCE = {"ring": (ring.ring_all_reduce_, ring.cost), "direct": (direct.direct_all_reduce_, direct.cost)}
-_COST_BETWEEN_NODES = {"ring": ring.cost, "direct": direct.cost_in_messages}
-
-
-@dataclass
-class _State:
-    """What one rank carries from step to step."""
-
-    feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
-    disagreement: Disagreement = field(default_factory=Disagreement)
-    protected: tuple[str, ...] | None = None  # chosen from measurements; None: not chosen yet
+_ALL_REDUCE = {"ring": ring_all_reduce_, "direct": direct_all_reduce_}
+_COST_BETWEEN_NODES = {"ring": ring_all_reduce_cost, "direct": direct_all_reduce_cost_in_messages}
 
 
 @dataclass
 class SkipReduce(Scheme):
-    """The mean over P - s of the P ranks, a different set for each slice.
+    """Write the mean over P - s of the P ranks, a different set for each chunk.
 
     NaN and Inf of a contribution that is left out do not show in the result, and never enter the residual.
     """
 
-    name = "skip_reduce"
-
-    skip: int | float = (
-        0.5  # an int is s itself, in [0, P-1]; a float in [0, 1) the share of ranks, rounded down. Authors: 4 of 8
-    )
-    mode: Mode = "random"  # who is left out: drawn each step from the shared seed, or always the same ("naive", biased)
-    protect: (
-        Sequence[str] | Literal["auto"]
-    ) = ()  # names or patterns of parameters never skipped; "auto": see protect_share
-    divide_by: Divisor | None = (
-        None  # None: by contributors, or with feedback by ranks, since what was left out still comes
-    )
+    # An int is s itself, in [0, P-1]; a float in [0, 1) the share of ranks, rounded down. Authors: 4 of 8.
+    skip: int | float = 0.5
+    # Who is left out: drawn each step from the shared seed, or always the same ("naive", biased).
+    mode: Mode = "random"
+    protect: Sequence[str] = ()  # names or patterns of parameters never skipped; AutoProtect finds them
+    # None: by contributors, or with feedback by ranks, since what was left out still comes.
+    divide_by: Divisor | None = None
     form: Form = "ring"  # "ring": P-1-s reduce-scatter steps; "direct": one, for few ranks or long latency
-    feedback: bool = False  # keep what was left out, and add it to the next gradient (n elements of memory)
+    feedback: bool = False  # hold what was left out, and add it to the next gradient (n elements of memory)
     seed: int = 0  # the same on every rank
     node_size: int = 1  # ranks a node; above 1, nodes reduce densely inside and whole nodes are left out between them
-    protect_share: float = 0.05  # "auto": at most this share of all elements (the authors protect 4.1 % of VGG-19)
-    observe_steps: int = 8  # "auto": dense steps over which the ranks' disagreement is measured first
-    _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
+
+    name = "skip_reduce"
 
     def __post_init__(self) -> None:
         if isinstance(self.skip, bool) or self.skip < 0 or (isinstance(self.skip, float) and not self.skip < 1):
             raise ValueError(f"skip must be a count in [0, P-1] or a share in [0, 1), got {self.skip}")
-        if isinstance(self.protect, str) and self.protect != "auto":
-            raise ValueError(f'protect takes a list of parameter names or patterns, or "auto", got {self.protect!r}')
-        choices = (("mode", self.mode, Mode), ("form", self.form, Form))
-        for name, value, kind in choices:
+        if isinstance(self.protect, str):
+            raise ValueError(
+                f"protect takes a list of parameter names or patterns, got {self.protect!r}; AutoProtect finds them by itself"
+            )
+        for name, value, kind in (("mode", self.mode, Mode), ("form", self.form, Form)):
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
         if self.divide_by not in (None, *get_args(Divisor)):
@@ -90,64 +91,43 @@ class SkipReduce(Scheme):
             )
         if self.node_size < 1:
             raise ValueError(f"node_size must be at least 1 rank, got {self.node_size}")
-        if not 0 <= self.protect_share <= 1:
-            raise ValueError(f"protect_share must be in [0, 1], got {self.protect_share}")
-        if self.observe_steps < 1:
-            raise ValueError(f"observe_steps must be at least 1, got {self.observe_steps}")
+        self.residual = ErrorFeedback()
 
     @classmethod
     def published(cls, skip: int | float = 0.5, protect: Sequence[str] = (), seed: int = 0) -> Self:
-        """The authors' random (with `protect`, selective) SkipReduce: a ring, divided by P."""
+        """Return the authors' random (with `protect`, selective) SkipReduce: a ring, divided by P."""
         return cls(skip=skip, mode="random", protect=protect, divide_by="ranks", form="ring", seed=seed)
 
     @classmethod
     def ring_pruning(cls, skip: int | float = 0.5) -> Self:
-        """Skip-Reduce of the forerunning thesis (KAIST 2023): the ring leaves out the same steps every time; divided by P.
+        """Return Skip-Reduce of the forerunning thesis (KAIST 2023): the ring leaves out the same steps every time; divided by P.
 
         Only the thesis's abstract is public; that its shift is fixed and its divisor P is a reconstruction.
         """
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
-    @property
-    def protected(self) -> tuple[str, ...]:
-        """The name patterns that are never skipped; with protect="auto" empty until they are chosen."""
-        return (self._state.protected or ()) if self.protect == "auto" else tuple(self.protect)
-
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         n, P = bucket.grad.numel(), comm.size
-        if self.feedback or self.protect == "auto":
-            self._state.feedback.serve(comm.rank)
-        if P == 1:
-            self._deliver(bucket, comm)
-            return Report(self.name, bucket.key, bucket.step, n, n, n, Cost(), details={"skip": 0, "shift": 0})
         plan = self._plan(bucket, comm)
-        observing = self._observing(bucket)
-        dense, skipping = self._parts(bucket.layout, everything_dense=observing)
-        squares = square_norms(bucket.layout, bucket.grad) if observing else None
-        residual = self._state.feedback.residual(bucket, comm.rank) if self.feedback else None
-        acc = bucket.grad if residual is None else residual + bucket.grad
-        sent = acc.to(bucket.grad.dtype)
-        kept = (
-            None if residual is None else (acc - sent)
-        )  # what rounding to the wire's type drops, then what is left out
-        cost = self._reduce_part(sent, kept, dense, comm, SkipPlan(shift=plan.shift))
-        cost += self._reduce_part(sent, kept, skipping, comm, plan)
+        acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
+        sent = bucket.grad if acc is None else acc.values.to(bucket.grad.dtype)
+        # What rounding to the gradient's type drops, and then what is left out.
+        omitted = None if acc is None else acc.values - sent
+        dense = SpanSet.of(entry for entry in bucket.layout if matches(entry.name, self.protect))
+        names = {entry.name for entry in bucket.layout if matches(entry.name, self.protect)}
+        skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
+        with recorded_cost() as cost:
+            self._reduce_spans(sent, omitted, dense, comm, SkipPlan(shift=plan.shift))
+            self._reduce_spans(sent, omitted, skipping, comm, plan)
         bucket.grad.copy_(sent)
         details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
-        if residual is not None and kept is not None:
-            details["overflow"] = not kernels.all_finite(bucket.grad)  # a host sync; alike on all ranks
-        if residual is not None and kept is not None and not details["overflow"]:
-            residual.copy_(torch.where(kept.isfinite(), kept, residual))
-        if squares is not None:
-            total = comm.all_reduce(squares)
-            cost += all_reduce_cost(squares.numel(), squares.element_size(), P, comm.rank)
-            self._state.disagreement.observe(bucket.layout, total / P, bucket.grad)
-        lost = self._left_out(plan, len(skipping), comm)
-        return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost, details=details)
-
-    def reset_shared_state(self) -> None:
-        self._state.disagreement = Disagreement()
-        self._state.protected = None
+        if acc is not None and omitted is not None:
+            # A host sync; the same on all ranks.
+            details["overflow"] = not kernels.all_finite(bucket.grad)
+            if not details["overflow"]:
+                acc.residual.copy_(torch.where(omitted.isfinite(), omitted, acc.residual))
+        left_out = self._left_out(plan, len(skipping), comm)
+        return self.report(bucket, cost.total, selected=n - left_out, union=n, details=details)
 
     @property
     def has_residual(self) -> bool:
@@ -155,30 +135,24 @@ class SkipReduce(Scheme):
 
     def rollback(self, bucket: Bucket) -> None:
         if self.feedback:
-            self._state.feedback.put_back(bucket)
+            self.residual.rollback(bucket)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self._state.feedback.rescale(factors)
+        self.residual.rescale(factors)
 
-    def state_dict(self) -> dict[str, Any]:  # Any: as the protocol
-        state = self._state
-        chosen = None if state.protected is None else list(state.protected)
-        return {
-            "residual": state.feedback.state_dict(),
-            "disagreement": state.disagreement.state_dict(),
-            "protected": chosen,
-        }
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        return {"residual": self.residual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residual, disagreement, protected = (
-            state_from(state, key, "SkipReduce") for key in ("residual", "disagreement", "protected")
-        )
-        self._state.feedback.load_state_dict(residual)
-        self._state.disagreement.load_state_dict(disagreement)
-        self._state.protected = None if protected is None else tuple(protected)
+        self.residual.load_state_dict(state_from(state, "residual", "SkipReduce"))
+
+    def reduce_scatter_form(self) -> ReduceScatterScheme:
+        return SkipReduceScatter(self)
 
     def _plan(self, bucket: Bucket, comm: Comm) -> SkipPlan:
-        """Who is left out at this step; drawn from what all ranks know."""
+        """Return who is left out at this step; drawn from what all ranks know."""
+        if comm.size == 1:
+            return SkipPlan()
         nodes, rest = divmod(comm.size, self.node_size)
         if rest:
             raise ValueError(f"node_size must divide the {comm.size} ranks, got {self.node_size}")
@@ -188,57 +162,110 @@ class SkipReduce(Scheme):
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
         if self.form == "ring":
             return SkipPlan(first_offsets(skip), shift)
-        # One set for a whole round of shifts: so every rank is left out of every slice equally often in a round, as in a ring.
+        # One set for a whole round of shifts: so every rank is left out of every chunk equally often in a round, as in a ring.
         return SkipPlan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
 
-    def _deliver(self, bucket: Bucket, comm: Comm) -> None:
-        """With one rank nothing is left out, and what a larger world kept back before joins the gradient."""
-        if self.feedback:
-            residual = self._state.feedback.residual(bucket, comm.rank)
-            acc = residual + bucket.grad
-            bucket.grad.copy_(acc)
-            if kernels.all_finite(bucket.grad):
-                residual.copy_(acc - bucket.grad)
-
-    def _observing(self, bucket: Bucket) -> bool:
-        """Whether the ranks' disagreement about this bucket is still being measured; chooses what to protect once it is known."""
-        state = self._state
-        if self.protect != "auto" or state.protected is not None:
-            return False
-        if any(state.disagreement.steps.get(slot.name, 0) < self.observe_steps for slot in bucket.layout):
-            return True
-        state.protected = state.disagreement.most(self.protect_share)
-        return False
-
-    def _parts(self, layout: Sequence[ParameterSpan], everything_dense: bool) -> tuple[Part, Part]:
-        dense = [slot for slot in layout if everything_dense or matches(slot.name, self.protected)]
-        names = {slot.name for slot in dense}
-        return Part.of_slots(dense), Part.of_slots(slot for slot in layout if slot.name not in names)
-
     def _left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
-        """How many of `count` elements lose this rank, by itself or with its whole node."""
+        """Return how many of `count` elements lose this rank, by itself or with its whole node."""
+        if comm.size == 1:
+            return 0
         node, nodes = comm.rank // self.node_size, comm.size // self.node_size
-        shards = spans(count, self.node_size)
-        return sum(len(span) for shard in shards for span in plan.skipped(node, len(shard), nodes))
+        chunks = spans(count, self.node_size)
+        return sum(len(span) for chunk in chunks for span in plan.skipped(node, len(chunk), nodes))
 
-    def _reduce_part(self, x: Tensor, kept: Tensor | None, part: Part, comm: Comm, plan: SkipPlan) -> Cost:
-        """Replaces this part of `x` by the mean over its contributors, and writes what was left out to `kept`."""
-        if not len(part):
-            return Cost()
-        all_reduce_, cost = _ALL_REDUCE[self.form]
-        mine, left_out = part.take(x), part.take(kept) if kept is not None else None
+    def _reduce_spans(self, x: Tensor, omitted: Tensor | None, where: SpanSet, comm: Comm, plan: SkipPlan) -> None:
+        """Replace these elements of `x` by the mean over their contributors, and add what was left out to `omitted`."""
+        if not len(where) or comm.size == 1:
+            return
+        mine, left_out = where.take(x), where.take(omitted) if omitted is not None else None
         if self.node_size == 1:
-            all_reduce_(mine, comm, plan, left_out)
-            spent = cost(mine.numel(), mine.element_size(), comm.size, comm.rank, plan)
+            _ALL_REDUCE[self.form](mine, comm, plan, left_out)
         else:
-            between = _COST_BETWEEN_NODES[self.form]
-            hierarchical.hierarchical_all_reduce_(mine, comm, self.node_size, plan, all_reduce_, left_out)
-            spent = hierarchical.cost(
-                mine.numel(), mine.element_size(), comm.size, comm.rank, self.node_size, plan, between
-            )
+            between = _ALL_REDUCE[self.form], _COST_BETWEEN_NODES[self.form]
+            hierarchical_all_reduce_(mine, comm, self.node_size, plan, *between, left_out)
         by_ranks = self.divide_by == "ranks" or self.feedback
         mine /= comm.size if by_ranks else comm.size - plan.skip * self.node_size
-        part.put_(x, mine)
-        if kept is not None and left_out is not None:
-            part.put_(kept, left_out)
-        return spent
+        where.put_(x, mine)
+        if omitted is not None and left_out is not None:
+            where.put_(omitted, left_out)
+
+
+class SkipReduceScatter(ReduceScatterScheme):
+    """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
+
+    An owner always has its own gradient in its chunk, so its weight there is 1/(P-s) where the others' is (P-1-s)/((P-1)(P-s)) in the
+    long run: without effect where all ranks draw their data alike. Always in the direct form, whatever `form` says.
+    """
+
+    def __init__(self, config: SkipReduce, name: str = "skip_reduce") -> None:
+        super().__init__()
+        if config.node_size != 1:
+            raise ValueError(
+                f"node_size must be 1 on a shard axis, got {config.node_size}; shard inside the node and use "
+                "attach(..., replicate=...) between nodes"
+            )
+        self.config = config
+        self.name = name
+
+    @property
+    def needs_layout(self) -> bool:
+        return self.config.feedback or bool(self.config.protect)
+
+    @property
+    def has_residual(self) -> bool:
+        return self.config.feedback
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        config, n, P = self.config, bucket.grad.numel(), comm.size
+        plan = self._plan(bucket, P)
+        always, others = self._split(bucket.layout, P) if self.needs_layout else ((), (Span(0, out.numel()),))
+        acc = self.feedback.accumulate(bucket, comm.rank) if config.feedback else None
+        sent = bucket.grad if acc is None else acc.values.to(out.dtype)
+        with recorded_cost() as cost:
+            if acc is not None:
+                # float16 makes Inf of what is too large for it.
+                finite = acc.finite and (sent is acc.values or kernels.all_finite(sent))
+                flag = torch.tensor([not finite], dtype=torch.int32, device=out.device)
+                # A host sync: all ranks must decide alike.
+                if bool(torch.cat(all_gather(flag, [1] * P, comm)).any()):
+                    return self.found_inf(bucket, out, cost.total)
+            reduce_scatter(sent, out, comm, plan, always)
+        by_ranks = config.divide_by == "ranks" or config.feedback
+        _divide_(out, always, P, P, average)
+        _divide_(out, others, P if by_ranks else P - plan.skip, P, average)
+        left_out = [_at(others, owner, len(out)) for owner in range(P) if skips(comm.rank, owner, P, plan)]
+        if acc is not None:
+            torch.sub(acc.values, sent, out=acc.residual)  # what rounding to the wire's type drops
+            for span in (span for chunk in left_out for span in chunk):
+                span.of(acc.residual).copy_(span.of(acc.values))
+        lost = sum(len(span) for chunk in left_out for span in chunk)
+        details = {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, always))}
+        return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost.total, details=details)
+
+    def _plan(self, bucket: Bucket, P: int) -> SkipPlan:
+        """Return who is left out at this step; drawn from what all ranks know."""
+        skip = skip_count(self.config.skip, P)
+        if self.config.mode == "naive":
+            return SkipPlan(first_offsets(skip))
+        return SkipPlan(turning_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
+
+    def _split(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Return the spans of a chunk that are never left out, and the others."""
+        first = layout[: len(layout) // P]  # every chunk has the same layout
+        dense = [entry for entry in first if matches(parameter_of(entry.name), self.config.protect)]
+        names = {entry.name for entry in dense}
+        return SpanSet.of(dense).spans, SpanSet.of(entry for entry in first if entry.name not in names).spans
+
+
+def _divide_(out: Tensor, where: Sequence[Span], contributors: int, P: int, average: bool) -> None:
+    """Make the sum over contributors the mean, or the estimate of the sum over all P."""
+    for span in where:
+        if average:
+            span.of(out).div_(contributors)
+        elif contributors != P:
+            span.of(out).mul_(P / contributors)
+
+
+def _at(chunk_spans: Sequence[Span], owner: int, m: int) -> list[Span]:
+    """Return these spans of a chunk, in the chunk of `owner`."""
+    return [Span(owner * m + span.start, owner * m + span.stop) for span in chunk_spans]

@@ -1,4 +1,4 @@
-"""How many elements a step may send, and which of them all ranks know beforehand: small dense parameters and the refresh."""
+"""How many elements a step may send, and which of them all ranks know beforehand: small dense parameters, and a cyclic refresh."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from sparsync.core import ParameterSpan, Span
 from sparsync.selection.parameters import matches
 
 DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
-TAKEN = -1.0  # stands for the magnitude of an element that is sent anyway, so that nobody chooses it again
 
 
 @dataclass(frozen=True)
@@ -28,68 +27,54 @@ class Budget:
 
     @property
     def open_count(self) -> int:
-        """How many are still to be chosen."""
+        """How many are still to be selected."""
         return self.count - self.known_count
 
-    def free(self, span: Span) -> int:
-        """How many elements of `span` may still be chosen."""
-        return len(span) - sum(len(part) for part in self.inside(span))
-
-    def inside(self, span: Span) -> list[Span]:
-        """The known spans inside `span`, relative to its start."""
-        cut = [Span(max(each.start, span.start), min(each.stop, span.stop)) for each in self.known]
-        return [Span(each.start - span.start, each.stop - span.start) for each in cut if each.start < each.stop]
-
     def known_index(self, device: torch.device) -> Tensor:
-        """The known positions, ascending, int64."""
+        """Return the known positions, ascending, int64."""
         parts = [torch.arange(span.start, span.stop, device=device) for span in self.known]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
-    def magnitude(self, acc: Tensor, span: Span) -> Tensor:
-        """|acc| on `span`, [len(span)], with TAKEN at the known positions."""
-        magnitude = span.of(acc).abs()
-        for each in self.inside(span):
-            each.of(magnitude).fill_(TAKEN)
-        return magnitude
-
 
 def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str], refresh: float, step: int) -> Budget:
-    """What `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
+    """Return what `density` of the elements of `layout` allows at `step`: at least 1 element of a bucket that has any.
 
     Over many steps exactly density * n a step are sent, also where that is not a whole number (but below 1).
     Parameters whose names match `dense` are sent whole, the smallest first, as long as they take at most DENSE_SHARE of the budget.
-    A window takes the share `refresh` of the budget and moves round the vector, so no element waits longer than 1/(refresh * density)
+    A window takes the share `refresh` of the budget and cycles through the vector, so no element waits longer than 1/(refresh * density)
     steps, and one step more for rounding.
     """
     n = layout[-1].span.stop
-    start, stop = _portion(density, n, step)
+    start, stop = _share(density, n, step)
     count = min(n, max(1, stop - start))
     exempt = _exempt(tuple(layout), tuple(dense), int(DENSE_SHARE * density * n))
-    start, stop = _portion(_exact(refresh) * _exact(density), n, step)
+    start, stop = _share(_exact(refresh) * _exact(density), n, step)
     stop = min(stop, start + count)
     return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
 
 
 @lru_cache(maxsize=1024)
 def _exempt(layout: tuple[ParameterSpan, ...], patterns: tuple[str, ...], left: int) -> tuple[Span, ...]:
-    """The spans of the smallest parameters that match, as long as they have `left` elements together."""
+    """Return the spans of the smallest parameters that match, as long as they have `left` elements together."""
     exempt: list[Span] = []
-    for slot in sorted((slot for slot in layout if matches(slot.name, patterns)), key=lambda slot: len(slot.span)):
-        if len(slot.span) > left:
+    for entry in sorted(
+        (entry for entry in layout if matches(entry.name, patterns)), key=lambda entry: len(entry.span)
+    ):
+        if len(entry.span) > left:
             break
-        left -= len(slot.span)
-        exempt.append(slot.span)
+        left -= len(entry.span)
+        exempt.append(entry.span)
     return tuple(exempt)
 
 
 @lru_cache(maxsize=1024)
 def _exact(share: float | Fraction) -> Fraction:
-    """The fraction that was meant: 0.01 is 1/100."""
+    """Return the fraction that was meant: 0.01 is 1/100."""
     return Fraction(share).limit_denominator(10**9)
 
 
-def _portion(share: float | Fraction, n: int, step: int) -> tuple[int, int]:
-    """Where the share of step `step` starts and stops when `share` * n elements a step are dealt out without gaps."""
+def _share(share: float | Fraction, n: int, step: int) -> tuple[int, int]:
+    """Return where the share of step `step` starts and stops when `share` * n elements a step follow each other without gaps."""
     each = _exact(share) * n
     return int(each * step), int(each * (step + 1))
 
@@ -102,7 +87,7 @@ def _wrapped(start: int, stop: int, n: int) -> list[Span]:
 
 
 def _fitting(wanted: list[Span], count: int) -> tuple[Span, ...]:
-    """The union of `wanted`, spans merged and ascending; the last wanted are dropped while it has more than `count` elements."""
+    """Return the union of `wanted`, spans merged and ascending; the last wanted are dropped while it has more than `count` elements."""
     while True:
         merged = _merged(wanted)
         if sum(len(span) for span in merged) <= count:

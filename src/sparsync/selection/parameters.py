@@ -12,43 +12,44 @@ from sparsync.core import ParameterSpan, Span
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
-    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)  # "[0]" in a name is no pattern
+    """Return whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
+    # Equality first: "[0]" in a name is no pattern.
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
-class Part:
+class SpanSet:
     """Some spans of a vector, handled as one shorter vector."""
 
     spans: tuple[Span, ...]
 
     @classmethod
-    def of_slots(cls, slots: Iterable[ParameterSpan]) -> "Part":
-        """The spans of `slots`, neighbours merged."""
+    def of(cls, layout: Iterable[ParameterSpan]) -> "SpanSet":
+        """Return the spans of these parameters, neighbours merged."""
         merged: list[Span] = []
-        for slot in slots:
-            if merged and merged[-1].stop == slot.span.start:
-                merged[-1] = Span(merged[-1].start, slot.span.stop)
+        for entry in layout:
+            if merged and merged[-1].stop == entry.span.start:
+                merged[-1] = Span(merged[-1].start, entry.span.stop)
             else:
-                merged.append(slot.span)
+                merged.append(entry.span)
         return cls(tuple(merged))
 
     def __len__(self) -> int:
         return sum(len(span) for span in self.spans)
 
     def take(self, x: Tensor) -> Tensor:
-        """These elements of `x`: a view of it when they are one span, else a copy."""
+        """Return these elements of `x`: a view of it when they are one span, else a copy."""
         if len(self.spans) == 1:
             return self.spans[0].of(x)
         return torch.cat([x[:0], *(span.of(x) for span in self.spans)])
 
-    def put_(self, x: Tensor, part: Tensor) -> None:
-        """Writes what `take` returned, perhaps changed, back to its place in `x`."""
-        if len(self.spans) == 1 and part.data_ptr() == self.spans[0].of(x).data_ptr():
+    def put_(self, x: Tensor, taken: Tensor) -> None:
+        """Write what `take` returned, perhaps changed, back to its place in `x`."""
+        if len(self.spans) == 1 and taken.data_ptr() == self.spans[0].of(x).data_ptr():
             return
         position = 0
         for span in self.spans:
-            span.of(x).copy_(part[position : position + len(span)])
+            span.of(x).copy_(taken[position : position + len(span)])
             position += len(span)
 
 
@@ -65,16 +66,16 @@ class Disagreement:
     steps: dict[str, int] = field(default_factory=dict)
 
     def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
-        """Adds one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for slot i, `mean` [n] the mean gradient."""
-        for slot, square in zip(layout, mean_square.tolist(), strict=True):
-            lost = max(0.0, square - float(slot.span.of(mean).double().square().sum()))
-            count = max(1, len(slot.span))
-            self.variance[slot.name] = self.variance.get(slot.name, 0.0) + lost / count
-            self.elements[slot.name] = len(slot.span)
-            self.steps[slot.name] = self.steps.get(slot.name, 0) + 1
+        """Add one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for parameter i, `mean` [n] the mean gradient."""
+        for entry, square in zip(layout, mean_square.tolist(), strict=True):
+            lost = max(0.0, square - float(entry.span.of(mean).double().square().sum()))
+            count = max(1, len(entry.span))
+            self.variance[entry.name] = self.variance.get(entry.name, 0.0) + lost / count
+            self.elements[entry.name] = len(entry.span)
+            self.steps[entry.name] = self.steps.get(entry.name, 0) + 1
 
     def most(self, share: float) -> tuple[str, ...]:
-        """The parameters of largest variance per element that together make up at most `share` of all elements seen."""
+        """Return the parameters of largest variance per element that together make up at most `share` of all elements seen."""
         budget = share * sum(self.elements.values())
         chosen: list[str] = []
         for name in sorted(self.variance, key=lambda name: (-self.variance[name] / self.steps[name], name)):
@@ -91,5 +92,5 @@ class Disagreement:
 
 
 def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
-    """|g|^2 of each slot, float64 [slots]."""
-    return torch.stack([slot.span.of(grad).double().square().sum() for slot in layout])
+    """Return |g|^2 of each parameter, float64 [parameters]."""
+    return torch.stack([entry.span.of(grad).double().square().sum() for entry in layout])

@@ -13,7 +13,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Cost, ParameterSpan, Report
 from sparsync.lab.settings import SchemeChoice
-from sparsync.selection.topk import count_for
+from sparsync.selection.density import count_for
 
 WORD_NBYTES = 4
 KEY = "traffic"  # of the one bucket
