@@ -134,7 +134,7 @@ def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
     """Every step of a ring moves the vector once, cut into P slices; the direct form moves P-1-s slices to owners, P-1 to all."""
     skip, shift = data.draw(st.integers(0, P - 1)), data.draw(st.integers(0, P - 1))
     plan = SkipPlan(first_offsets(skip), shift)
-    for cost in (ring.cost, direct.cost, direct.cost_in_messages):
+    for cost in (ring.ring_all_reduce_cost, direct.direct_all_reduce_cost, direct.direct_all_reduce_cost_in_messages):
         costs = [cost(count, element, P, rank, plan) for rank in range(P)]
         assert sum(each.nbytes for each in costs) == (2 * (P - 1) - skip) * count * element
         assert sum(each.messages for each in costs) == (2 * (P - 1) - skip) * min(count, P)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.core import Cost, generator
-from sparsync.schemes.oktopk import OkTopk
-from sparsync.schemes.oktopk_exact import most_sent
+from sparsync.schemes.oktopk import OkTopk, most_sent
 
 Make = Callable[[], OkTopk]
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order

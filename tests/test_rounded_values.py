@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.exclusive_invariants import run, whole_numbers
-from sparsync.collectives.quantized_all_reduce import mean_rounded, mean_rounded_cost
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce, quantized_all_reduce_cost
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.schemes.exdyna import ExDyna
@@ -80,8 +80,8 @@ def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values
 
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
         metered = MeteredComm(comm)
-        found = mean_rounded(given[comm.rank], torch.float32, metered, codec)
-        assert metered.take()[0] == mean_rounded_cost(K, torch.float32, P, comm.rank, codec)
+        found = quantized_all_reduce(given[comm.rank], torch.float32, metered, codec)
+        assert metered.take()[0] == quantized_all_reduce_cost(K, torch.float32, P, comm.rank, codec)
         return found
 
     results = LocalWorld(P).run(body)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK
 from sparsync.base.scheme import Scheme
+from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.collectives import reduce_scatter
 from sparsync.collectives.skip_plan import SkipPlan, turning_offsets
 from sparsync.core import Comm, generator
 from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
 from sparsync.integrations.fsdp2_units import Sharded
 from sparsync.integrations.rollback import Rollback
-from sparsync.schemes.sharded import ShardedScheme, own_pieces, piece, pieces, sharded
 
 WORLDS = (1, 2, 3, 5, 8)
 LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
@@ -40,7 +40,7 @@ def summed(P: int, m: int, plan: SkipPlan, always: tuple[Span, ...]) -> list[Ten
     def program(comm: MeteredComm) -> Tensor:
         x, out = torch.full((P * m,), 2.0**comm.rank), torch.full((m,), torch.nan)
         reduce_scatter.reduce_scatter(x, out, comm, plan, always)
-        assert comm.take()[0] == reduce_scatter.cost(m, 4, P, comm.rank, plan, always)
+        assert comm.take()[0] == reduce_scatter.reduce_scatter_cost(m, 4, P, comm.rank, plan, always)
         return out
 
     return LocalWorld(P).run(lambda comm: program(MeteredComm(comm)))
@@ -60,10 +60,10 @@ def world(
     scheme: Scheme, P: int, steps: int, average: bool, dtype: torch.dtype, gradient: Callable[[int, int], Tensor]
 ) -> list[tuple[list[Tensor], list[Report], Tensor]]:
     """For each rank: its chunk at each step, the reports, and what it keeps, in the order of the chunks."""
-    slots = pieces(LENGTHS, P)
+    slots = shard_layout(LENGTHS, P)
 
     def program(comm: MeteredComm) -> tuple[list[Tensor], list[Report], Tensor]:
-        ours: ShardedScheme = sharded(scheme)
+        ours: ReduceScatterScheme = scheme.reduce_scatter_form()
         chunks, reports = [], []
         for step in range(steps):
             bucket = Bucket("layer", gradient(comm.rank, step).to(dtype), step, slots)
@@ -71,7 +71,7 @@ def world(
             reports.append(ours.reduce_scatter(bucket, chunks[-1], comm, average))
             assert comm.take()[0] == reports[-1].cost
         kept = ours.state_dict()["residual"]
-        again = sharded(scheme)
+        again = scheme.reduce_scatter_form()
         again.load_state_dict(ours.state_dict())
         assert all(torch.equal(again.state_dict()["residual"][name], kept[name]) for name in kept)
         zero = torch.zeros(0)
@@ -169,7 +169,7 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
         return torch.randint(-4, 5, (5 * P,), generator=generator(rank, key, step)).to(dtype)
 
     def program(comm: Comm, scheme: Scheme, average: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        ours, skipped = sharded(scheme), Rollback()
+        ours, skipped = scheme.reduce_scatter_form(), Rollback()
         applied = {key: torch.zeros(5) for key in lengths}
         for step in range(3):
             outs = {}
@@ -178,14 +178,16 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
                 x[2] = torch.inf if {"step": step, "key": key} == keys and comm.rank == P - 1 else x[2]
                 parts = [(key, 5)]
                 out = outs[key] = torch.empty(5, dtype=dtype)
-                bucket = Bucket(key, x, step, pieces(parts, P))
+                bucket = Bucket(key, x, step, shard_layout(parts, P))
                 into = _Into(ours, out, average, P)
-                skipped.reduced(into, Bucket(key, out, step, own_pieces(parts, comm.rank)), into.reduce(bucket, comm))
+                skipped.reduced(
+                    into, Bucket(key, out, step, own_shard_layout(parts, comm.rank)), into.reduce(bucket, comm)
+                )
             if all(bool(out.isfinite().all()) for out in outs.values()):  # as a loss scaler decides, over all shards
                 applied = {key: applied[key] + outs[key] for key in lengths}
             assert step != 1 or outs["second"].isnan().all()
         kept = ours.state_dict()["residual"]
-        return applied, {key: torch.cat([kept[piece(key, owner)] for owner in range(P)]) for key in lengths}
+        return applied, {key: torch.cat([kept[shard_name(key, owner)] for owner in range(P)]) for key in lengths}
 
     for scheme, average in product(KEEPING, (True, False) if P in (1, 2, 8) else (False,)):
         ranks = LocalWorld(P).run(partial(program, scheme=scheme, average=average))
@@ -251,4 +253,4 @@ def test_columns_are_joined_in_the_parameters_own_order() -> None:
 
 def test_schemes_without_a_reduce_scatter_are_refused() -> None:
     with pytest.raises(ValueError, match="topk has no reduce-scatter; for the shard axis there are SkipReduce, OkTopk"):
-        sharded(TopK())
+        TopK().reduce_scatter_form()

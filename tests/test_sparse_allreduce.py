@@ -10,7 +10,7 @@ from sparsync import LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
 from sparsync.core import Span, Sparse, generator
 from sparsync.kernels import put_, sparse_reference
-from sparsync.selection import regions
+from sparsync.selection.tail_sketch import quotas, sketch
 from sparsync.wire import raw
 from sparsync.wire.elements import Elements
 
@@ -38,14 +38,23 @@ def test_moves_turn_what_is_held_into_what_is_wanted(held: list[int], random: ob
     assert len(sparse_allreduce.moves(held, wanted)) < 2 * len(held)
 
 
+def shares(tops: list[Tensor], k: int) -> list[int]:
+    """How many survivors each region has, by sketches as Ok-Topk sends them."""
+    P = len(tops)
+    points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
+    counts = [[min(point, top.numel()) for point in points] for top in tops]
+    sketches = torch.stack([sketch(top, count, 31) for top, count in zip(tops, counts, strict=True)])
+    held = [top.numel() for top in tops]
+    return quotas(sketches, counts, held, min(k, sum(held)), 31)
+
+
 @given(
     st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=9),
     st.integers(1, 40),
 )
 def test_shares_are_k_together_and_no_more_than_there_are(sums: list[list[int]], k: int) -> None:
-    P = len(sums)
     tops = [torch.tensor(sorted(each, reverse=True)[:k], dtype=torch.float32) for each in sums]
-    held = regions.shares(torch.stack([regions.ladder(top, k, P) for top in tops]), k)
+    held = shares(tops, k)
     assert sum(held) == min(k, sum(top.numel() for top in tops))
     assert all(0 <= share <= top.numel() for share, top in zip(held, tops, strict=True))
 
@@ -58,14 +67,14 @@ def test_shares_find_nearly_the_k_largest() -> None:
     """Against exact counts, on eight regions of one distribution: the survivors carry 99 % of the best magnitude."""
     P, k = 8, 400
     sums = [cubed(2000, r).abs().sort(descending=True).values[:k] for r in range(P)]
-    held = regions.shares(torch.stack([regions.ladder(each, k, P) for each in sums]), k)
+    held = shares(sums, k)
     best = torch.cat(sums).topk(k).values.sum()
     assert sum(float(each[:share].sum()) for each, share in zip(sums, held, strict=True)) >= 0.99 * best
 
 
 def test_equal_sums_are_shared_in_proportion() -> None:
     P, k = 4, 40
-    held = regions.shares(torch.stack([regions.ladder(torch.ones(k), k, P) for _ in range(P)]), k)
+    held = shares([torch.ones(k)] * P, k)
     assert held == [10, 10, 10, 10]
 
 
@@ -89,7 +98,7 @@ def test_at_least_selects_what_is_level_but_never_zeros() -> None:
 
 
 @pytest.mark.parametrize("codec", [raw, Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
-def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.Codec) -> None:
+def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.ElementCodec) -> None:
     held, P = [7, 0, 3, 2], 4
 
     def body(comm: MeteredComm) -> bool:
@@ -106,8 +115,10 @@ def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.Codec) -> None
         assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, cut, torch.float32, comm.rank, codec)
         assert moved.index.numel() == 3
         places = [Span(0, 40)] * P
-        everything, read = sparse_allreduce.gather(moved, wanted, places, comm, codec)
-        assert comm.take()[0] == sparse_allreduce.gather_cost(wanted, places, torch.float32, comm.rank, codec)
+        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, places, comm, codec)
+        assert comm.take()[0] == sparse_allreduce.all_gather_elements_cost(
+            wanted, places, torch.float32, comm.rank, codec
+        )
         assert torch.equal(read, moved.value)
         return everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
 

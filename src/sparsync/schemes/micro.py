@@ -15,7 +15,7 @@ bytes, not 8; the threshold falls again where the union is up to 9 % too small. 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self, get_args
+from typing import Literal, Protocol, Self, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Selection:
     commit: Callable[[], None] = lambda: None  # as Update's
 
 
+@runtime_checkable
 class Selector(Protocol):
     """One way for the ranks to agree on positions, each looking in its own partition. Raises NonFiniteError on all ranks."""
 
@@ -131,6 +132,7 @@ class MiCRO(ErrorFeedbackScheme):
             raise ValueError('bug_compatible=True goes with rule="threshold"; use published(bug_compatible=True)')
 
 
+@runtime_checkable
 class Partitioner(Protocol):
     """Which span of the vector each of P partitions is at this step."""
 

@@ -6,7 +6,7 @@ Two forms with one interface: adjacent spans, as the papers have them, and block
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ def by_rank(items: Sequence[Item], step: int) -> list[Item]:
     return [items[rotation(rank, step, len(items))] for rank in range(len(items))]
 
 
+@runtime_checkable
 class Partition(Protocol):
     """P partitions of [0, n). Places count the elements of one partition in ascending order."""
 
