@@ -98,7 +98,7 @@ def test_one_feedback_serves_one_rank() -> None:
     feedback = ErrorFeedback()
     feedback.residual(bucket("a"), 2)
     with pytest.raises(
-        RuntimeError, match="keeps the state of rank 2 and was called by rank 0; make one scheme per rank"
+        RuntimeError, match="holds the state of rank 2 and was called by rank 0; make one scheme per rank"
     ):
         feedback.residual(bucket("a"), 0)
     feedback.load_state_dict(feedback.state_dict())

@@ -237,7 +237,7 @@ def test_published_thresholds_are_exact_when_evaluated_and_kept_between() -> Non
     thresholds = []
     for t, grad in enumerate(grads):
         _, reports, _ = run(schemes, [grad], t)[0]
-        thresholds.append(schemes[0].state_dict()["control"]["w"]["global_threshold"])
+        thresholds.append(schemes[0].state_dict()["control"]["w"]["state"]["global_threshold"])
         if t % 4 == 0:
             assert [report.details["local_count"] for report in reports] == [k] * P
             assert reports[0].details["global_count"] == k

@@ -139,6 +139,6 @@ class EqualCountSelection:
 
 def _level(value: Tensor, finite: bool) -> Tensor:
     """Return the level of the smallest selected magnitude, or FOUND_INF, in 2 bytes."""
-    smallest = value.abs().min() if value.numel() else value.new_zeros(())
-    level = levels_of(smallest) if finite else torch.tensor(FOUND_INF)
-    return level.to(torch.int16).view(1).view(torch.uint8)
+    smallest = value.abs().min().view(1) if value.numel() else value.new_zeros(1)
+    level = levels_of(smallest) if finite else torch.tensor([FOUND_INF])
+    return level.to(torch.int16).view(torch.uint8)
