@@ -1,4 +1,4 @@
-"""What every test runs under: executed annotations, one torch thread, and the same hypothesis examples each time."""
+"""All tests run with executed annotations, one torch thread, and the same hypothesis examples each time."""
 
 import resource
 import signal

@@ -31,9 +31,7 @@ class Alternating(Scheme):
             return Report(self.name, bucket.key, bucket.step, 0, 0, 0, Cost())
         acc = self.accumulate(bucket)
         chosen = torch.arange(bucket.step % self.every, n, self.every)
-        flag = acc.new_tensor(
-            [0.0 if acc.isfinite().all() else torch.nan]
-        )  # a NaN that is not chosen must be seen, too
+        flag = acc.new_tensor([0.0 if acc.isfinite().all() else torch.nan])
         total = self.sum_over_ranks(torch.cat([acc[chosen], flag]), comm)
         mean = self.divided(total[:-1], P).to(bucket.grad.dtype)
         bucket.grad.zero_()

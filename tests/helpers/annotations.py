@@ -1,4 +1,4 @@
-"""How the annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
+"""The annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
 
 Checking every call takes half of the time of many tests, so unless `every_call` is set, each function checks its first calls and some of
 the others.

@@ -47,7 +47,7 @@ class Row:
 
     @cached_property
     def subject(self) -> SchemeUnderTest:
-        """What all tests of this row share, so that each world is run once."""
+        """The scheme under test that all tests of this row share, so that each world is run once."""
         return self.subject_in(self.worlds())
 
     def subject_in(self, worlds: tuple[int, ...]) -> SchemeUnderTest:
@@ -184,7 +184,7 @@ ROWS = [
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
-    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # it keeps a threshold for 32 steps
+    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
     *_rounded_rows(),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),

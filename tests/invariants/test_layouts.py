@@ -41,12 +41,12 @@ def test_random_layouts_lose_no_mass() -> None:
 
 
 def contributors_of(steps: Sequence[Step], names: Sequence[str], P: int) -> list[set[int]]:
-    """How many ranks are in the elements of these parameters, at each step, of a scheme that divides by P."""
+    """Return how many ranks are in the elements of these parameters at each step, for a scheme that divides by P."""
     counts = []
     for step in steps:
         total = (step.written[0].double() * P).round().long()
         there = torch.stack([(total & 2**rank) > 0 for rank in range(P)]).sum(dim=0)
-        counts.append({int(c) for slot in layout(COUNT) if slot.name in names for c in slot.span.of(there)})
+        counts.append({int(c) for each in layout(COUNT) if each.name in names for c in each.span.of(there)})
     return counts
 
 
@@ -71,7 +71,7 @@ def test_protected_parameters_lose_no_rank_and_the_others_lose_s(form: Form, nod
     others = [name for name in NAMES if name not in safe]
     assert contributors_of(steps, safe, P) == [{P} if safe else set()] * 4
     assert contributors_of(steps, others, P) == [{P - skip * node_size} if others else set()] * 4
-    covered = sum(len(slot.span) for slot in layout(COUNT) if slot.name in safe)
+    covered = sum(len(each.span) for each in layout(COUNT) if each.name in safe)
     assert {report.details["protected"] for step in steps for report in step.reports} == {covered}
 
 
@@ -92,9 +92,9 @@ def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
     grads = []
     for rank in range(P):
         grad = torch.ones(COUNT)
-        for slot in layout(COUNT):
-            if slot.name in about:
-                slot.span.of(grad).fill_(float(rank * (1 + about.index(slot.name))))
+        for each in layout(COUNT):
+            if each.name in about:
+                each.span.of(grad).fill_(float(rank * (1 + about.index(each.name))))
         grads.append(grad)
     return grads
 
@@ -114,7 +114,7 @@ def auto(P: int, share: float, **config: Any) -> list[SkipReduce]:  # Any: the f
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> None:
     P = 4
-    size = next(len(slot.span) for slot in layout(COUNT) if slot.name == name)
+    size = next(len(each.span) for each in layout(COUNT) if each.name == name)
     schemes = auto(P, (size + 0.5) / COUNT, form=form)
     run(schemes, [disagreeing(P, [name])] * 3)
     assert chosen_by(schemes) == {(name,)}
@@ -123,7 +123,7 @@ def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> 
 def test_auto_protects_in_the_order_of_disagreement_within_the_share() -> None:
     """The smaller of two wanted parameters fits where the larger one does not; agreed ones fill what is left."""
     P = 4
-    sizes = {slot.name: len(slot.span) for slot in layout(COUNT)}
+    sizes = {each.name: len(each.span) for each in layout(COUNT)}
     wanted = ["block.bias", "head.weight"]  # the second one most
     both = auto(P, (sizes["block.bias"] + sizes["head.weight"] + 0.5) / COUNT)
     run(both, [disagreeing(P, wanted)] * 3)
@@ -140,7 +140,7 @@ def test_auto_never_protects_more_than_its_share(share: float) -> None:
     schemes = auto(P, share)
     run(schemes, [*integers(P, COUNT, 2), *integers(P, COUNT, 1)])
     (chosen,) = chosen_by(schemes)
-    assert sum(len(slot.span) for slot in layout(COUNT) if slot.name in chosen) <= share * COUNT
+    assert sum(len(each.span) for each in layout(COUNT) if each.name in chosen) <= share * COUNT
     assert share < 1.0 or set(chosen) == set(NAMES)
 
 

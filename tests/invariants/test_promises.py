@@ -1,4 +1,4 @@
-"""What our schemes promise beyond the invariants: who is in each mean, what is counted in reports, and how fast residuals arrive."""
+"""Promises of our schemes beyond the invariants: the ranks in each mean, the numbers in reports, how fast residuals are sent."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from sparsync.testing.invariants import silence
 
 
 def contributors(row: Row, P: int) -> list[Tensor]:
-    """Who is in each element of the result of each step, read from the bits of the sum: bool [P, n]."""
+    """Return the ranks in each element of the result of each step, read from the bits of the sum: bool [P, n]."""
     found = []
     for step in marked(row.by_ranks or row.id, P):
         total = (step.written[0].double() * P).round().long()

@@ -72,12 +72,12 @@ def test_every_offset_set_comes_up() -> None:
     assert len(drawn) == 6  # 4 choose 2
 
 
-def test_a_generator_is_told_apart_by_seed_key_and_step() -> None:
+def test_generators_differ_by_seed_key_and_step() -> None:
     def draw(seed: int, key: str, step: int) -> float:
         return float(torch.rand((), generator=generator(seed, key, step), dtype=torch.float64))
 
-    told = [(seed, key, step) for seed in (0, 1, 2**40, -1) for key in ("a", "b", "1/2") for step in (0, 1, 10**12)]
-    assert len({draw(*names) for names in told}) == len(told)
+    names = [(seed, key, step) for seed in (0, 1, 2**40, -1) for key in ("a", "b", "1/2") for step in (0, 1, 10**12)]
+    assert len({draw(*each) for each in names}) == len(names)
     assert draw(0, "a", 3) == draw(0, "a", 3)
 
 

@@ -21,7 +21,7 @@ from sparsync.testing.world import same_bits as same_bits
 
 
 def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
-    """2^r from rank r in every element, so that the bits of a sum tell who is in it; with few bits, some ranks at each step."""
+    """Return 2^r for rank r in every element, so that the bits of a sum show its ranks; with few bits, some ranks at each step."""
     groups = -(-P // bits)
     return [
         [torch.full((n,), float(2 ** (rank % bits)) if rank // bits == step % groups else 0.0) for rank in range(P)]
@@ -30,12 +30,12 @@ def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
 
 
 def assert_mass(steps: Sequence[Step], before: Tensor) -> None:
-    """At each step: residuals after it + P * what was written == residuals before it + what came in."""
+    """Check conservation at each step: residuals after it + P x written == residuals before it + gradients."""
     check_conservation("conservation", steps, before)
 
 
 @cache
 def marked(id: str, P: int) -> tuple[Step, ...]:
-    """Some steps of a row without a residual, of marks, in a world of P ranks."""
+    """Return some steps of a row without a residual, of marks, in a world of P ranks; they are run once."""
     row = next(row for row in ROWS if row.id == id)
     return tuple(run([row.make() for _ in range(P)], marks(P, COUNT, row.observes + 2, row.wire_bits)))

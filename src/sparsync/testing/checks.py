@@ -1,4 +1,4 @@
-"""What must hold for steps that were run: each check names the invariant, the place and both values when it fails."""
+"""Checks of steps that were run. One that fails names the invariant, the world, the step, the rank and both values."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from sparsync.testing.world import Step, integer_sum, same_bits
 
 
 def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
-    """Every rank has written the same bits, in the type its gradient came in, and as many elements."""
+    """Check that every rank has written the same bits, in the type and length of its gradient."""
     for step in steps:
         for rank, written in enumerate(step.written):
             grad = step.grads[rank]
@@ -28,7 +28,7 @@ def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
 
 
 def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
-    """What each rank's communicator has counted is the closed form in its report, and the report's numbers are possible."""
+    """Check that each report gives the cost that the rank's communicator has counted, and possible numbers of elements."""
     for step in steps:
         n = step.grads[0].numel()
         for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
@@ -42,7 +42,7 @@ def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
 
 
 def check_conservation(invariant: str, steps: Sequence[Step], before: Tensor, tolerance: float = 0.0) -> None:
-    """At each step, residuals after it + P x what was written == residuals before it + what came in, summed over ranks.
+    """Check that at each step residuals after it + P x what was written == residuals before it + gradients, summed over ranks.
 
     `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers.
     """
@@ -62,7 +62,7 @@ def check_conservation(invariant: str, steps: Sequence[Step], before: Tensor, to
 def check_equal(
     invariant: str, where: str, found: tuple[str, Tensor], expected: tuple[str, Tensor], tolerance: float = 0.0
 ) -> None:
-    """Two named tensors are equal, or differ by at most `tolerance` times the largest magnitude that is expected."""
+    """Check that two named tensors are equal, or differ by at most `tolerance` times the largest magnitude that is expected."""
     allowed = tolerance * float(expected[1].abs().max()) if expected[1].numel() else 0.0
     apart = (found[1] != expected[1]) & ~((found[1] - expected[1]).abs() <= allowed)
     if apart.any():
@@ -71,7 +71,7 @@ def check_equal(
 
 
 def check_same(invariant: str, found: Sequence[Step], expected: Sequence[Step], what: str) -> None:
-    """Two runs are the same in every bit that was written and kept, and in their reports."""
+    """Check that two runs have the same bits in gradients and residuals, and the same reports."""
     for one, other in zip(found, expected, strict=True):
         for rank in range(one.size):
             for name in ("written", "residuals"):
@@ -84,6 +84,7 @@ def check_same(invariant: str, found: Sequence[Step], expected: Sequence[Step], 
 
 
 def check_finite(invariant: str, where: str, what: str, x: Tensor) -> None:
+    """Check that a named tensor holds neither NaN nor Inf."""
     if not x.isfinite().all():
         at = int((~x.isfinite()).nonzero()[0])
         fail(invariant, where, f"element {at} of {what} is", x[at], "it must be", "finite")
@@ -96,6 +97,7 @@ def first_difference(x: Tensor, y: Tensor) -> int:
 
 
 def described(x: Tensor) -> str:
+    """Return the type and shape of a tensor for a message."""
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
@@ -105,4 +107,5 @@ def fail(invariant: str, where: str, what: str, found: object, and_what: str, ex
 
 
 def shown(value: object) -> str:
+    """Return a value for a message; one element of a tensor as a number."""
     return repr(value.item()) if isinstance(value, Tensor) else str(value)

@@ -65,7 +65,7 @@ def check_scheme(
 
 
 def conservation(subject: SchemeUnderTest) -> None:
-    """What is not written stays in the residuals, element by element."""
+    """Check that what is not written stays in the residuals, element by element."""
     if not subject.has_residual:
         return
     for P in subject.worlds:
@@ -74,13 +74,13 @@ def conservation(subject: SchemeUnderTest) -> None:
 
 
 def replicas(subject: SchemeUnderTest) -> None:
-    """All ranks end with the same bits."""
+    """Check that all ranks end with the same bits."""
     for P in subject.worlds:
         check_replicas("replicas", subject.trace(P))
 
 
 def identity(subject: SchemeUnderTest) -> None:
-    """With nothing left out, the scheme is the dense mean, and keeps nothing."""
+    """Check that with nothing left out the scheme is the dense mean, and has an empty residual."""
     if subject.complete is not None:
         for P in (P for P in subject.worlds if P <= SMALL):
             schemes = [subject.complete() for _ in range(P)]
@@ -88,7 +88,7 @@ def identity(subject: SchemeUnderTest) -> None:
 
 
 def one_rank(subject: SchemeUnderTest) -> None:
-    """One rank sends nothing; without a residual it has its gradient back, with one it loses nothing."""
+    """Check that one rank sends nothing: without a residual its gradient does not change, with one nothing is lost."""
     if 1 not in subject.worlds:
         return
     steps = subject.trace(1)
@@ -105,7 +105,7 @@ def one_rank(subject: SchemeUnderTest) -> None:
 
 
 def determinism(subject: SchemeUnderTest) -> None:
-    """The same gradients give the same bits again, and torch's global generator is not drawn from."""
+    """Check that the same gradients give the same bits again, and that torch's global generator is not drawn from."""
     P = subject.world(4)
     first, before = subject.trace(P), torch.get_rng_state()
     again = run(subject.start(P), [step.grads for step in first])
@@ -115,13 +115,13 @@ def determinism(subject: SchemeUnderTest) -> None:
 
 
 def traffic(subject: SchemeUnderTest) -> None:
-    """What is counted on the wire is what the report says in closed form."""
+    """Check that the messages and bytes that are counted are those that the report gives in closed form."""
     for P in subject.worlds:
         check_traffic("traffic", subject.trace(P))
 
 
 def resume(subject: SchemeUnderTest) -> None:
-    """A saved state continues as if nothing had happened, and does not change with the scheme it came from."""
+    """Check that a saved state continues as if nothing had happened, and does not change with the scheme it came from."""
     P = subject.world(3)
     grads = reals(P, COUNT, subject.warmup + 3)
     whole = run(subject.start(P), grads)
@@ -140,7 +140,7 @@ def resume(subject: SchemeUnderTest) -> None:
 
 
 def another_world(subject: SchemeUnderTest) -> None:
-    """The residuals of one world, dealt out to the ranks of another one, lose no mass; and replicas agree there."""
+    """Check that residuals which are redistributed to a world of another size lose no mass, and that replicas agree there."""
     if not subject.has_residual:
         return
     old, sizes = subject.world(4), [P for P in subject.worlds if P <= SMALL]
@@ -158,10 +158,12 @@ def another_world(subject: SchemeUnderTest) -> None:
 
 
 def layouts(subject: SchemeUnderTest) -> None:
-    """A bucket without a layout is one parameter; parameters that move to other buckets, and back, lose no mass."""
+    """Check that a bucket can be one parameter, and that parameters which move to other buckets, and back, lose no mass."""
     P = subject.world(2)
     schemes = subject.start(P)
-    steps = run(schemes, integers(P, COUNT, 1, dtype=subject.exact), slots=laid_out([("whole", COUNT)]), key="whole")
+    steps = run(
+        schemes, integers(P, COUNT, 1, dtype=subject.exact), parameters=laid_out([("whole", COUNT)]), key="whole"
+    )
     check_step_invariants("layouts", subject, steps)
     if not subject.has_residual:
         return
@@ -175,14 +177,14 @@ def layouts(subject: SchemeUnderTest) -> None:
 
 
 def rollback(subject: SchemeUnderTest) -> None:
-    """What was written comes back into the residuals when the step is not applied, so that everything that came in is there."""
+    """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
     if not subject.has_residual:
         return
     P = subject.world(3)
     grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
     parameters = laid_out([("whole", COUNT)])
     schemes = subject.start(P)
-    before = integer_sum(run(schemes, grads[:-1], slots=parameters)[-1].residuals)
+    before = integer_sum(run(schemes, grads[:-1], parameters=parameters)[-1].residuals)
 
     def body(comm: LocalComm) -> None:
         bucket = Bucket("bucket0", grads[-1][comm.rank].clone(), len(grads) - 1, parameters)
@@ -197,7 +199,7 @@ def rollback(subject: SchemeUnderTest) -> None:
 
 
 def reset(subject: SchemeUnderTest) -> None:
-    """After all ranks have reset what they share, replicas agree, and the residuals are still there."""
+    """Check that after `reset_shared_state` on all ranks replicas agree, and the residuals are still there."""
     P = subject.world(3)
     grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
     schemes = subject.start(P)
@@ -209,7 +211,7 @@ def reset(subject: SchemeUnderTest) -> None:
 
 
 def delivery(subject: SchemeUnderTest) -> None:
-    """Once gradients are zero, the residual arrives: at least one element a step."""
+    """Check that the residual is sent once gradients are zero: at least one element at each step."""
     if not (subject.delivers and subject.has_residual):
         return
     P = subject.world(4)
@@ -222,7 +224,7 @@ def delivery(subject: SchemeUnderTest) -> None:
 
 
 def sizes(subject: SchemeUnderTest) -> None:
-    """Any number of elements is reduced: none, one, fewer than ranks, fewer than 1/density, many; none are sent without messages."""
+    """Check that any number of elements is reduced: one, fewer than ranks, fewer than 1/density, many; none without a message."""
     P = subject.world(5)
     for n in (0, 1, max(P - 1, 2), 1000):
         steps = run(subject.start(P), integers(P, n, subject.exact_steps, dtype=subject.exact))
@@ -234,7 +236,7 @@ def sizes(subject: SchemeUnderTest) -> None:
 
 
 def values(subject: SchemeUnderTest) -> None:
-    """All zero, all equal, ties, and the largest finite numbers are reduced; zeros stay zero."""
+    """Check that zeros, equal values, ties and the largest finite numbers are reduced, and that zeros stay zero."""
     P = subject.world(3)
     zero, equal = torch.zeros(COUNT), torch.full((COUNT,), 3.0 * P)
     ties = equal * torch.tensor([1.0, -1.0, 0.0, -0.0, 1.0]).repeat(COUNT)[:COUNT]
@@ -255,7 +257,7 @@ def values(subject: SchemeUnderTest) -> None:
 
 
 def types(subject: SchemeUnderTest) -> None:
-    """Gradients of 64 and of 16 bits are reduced, and keep their type."""
+    """Check that gradients of 64 and of 16 bits are reduced, and keep their type."""
     P = subject.world(2)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), integers(P, COUNT, subject.exact_steps, dtype=dtype))
@@ -266,11 +268,11 @@ def types(subject: SchemeUnderTest) -> None:
 
 
 def nonfinite(subject: SchemeUnderTest) -> None:
-    """NaN and Inf on one rank show on every rank, never enter a residual, take nothing from it, and are gone the step after."""
+    """Check that NaN and Inf of one rank show on every rank, change no residual, and are gone at the next step."""
     P = subject.world(3)
-    others: list[dict[int, float]] = [{P - 1: math.nan}, {P - 1: math.inf}, {P - 1: math.inf, 0: -math.inf}]
+    cases: list[dict[int, float]] = [{P - 1: math.nan}, {P - 1: math.inf}, {P - 1: math.inf, 0: -math.inf}]
     failing = {1, subject.warmup + 1}
-    for numbers in others:
+    for numbers in cases:
         grads = integers(P, COUNT, subject.warmup + 4, dtype=subject.exact)
         for rank, number in numbers.items():
             for step in failing:
@@ -319,7 +321,7 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], None]] = {
 def check_step_invariants(
     invariant: str, subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None
 ) -> None:
-    """What holds at every step of finite integers: replicas, traffic and conservation."""
+    """Check what holds at every step of finite integers: replicas, traffic and conservation."""
     check_replicas(invariant, steps)
     check_traffic(invariant, steps)
     if subject.has_residual:
@@ -328,6 +330,7 @@ def check_step_invariants(
 
 
 def check_dense_mean(invariant: str, steps: Sequence[Step]) -> None:
+    """Check that the exact mean of integers is written, and that nothing is left in the residuals."""
     for step in steps:
         mean = integer_sum(step.grads) / step.size
         check_equal(invariant, step.where(), ("what is written", step.written[0].double()), ("the dense mean", mean))
@@ -337,7 +340,7 @@ def check_dense_mean(invariant: str, steps: Sequence[Step]) -> None:
 
 
 def check_nothing_lost(invariant: str, step: Step, before: Tensor) -> None:
-    """After a step that will not be applied, the residuals of each element sum to what they did, or to that plus its gradients.
+    """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
 
     The latter is so where a scheme of several parts has rolled back those that were finite.
     """
@@ -352,7 +355,7 @@ def check_nothing_lost(invariant: str, step: Step, before: Tensor) -> None:
 
 
 def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str]]]) -> None:
-    """`plan[step]` are the names of SIZES in each bucket: every parameter loses no mass at any step, and replicas agree."""
+    """Check that no parameter loses mass at any step, where `plan[step]` are the names in each bucket, and that replicas agree."""
     P = subject.world(2)
     source = torch.Generator().manual_seed(1)
     schemes = subject.start(P)

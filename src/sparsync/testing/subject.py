@@ -1,4 +1,4 @@
-"""The scheme that is tested, with all that its author promises about it."""
+"""The scheme that is tested, with what its author promises about it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A world of ranks in one process, each with a scheme of its own: what came in, what every rank wrote, kept, reported and sent."""
+"""A world of ranks in one process, each with a scheme of its own: gradients, results, residuals, reports and traffic of every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,22 +64,22 @@ def run(
     schemes: Sequence[Scheme],
     gradients: Sequence[Sequence[Tensor]],
     first_step: int = 0,
-    slots: tuple[ParameterSpan, ...] | None = None,
+    parameters: tuple[ParameterSpan, ...] | None = None,
     key: str = "bucket0",
 ) -> list[Step]:
     """Reduce `gradients[step][rank]` one step after the other; scheme r works for rank r. The gradients themselves are not changed.
 
-    `slots` is the layout of the bucket called `key`: five parameters where none is given.
+    `parameters` are the layout of the bucket called `key`; without them it has the five of `layout`.
     """
     steps = [Step(first_step + number, list(grads), [], [], [], []) for number, grads in enumerate(gradients)]
-    parameters = slots if slots is not None else layout(gradients[0][0].numel())
+    own = parameters if parameters is not None else layout(gradients[0][0].numel())
 
     def body(comm: MeteredComm) -> list[tuple[Tensor, Tensor, Report, Cost]]:
         seen = []
         for number, grads in enumerate(gradients):
-            bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, parameters)
+            bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, own)
             report = schemes[comm.rank].reduce(bucket, comm)
-            residual = flat_residual(schemes[comm.rank], parameters, bucket.grad)
+            residual = flat_residual(schemes[comm.rank], own, bucket.grad)
             seen.append((bucket.grad, residual, report, comm.take()[0]))
         return seen
 
