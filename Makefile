@@ -20,11 +20,11 @@ $(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/ke
 demo: $(READY)
 	$(BIN)/sparsync demo --out demo
 
-# What a developer runs: at most 6 minutes of processor time, which pytest prints at its end.
+# At most 6 minutes of processor time, which pytest prints at its end.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Larger worlds and whole grids, with annotations checked at every call; nothing that `make test` has run already.
+# Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --every-call
 

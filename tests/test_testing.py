@@ -86,6 +86,11 @@ class LosesMass(Alternating):
         super().keep(bucket, acc, chosen)
 
 
+class RoundsItsResidual(Alternating):
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        super().keep(bucket, acc * (1 + 1e-6), chosen)
+
+
 class DiffersBetweenRanks(Alternating):
     def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
         parts = comm.all_gather(x, [x.numel()] * comm.size)
@@ -270,6 +275,18 @@ def test_a_failure_says_where_and_shows_both_values() -> None:
 def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="unknown invariant 'mass'; there are conservation, replicas"):
         check("mass", Alternating)
+
+
+@pytest.mark.parametrize("worlds", [(1,), (2,), (3, 6)])
+def test_any_worlds_will_do(worlds: tuple[int, ...]) -> None:
+    check_scheme(Alternating, worlds=worlds, complete=lambda: Alternating(every=1))
+
+
+def test_a_tolerance_lets_rounding_pass_and_nothing_larger() -> None:
+    check("conservation", RoundsItsResidual, tolerance=1e-5)
+    for scheme in (RoundsItsResidual, LosesMass):
+        with pytest.raises(AssertionError, match=r"^conservation: .* residuals after the step \+ P x written"):
+            check("conservation", scheme, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("worlds", [(), (0, 2)])
