@@ -60,13 +60,18 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, checking its arguments and its result against its annotations.
 
     HACK: beartype understands `Self` only where it decorates a whole class, and here it gets one method at a time; and a name in quotes,
-    which a class needs for itself, it looks up at every call, which takes longer than the call. So these two go unchecked.
+    which a class needs for itself, it looks up at every call, which takes longer than the call; and a protocol can be checked only where
+    it is declared as checkable. So these three go unchecked.
     """
     hints = getattr(function, "__annotations__", {})
-    function.__annotations__ = {
-        name: hint for name, hint in hints.items() if hint is not Self and not isinstance(hint, str)
-    }
+    function.__annotations__ = {name: hint for name, hint in hints.items() if _can_be_checked(hint)}
     return beartype(function)
+
+
+def _can_be_checked(hint: object) -> bool:
+    if hint is Self or isinstance(hint, str):
+        return False
+    return not getattr(hint, "_is_protocol", False) or getattr(hint, "_is_runtime_protocol", False)
 
 
 def _has_shape(hint: object) -> bool:

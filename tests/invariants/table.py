@@ -10,7 +10,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from sparsync import Dense, PerParameter, RandomPruning, SkipReduce, TopK
+from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -74,23 +74,24 @@ def _sparse(
     return Row(id, lambda: make(density=density), complete, has_residual=True, delivers=delivers, slow=slow)
 
 
-def _skip(  # Any: the fields of SkipReduce
+def _skip(  # Any: what `make` takes
     id: str,
-    make: Callable[..., SkipReduce],
+    make: Callable[..., SkipReduce | AutoProtect],
     by_ranks: str | None = None,
     slow: bool = False,
     **config: Any,
 ) -> Row:
     scheme = make(**config)
+    skipping = scheme.scheme if isinstance(scheme, AutoProtect) else scheme
     return Row(
         id,
         lambda: make(**config),
-        lambda: replace(make(**config), skip=0),
-        has_residual=scheme.feedback,
-        delivers=scheme.feedback and scheme.mode == "random",  # "naive" leaves out the same for ever
-        node_size=scheme.node_size,
+        lambda: make(**{**config, "skip": 0}),
+        has_residual=skipping.feedback,
+        delivers=skipping.feedback and skipping.mode == "random",  # "naive" leaves out the same for ever
+        node_size=skipping.node_size,
         by_ranks=by_ranks,
-        observes=scheme.observe_steps if scheme.protect == "auto" else 0,
+        observes=scheme.observe_steps if isinstance(scheme, AutoProtect) else 0,
         slow=slow,
     )
 
@@ -109,7 +110,7 @@ PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "all": {},
     "names": {"protect": ("embed.weight", "head.bias")},
     "patterns": {"protect": ("*.bias", "emb*")},
-    "auto": {"protect": "auto", "observe_steps": 2, "protect_share": 0.3},
+    "auto": {"observe_steps": 2, "share": 0.3},  # of AutoProtect
 }
 DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "contributors": {"divide_by": "contributors"},
@@ -130,7 +131,7 @@ def _skip_rows() -> list[Row]:
         end = f"{('flat', 'nodes')[nodes]}-{protection}"
         return _skip(
             f"{start}-{divide_by}-{end}",
-            SkipReduce,
+            AutoProtect.skip_reduce if protection == "auto" else SkipReduce,
             f"{start}-ranks-{end}" if divide_by == "contributors" else None,
             (mode, form, nodes) != chosen,
             mode=modes[mode],

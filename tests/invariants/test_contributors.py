@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import Cost, LocalWorld, MeteredComm, Span
-from sparsync.collectives import direct, hierarchical, ring
+from sparsync.collectives.direct import (
+    direct_all_reduce_,
+    direct_all_reduce_cost,
+    direct_all_reduce_cost_in_messages,
+)
+from sparsync.collectives.hierarchical import hierarchical_all_reduce_, hierarchical_all_reduce_cost
+from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost
 from sparsync.collectives.skip_plan import SkipPlan, first_offsets
 from sparsync.core import spans
 
@@ -23,8 +29,8 @@ SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
 LARGE_WORLDS = (13, 16)  # with every skip at some shifts
 COUNTS = (97, 5)  # more and, from six ranks on, fewer elements than ranks
 FLOAT_NBYTES = 4
-FORMS = {"ring": (ring.ring_all_reduce_, ring.cost), "direct": (direct.direct_all_reduce_, direct.cost)}
-BETWEEN = {"ring": ring.cost, "direct": direct.cost_in_messages}
+FORMS = {"ring": (ring_all_reduce_, ring_all_reduce_cost), "direct": (direct_all_reduce_, direct_all_reduce_cost)}
+BETWEEN = {"ring": ring_all_reduce_cost, "direct": direct_all_reduce_cost_in_messages}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: str, node_size
             if node_size == 1:
                 all_reduce_(total, comm, plan, left_out)
             else:
-                hierarchical.hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, left_out)
+                hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, BETWEEN[form], left_out)
             seen.append(Seen(total, left_out, comm.take()[0]))
         return seen
 
@@ -156,7 +162,7 @@ def test_two_levels_leave_out_whole_nodes_of_each_shard(form: str, G: int, N: in
             for shard in spans(n, G):
                 assert_nodes_as_planned(seen, shard, G, N, plan)
             for rank, one in enumerate(seen):
-                closed = hierarchical.cost(n, FLOAT_NBYTES, P, rank, G, plan, BETWEEN[form])
+                closed = hierarchical_all_reduce_cost(n, FLOAT_NBYTES, P, rank, G, plan, BETWEEN[form])
                 assert one.sent == closed
 
 

@@ -1,7 +1,6 @@
 """Layouts: what is said of a parameter holds wherever its gradient lies, alone or among others, in whatever bucket."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from invariants.table import ROWS
 from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run
-from sparsync import SkipReduce
+from sparsync import AutoProtect, SkipReduce
 from sparsync.schemes.skip_reduce import Form
 from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
 
@@ -99,15 +98,12 @@ def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
     return grads
 
 
-def chosen_by(schemes: Sequence[SkipReduce]) -> set[tuple[str, ...]]:
-    return {scheme.protected for scheme in schemes}
+def chosen_by(schemes: Sequence[AutoProtect]) -> set[tuple[str, ...]]:
+    return {scheme.protected or () for scheme in schemes}
 
 
-def auto(P: int, share: float, **config: Any) -> list[SkipReduce]:  # Any: the fields of SkipReduce
-    return [
-        SkipReduce(skip=2, protect="auto", protect_share=share, observe_steps=2, divide_by="ranks", **config)
-        for _ in range(P)
-    ]
+def auto(P: int, share: float, form: Form = "ring") -> list[AutoProtect]:
+    return [AutoProtect(SkipReduce(2, divide_by="ranks", form=form), share, observe_steps=2) for _ in range(P)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,7 +160,7 @@ def test_auto_reduces_densely_while_it_observes_and_then_keeps_its_choice() -> N
 def test_auto_chooses_among_the_parameters_of_all_buckets() -> None:
     """Buckets of a step come one after the other; the choice waits until all of them were observed."""
     P = 2
-    schemes = [SkipReduce(protect="auto", protect_share=0.5, observe_steps=3) for _ in range(P)]
+    schemes = [AutoProtect(share=0.5, observe_steps=3) for _ in range(P)]
     grads = [
         {name: torch.full((size,), float(rank if name == "c" else 1)) for name, size in SIZES.items()}
         for rank in range(P)

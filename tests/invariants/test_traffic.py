@@ -3,7 +3,7 @@
 import pytest
 
 from invariants.world import integers, reals, run
-from sparsync import Cost, Dense, SkipReduce, TopK
+from sparsync import AutoProtect, Cost, Dense, SkipReduce, TopK
 from sparsync.schemes.skip_reduce import Form
 
 FLOAT_NBYTES = 4
@@ -61,7 +61,7 @@ def test_two_levels_skip_between_nodes_only() -> None:
 
 def test_choosing_what_to_protect_costs_one_number_a_parameter_while_observing() -> None:
     P, n = 4, 80
-    steps = run([SkipReduce(skip=2, protect="auto", observe_steps=2) for _ in range(P)], integers(P, n, 3))
+    steps = run([AutoProtect(SkipReduce(2), observe_steps=2) for _ in range(P)], integers(P, n, 3))
     dense = 2 * (P - 1) * n * FLOAT_NBYTES // P
     numbers = 5 * 8  # float64, one for each parameter; 2 (P-1)/P of them leave a rank on average
     for step in steps[:2]:
