@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo test test-adapters check sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo test test-slow test-all test-adapters check sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -20,8 +20,15 @@ $(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/ke
 demo: $(READY)
 	$(BIN)/sparsync demo --out demo
 
+# At most 6 minutes of processor time, which pytest prints at its end.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow --every-call
+
+test-all: test test-slow
 
 # The adapters with the packages they are for, 2 GB of them; `make test` leaves out those whose package is missing.
 test-adapters: $(OTHERS)/.ready

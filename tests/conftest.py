@@ -1,5 +1,6 @@
-"""What every test runs under: executed annotations, one torch thread, and the same hypothesis examples each time."""
+"""All tests run with executed annotations, one torch thread, and the same hypothesis examples each time."""
 
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,13 +18,29 @@ jaxtyping.jaxtyped = annotations.executed
 
 jaxtyping.install_import_hook("sparsync", "helpers.annotations.checked")
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # what shells start in the background; programs under test would ignore it, too
+# What shells start in the background ignores it, and so would the programs under test.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparsync")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-call", action="store_true", help="check the annotations at every call, not at some of them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    annotations.every_call = config.getoption("--every-call")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the processor time of the run, because `make test` has a budget of 6 minutes of it."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own, children = (each.ru_utime + each.ru_stime for each in used)
+    terminalreporter.write_line(f"processor time: {own + children:.0f} s, of which {children:.0f} s in child processes")
 
 
 @pytest.fixture

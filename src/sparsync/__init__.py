@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsync import schemes as schemes
+    from sparsync import testing as testing
     from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
     from sparsync.base.error_feedback import Update as Update
     from sparsync.base.scheme import Scheme as Scheme
@@ -80,13 +81,14 @@ __all__ = [
     "doctor",
     "reduce_gradients",
     "schemes",
+    "testing",
 ]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name == "schemes":
-        return import_module("sparsync.schemes")
+    if name in ("schemes", "testing"):
+        return import_module(f"sparsync.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'sparsync' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")

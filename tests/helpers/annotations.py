@@ -1,21 +1,29 @@
-"""How the annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype."""
+"""The annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
+
+Checking every call takes half of the time of many tests, so unless `every_call` is set, each function checks its first calls and some of
+the others.
+"""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from inspect import isclass
 from typing import Any, Self, get_args  # Any: decorators take and return anything
 
 from beartype import beartype
 from jaxtyping import AbstractArray, jaxtyped
 
-# DDP reads the annotations of a hook and wants its own classes in them, and `attach` tells a wrong model itself, with a TypeError.
+# DDP reads the annotations of a hook and wants its own classes in them, and `attach` refuses a wrong model itself, with a TypeError.
 UNCHECKED = frozenset({"sparsync.integrations.ddp"})
+
+FIRST_CALLS = 50
+ONE_IN = 20  # of the calls after the first ones
+every_call = False
 
 
 def executed(thing: Any = None, *, typechecker: object = None) -> Any:
-    """Stands in for `jaxtyping.jaxtyped` under its import hook: the function or class, checking what its annotations say.
+    """Return the function or class with its annotations checked; stands in for `jaxtyping.jaxtyped` under its import hook.
 
-    HACK: jaxtyped binds the arguments of every call anew to compare shapes, which makes small functions without any shape 10 times
+    HACK: jaxtyped binds the arguments of every call again to compare shapes, which makes small functions without any shape 10 times
     slower; so only what mentions a shape pays for that, and the rest is checked by beartype alone. Price: a dataclass without shapes
     is not checked when it is made, only where a function takes or returns it.
     """
@@ -24,21 +32,46 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
     if thing.__module__ in UNCHECKED:
         return thing
     if any(_has_shape(hint) for hint in getattr(thing, "__annotations__", {}).values()):
-        return jaxtyped(thing, typechecker=checked)
-    return thing if isclass(thing) else checked(thing)
+        if not isclass(thing):
+            return sometimes(jaxtyped(thing, typechecker=checked), thing)
+        plain = thing.__init__
+        with_shapes = jaxtyped(thing, typechecker=checked)
+        with_shapes.__init__ = sometimes(with_shapes.__init__, plain)
+        return with_shapes
+    return thing if isclass(thing) else sometimes(checked(thing), thing)
+
+
+def sometimes(with_checks: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks its first calls and some of the others, or all of them."""
+    calls = 0
+
+    @wraps(without)
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if every_call or calls <= FIRST_CALLS or calls % ONE_IN == 0:
+            return with_checks(*args, **named)
+        return without(*args, **named)
+
+    return call
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, checking its arguments and its result against its annotations.
+    """Return the function, checking its arguments and its result against its annotations.
 
     HACK: beartype understands `Self` only where it decorates a whole class, and here it gets one method at a time; and a name in quotes,
-    which a class needs for itself, it looks up at every call, which takes longer than the call. So these two go unchecked.
+    which a class needs for itself, it looks up at every call, which takes longer than the call; and a protocol can be checked only where
+    it is declared as checkable. So these three go unchecked.
     """
     hints = getattr(function, "__annotations__", {})
-    function.__annotations__ = {
-        name: hint for name, hint in hints.items() if hint is not Self and not isinstance(hint, str)
-    }
+    function.__annotations__ = {name: hint for name, hint in hints.items() if _can_be_checked(hint)}
     return beartype(function)
+
+
+def _can_be_checked(hint: object) -> bool:
+    if hint is Self or isinstance(hint, str):
+        return False
+    return not getattr(hint, "_is_protocol", False) or getattr(hint, "_is_runtime_protocol", False)
 
 
 def _has_shape(hint: object) -> bool:

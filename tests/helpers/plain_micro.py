@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Restated:
-    """All ranks of a world: `step` takes every rank's gradient and gives the one they all end with."""
+    """All ranks of a world: `step` takes every rank's gradient and returns the one they all end with."""
 
     n: int
     P: int

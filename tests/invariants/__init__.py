@@ -1,1 +1,1 @@
-"""The invariants: what must hold for every scheme in every world, one table and one file per kind of invariant."""
+"""The invariants of sparsync.testing on the table of our schemes, and what only our schemes promise."""

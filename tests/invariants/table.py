@@ -1,21 +1,24 @@
-"""The table of schemes: each invariant runs on every row, so a new scheme earns its tests with one line here."""
+"""The table of schemes: each invariant of sparsync.testing runs on every row, so a new scheme earns its tests with one line here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
-from sparsync import Dense, PerParameter, RandomPruning, SkipReduce, TopK
+from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.testing import SchemeUnderTest
 
-WORLDS = (1, 2, 3, 4, 5, 8, 13, 16)
+WORLDS = (1, 2, 4, 5)  # one, an even number, a power of two, a prime
+LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests
 
 
 @dataclass(frozen=True)
@@ -24,53 +27,72 @@ class Row:
 
     id: str
     make: Callable[[], Scheme]
-    complete: (
-        Callable[[], Scheme] | None
-    )  # the same with nothing left out: it must be the dense mean. None: there is no such setting
-    has_residual: bool = False  # what is not sent stays in a residual
-    delivers: bool = False  # and is sent sooner or later, some at every step
-    node_size: int = 1  # worlds must be a multiple of it
+    complete: Callable[[], Scheme] | None  # as in SchemeUnderTest
+    has_residual: bool = False
+    delivers: bool = False  # as in SchemeUnderTest
+    node_size: int = 1  # worlds of more than one rank must be a multiple of it
     by_ranks: str | None = None  # the row that is the same but divided by P, where this one divides by the contributors
     wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
     observes: int = 0  # steps before the scheme starts to leave anything out
-    worlds: tuple[int, ...] = WORLDS
-    exact_in: torch.dtype = (
-        torch.float32
-    )  # gradients of this type: what rounding leaves of them sums up exactly over a test
+    exact_in: torch.dtype = torch.float32  # as SchemeUnderTest.exact
+    slow: bool = False  # for the slow tests only
 
-    def world(self, P: int) -> int:
-        """The smallest world of at least P ranks that whole nodes make up."""
-        return -(-P // self.node_size) * self.node_size
+    @property
+    def leaves_ranks_out(self) -> bool:
+        return self.id.startswith(("skip", "ring", "random"))
+
+    def worlds(self, sizes: tuple[int, ...] = WORLDS) -> tuple[int, ...]:
+        """Those of these numbers of ranks that whole nodes make up; one rank needs no nodes."""
+        return tuple(P for P in sizes if P == 1 or P % self.node_size == 0)
+
+    @cached_property
+    def subject(self) -> SchemeUnderTest:
+        """The scheme under test that all tests of this row share, so that each world is run once."""
+        return self.subject_in(self.worlds())
+
+    def subject_in(self, worlds: tuple[int, ...]) -> SchemeUnderTest:
+        return SchemeUnderTest(
+            self.make,
+            self.complete,
+            worlds,
+            exact=self.exact_in,
+            warmup=self.observes,
+            skips_ranks=self.leaves_ranks_out,
+            delivers=self.delivers,
+        )
 
 
 def _dense(id: str, make: Callable[[], Scheme], wire_bits: int = 24) -> Row:
     return Row(id, make, make, wire_bits=wire_bits)
 
 
-def _sparse(id: str, make: Callable[..., Scheme], density: float, exact: bool = True, delivers: bool = True) -> Row:
+def _sparse(
+    id: str, make: Callable[..., Scheme], density: float, exact: bool = True, delivers: bool = True, slow: bool = False
+) -> Row:
     """`exact`: the scheme sends the share asked for, and not what a threshold of last step's finds."""
     complete = (lambda: make(density=1.0)) if exact else None
-    return Row(id, lambda: make(density=density), complete, has_residual=True, delivers=delivers)
+    return Row(id, lambda: make(density=density), complete, has_residual=True, delivers=delivers, slow=slow)
 
 
-def _skip(  # Any: the fields of SkipReduce
+def _skip(  # Any: what `make` takes
     id: str,
-    make: Callable[..., SkipReduce],
-    worlds: tuple[int, ...] = WORLDS,
+    make: Callable[..., SkipReduce | AutoProtect],
     by_ranks: str | None = None,
+    slow: bool = False,
     **config: Any,
 ) -> Row:
     scheme = make(**config)
+    skipping = scheme.scheme if isinstance(scheme, AutoProtect) else scheme
     return Row(
         id,
         lambda: make(**config),
-        lambda: replace(make(**config), skip=0),
-        has_residual=scheme.feedback,
-        delivers=scheme.feedback and scheme.mode == "random",  # "naive" leaves out the same for ever
-        node_size=scheme.node_size,
+        lambda: make(**{**config, "skip": 0}),
+        has_residual=skipping.feedback,
+        delivers=skipping.feedback and skipping.mode == "random",  # "naive" leaves out the same for ever
+        node_size=skipping.node_size,
         by_ranks=by_ranks,
-        observes=scheme.observe_steps if scheme.protect == "auto" else 0,
-        worlds=tuple(P for P in worlds if P % scheme.node_size == 0),
+        observes=scheme.observe_steps if isinstance(scheme, AutoProtect) else 0,
+        slow=slow,
     )
 
 
@@ -88,9 +110,8 @@ PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "all": {},
     "names": {"protect": ("embed.weight", "head.bias")},
     "patterns": {"protect": ("*.bias", "emb*")},
-    "auto": {"protect": "auto", "observe_steps": 2, "protect_share": 0.3},
+    "auto": {"observe_steps": 2, "share": 0.3},  # of AutoProtect
 }
-PROTECTED_IN = {"all": WORLDS, "names": (1, 2, 4, 5), "patterns": (1, 3, 4, 8), "auto": (1, 2, 4, 5)}  # fewer: for time
 DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "contributors": {"divide_by": "contributors"},
     "ranks": {"divide_by": "ranks"},
@@ -99,25 +120,28 @@ DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
 
 
 def _skip_rows() -> list[Row]:
-    grid = product(("random", "naive"), ("ring", "direct"), DIVISORS, (1, 2), PROTECTED)
+    """Every combination of settings. Twelve of them, in which each pair of settings comes up, are not slow."""
+    modes, forms, node_sizes = ("random", "naive"), ("ring", "direct"), (1, 2)
 
-    def id(mode: str, form: str, divisor: str, node_size: int, protect: str) -> str:
-        return f"skip-{mode}-{form}-{divisor}-{'nodes' if node_size > 1 else 'flat'}-{protect}"
-
-    return [
-        _skip(
-            id(mode, form, divisor, node_size, protect),
-            SkipReduce,
-            PROTECTED_IN[protect],
-            id(mode, form, "ranks", node_size, protect) if divisor == "contributors" else None,
-            mode=mode,
-            form=form,
-            node_size=node_size,
-            **DIVISORS[divisor],
-            **PROTECTED[protect],
+    def row(mode: int, form: int, divisor: int, nodes: int, protect: int) -> Row:
+        divide_by, protection = list(DIVISORS)[divisor], list(PROTECTED)[protect]
+        # The three settings with two values follow from the other two, each by a rule of its own.
+        chosen = ((divisor + protect) % 2, (divisor + protect // 2) % 2, (divisor + protect + protect // 2) % 2)
+        start = f"skip-{modes[mode]}-{forms[form]}"
+        end = f"{('flat', 'nodes')[nodes]}-{protection}"
+        return _skip(
+            f"{start}-{divide_by}-{end}",
+            AutoProtect.skip_reduce if protection == "auto" else SkipReduce,
+            f"{start}-ranks-{end}" if divide_by == "contributors" else None,
+            (mode, form, nodes) != chosen,
+            mode=modes[mode],
+            form=forms[form],
+            node_size=node_sizes[nodes],
+            **DIVISORS[divide_by],
+            **PROTECTED[protection],
         )
-        for mode, form, divisor, node_size, protect in grid
-    ]
+
+    return [row(*each) for each in product(range(2), range(2), range(len(DIVISORS)), range(2), range(len(PROTECTED)))]
 
 
 def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any) -> Row:  # Any: the fields of a scheme
@@ -131,7 +155,6 @@ def _rounded(make: Callable[..., Scheme], name: str, values: str, **config: Any)
         has_residual=True,
         delivers="float" in values,
         exact_in=exact_in,
-        worlds=(1, 2, 4, 5),
     )
 
 
@@ -153,13 +176,16 @@ ROWS = [
     _dense("bf16-ring", lambda: Dense.bf16(form="ring"), wire_bits=8),
     _dense("float16", lambda: Dense(wire="float16"), wire_bits=11),
     _dense("float32", lambda: Dense(wire="float32")),
-    *[_sparse(f"topk-{density}", TopK, density) for density in (0.001, 0.01, 0.1, 0.5, 1.0)],
-    *[_sparse(f"micro-{density}", MiCRO, density) for density in (0.001, 0.1, 0.5)],
-    *[_sparse(f"exdyna-{density}", ExDyna, density) for density in (0.001, 0.1, 0.5)],
-    *[_sparse(f"oktopk-{density}", OkTopk, density) for density in (0.001, 0.1, 0.5)],
+    *[
+        _sparse(f"topk-{density}", TopK, density, slow=density in (0.01, 0.5))
+        for density in (0.001, 0.01, 0.1, 0.5, 1.0)
+    ],
+    *[_sparse(f"micro-{density}", MiCRO, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
-    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # it keeps a threshold for 32 steps
+    _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
     *_rounded_rows(),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
@@ -179,14 +205,17 @@ ROWS = [
 ]
 
 
-def cases(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
-    """Runs a test for each row that `keep` wants, in each of the row's worlds."""
-    return pytest.mark.parametrize(
-        ("row", "P"),
-        [pytest.param(row, P, id=f"{row.id}-P{P}") for row in ROWS if keep(row) for P in row.worlds],
-    )
-
-
 def rows(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
-    """Runs a test for each row that `keep` wants."""
-    return pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS if keep(row)])
+    """Run a test for each row that `keep` wants."""
+    return pytest.mark.parametrize("row", [_parameter(row) for row in ROWS if keep(row)])
+
+
+def cases(keep: Callable[[Row], bool] = lambda row: True) -> pytest.MarkDecorator:
+    """Run a test for each row that `keep` wants, in each of the row's worlds; in the large ones it is slow."""
+    every = [(row, P) for row in ROWS if keep(row) for P in row.worlds((*WORLDS, *LARGE_WORLDS))]
+    return pytest.mark.parametrize(("row", "P"), [_parameter(row, P) for row, P in every])
+
+
+def _parameter(row: Row, *P: int) -> ParameterSet:
+    slow = row.slow or bool({*P} & {*LARGE_WORLDS})
+    return pytest.param(row, *P, id="-P".join(map(str, [row.id, *P])), marks=pytest.mark.slow if slow else ())

@@ -1,6 +1,6 @@
-"""Contributors: rank r sends 2^r in every element, so the bits of each sum tell who is in it; they are those the plan names.
+"""Contributors: rank r sends 2^r in every element, so the bits of each sum show which ranks are in it: those of the plan.
 
-The same runs show what each rank sent, and what it kept of what was left out.
+The same runs show what each rank sent, and what is left for its residual.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import Cost, LocalWorld, MeteredComm, Span
-from sparsync.collectives import direct, hierarchical, ring
+from sparsync.collectives.direct import (
+    direct_all_reduce_,
+    direct_all_reduce_cost,
+    direct_all_reduce_cost_in_messages,
+)
+from sparsync.collectives.hierarchical import hierarchical_all_reduce_, hierarchical_all_reduce_cost
+from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost
 from sparsync.collectives.skip_plan import SkipPlan, first_offsets
 from sparsync.core import spans
 
@@ -23,32 +29,32 @@ SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
 LARGE_WORLDS = (13, 16)  # with every skip at some shifts
 COUNTS = (97, 5)  # more and, from six ranks on, fewer elements than ranks
 FLOAT_NBYTES = 4
-FORMS = {"ring": (ring.ring_all_reduce_, ring.cost), "direct": (direct.direct_all_reduce_, direct.cost)}
-BETWEEN = {"ring": ring.cost, "direct": direct.cost_in_messages}
+FORMS = {"ring": (ring_all_reduce_, ring_all_reduce_cost), "direct": (direct_all_reduce_, direct_all_reduce_cost)}
+BETWEEN = {"ring": ring_all_reduce_cost, "direct": direct_all_reduce_cost_in_messages}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank had after one skipping all-reduce."""
+    """The state of one rank after one skipping all-reduce."""
 
     total: Tensor
-    kept: Tensor
+    left_out: Tensor  # for the residual
     sent: Cost
 
 
 def reduce_marks(P: int, n: int, plans: Sequence[SkipPlan], form: str, node_size: int = 1) -> list[list[Seen]]:
-    """What every rank had after each plan, [plan][rank]."""
+    """Return the state of every rank after each plan, [plan][rank]."""
     all_reduce_, _ = FORMS[form]
 
     def body(comm: MeteredComm) -> list[Seen]:
         seen = []
         for plan in plans:
-            total, kept = torch.full((n,), float(2**comm.rank)), torch.zeros(n)
+            total, left_out = torch.full((n,), float(2**comm.rank)), torch.zeros(n)
             if node_size == 1:
-                all_reduce_(total, comm, plan, kept)
+                all_reduce_(total, comm, plan, left_out)
             else:
-                hierarchical.hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, kept)
-            seen.append(Seen(total, kept, comm.take()[0]))
+                hierarchical_all_reduce_(total, comm, node_size, plan, all_reduce_, BETWEEN[form], left_out)
+            seen.append(Seen(total, left_out, comm.take()[0]))
         return seen
 
     per_rank = LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))
@@ -60,7 +66,7 @@ def marks_of(ranks: frozenset[int]) -> float:
 
 
 def planned(n: int, P: int, plan: SkipPlan) -> Tensor:
-    """The sums that the plan's contributor sets give."""
+    """Return the sums that the plan's contributor sets give."""
     total = torch.empty(n)
     for number, span in enumerate(spans(n, P)):
         span.of(total).fill_(marks_of(plan.contributors(number, P)))
@@ -71,8 +77,8 @@ def assert_as_planned(seen: list[Seen], n: int, P: int, plan: SkipPlan, form: st
     expected = planned(n, P, plan)
     for rank, one in enumerate(seen):
         assert torch.equal(one.total, expected)
-        left_out = (expected.long() & 2**rank) == 0
-        assert torch.equal(one.kept, torch.where(left_out, float(2**rank), 0.0))
+        missing = (expected.long() & 2**rank) == 0
+        assert torch.equal(one.left_out, torch.where(missing, float(2**rank), 0.0))
         assert one.sent == FORMS[form][1](n, FLOAT_NBYTES, P, rank, plan)
     messages = 2 * (P - 1) - plan.skip
     assert sum(one.sent.nbytes for one in seen) == messages * n * FLOAT_NBYTES
@@ -108,6 +114,7 @@ def test_every_skip_and_shift_sums_the_planned_ranks(form: str, P: int, n: int) 
         assert_as_planned(seen, n, P, plan, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", LARGE_WORLDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_skip_sums_the_planned_ranks_in_large_worlds(form: str, P: int) -> None:
@@ -155,12 +162,12 @@ def test_two_levels_leave_out_whole_nodes_of_each_shard(form: str, G: int, N: in
             for shard in spans(n, G):
                 assert_nodes_as_planned(seen, shard, G, N, plan)
             for rank, one in enumerate(seen):
-                closed = hierarchical.cost(n, FLOAT_NBYTES, P, rank, G, plan, BETWEEN[form])
+                closed = hierarchical_all_reduce_cost(n, FLOAT_NBYTES, P, rank, G, plan, BETWEEN[form])
                 assert one.sent == closed
 
 
 def assert_nodes_as_planned(seen: list[Seen], shard: Span, G: int, N: int, plan: SkipPlan) -> None:
-    """The shard holds the sums of the contributing nodes; what others lost is kept, once, by the rank that has the shard."""
+    """The shard holds the sums of the contributing nodes; the rank that has the shard has the rest left for its residual, once."""
     for number, span in enumerate(spans(len(shard), N)):
         here = slice(shard.start + span.start, shard.start + span.stop)
         nodes = plan.contributors(number, N)
@@ -168,5 +175,5 @@ def assert_nodes_as_planned(seen: list[Seen], shard: Span, G: int, N: int, plan:
         lost = frozenset(range(G * N)) - there
         for one in seen:
             assert torch.equal(one.total[here], torch.full((len(span),), marks_of(there)))
-        kept = torch.stack([one.kept[here] for one in seen]).sum(dim=0)
-        assert torch.equal(kept, torch.full((len(span),), marks_of(lost)))
+        left_out = torch.stack([one.left_out[here] for one in seen]).sum(dim=0)
+        assert torch.equal(left_out, torch.full((len(span),), marks_of(lost)))

@@ -1,7 +1,6 @@
 """Layouts: what is said of a parameter holds wherever its gradient lies, alone or among others, in whatever bucket."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -9,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from invariants.table import ROWS, Row, rows
+from invariants.table import ROWS
 from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run
-from sparsync import Bucket, LocalWorld, ParameterSpan, SkipReduce, Span
-from sparsync.base.scheme import Scheme
+from sparsync import AutoProtect, SkipReduce
 from sparsync.schemes.skip_reduce import Form
+from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
 
-SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}
 Layout = list[list[str]]  # names, in the order of their buckets
 
 layouts = st.permutations(list(SIZES)).flatmap(
@@ -29,62 +27,6 @@ layouts = st.permutations(list(SIZES)).flatmap(
 )
 
 
-def reduce_by_name(
-    schemes: Sequence[Scheme], grads: Sequence[dict[str, Tensor]], buckets: Layout, step: int
-) -> list[dict[str, Tensor]]:
-    """What was written for each parameter on each rank, when the parameters lie in these buckets."""
-
-    def body(comm: Any) -> dict[str, Tensor]:  # Any: a LocalComm
-        written: dict[str, Tensor] = {}
-        for number, names in enumerate(buckets):
-            stops = [sum(SIZES[name] for name in names[: i + 1]) for i in range(len(names))]
-            slots = tuple(
-                ParameterSpan(name, Span(stop - SIZES[name], stop)) for name, stop in zip(names, stops, strict=True)
-            )
-            flat = torch.cat([grads[comm.rank][name] for name in names])
-            bucket = Bucket(f"bucket{number}", flat, step, slots)
-            schemes[comm.rank].reduce(bucket, comm)
-            written |= {slot.name: slot.span.of(bucket.grad) for slot in slots}
-        return written
-
-    return LocalWorld(len(schemes)).run(body)
-
-
-def kept_by_name(schemes: Sequence[Scheme], name: str) -> Tensor:
-    zero = torch.zeros(SIZES[name])
-    return integer_sum([scheme.state_dict()["residual"].get(name, zero) for scheme in schemes])
-
-
-def assert_no_mass_lost(row: Row, plan: Sequence[Layout]) -> None:
-    """Under a sequence of layouts, every parameter has its own balance at every step.
-
-    What rounding leaves of whole numbers takes finer and finer steps; their sums over many steps are exact in float64.
-    """
-    P = row.world(2)
-    dtype = row.exact_in
-    source = torch.Generator().manual_seed(1)
-    schemes = [row.make() for _ in range(P)]
-    for step, buckets in enumerate(plan):
-        before = {name: kept_by_name(schemes, name) for name in SIZES}
-        grads = [
-            {name: P * torch.randint(-4, 5, (size,), generator=source).to(dtype) for name, size in SIZES.items()}
-            for _ in range(P)
-        ]
-        written = reduce_by_name(schemes, grads, buckets, step)
-        for name in SIZES:
-            came_in = before[name] + integer_sum([grad[name] for grad in grads])
-            assert torch.equal(kept_by_name(schemes, name) + P * written[0][name].double(), came_in)
-            assert all(torch.equal(one[name], written[0][name]) for one in written)
-
-
-@rows(lambda row: row.has_residual)
-def test_a_new_layout_loses_no_mass_and_neither_does_going_back(row: Row) -> None:
-    whole = [list(SIZES)]
-    split = [["e", "a"], ["c"], ["d", "b"]]
-    single = [[name] for name in SIZES]
-    assert_no_mass_lost(row, [whole, split, whole, split, single, whole])
-
-
 def test_random_layouts_lose_no_mass() -> None:
     chosen = {row.id: row for row in ROWS if row.id in ("topk-0.1", "skip-default-feedback")}
 
@@ -92,18 +34,18 @@ def test_random_layouts_lose_no_mass() -> None:
     @given(id=st.sampled_from(sorted(chosen)), known=st.lists(layouts, min_size=1, max_size=3), data=st.data())
     def under(id: str, known: list[Layout], data: st.DataObject) -> None:
         plan = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=6))
-        assert_no_mass_lost(chosen[id], plan)
+        check_layouts(chosen[id].subject, plan)
 
     under()
 
 
 def contributors_of(steps: Sequence[Step], names: Sequence[str], P: int) -> list[set[int]]:
-    """How many ranks are in the elements of these parameters, at each step, of a scheme that divides by P."""
+    """Return how many ranks are in the elements of these parameters at each step, for a scheme that divides by P."""
     counts = []
     for step in steps:
         total = (step.written[0].double() * P).round().long()
         there = torch.stack([(total & 2**rank) > 0 for rank in range(P)]).sum(dim=0)
-        counts.append({int(c) for slot in layout(COUNT) if slot.name in names for c in slot.span.of(there)})
+        counts.append({int(c) for each in layout(COUNT) if each.name in names for c in each.span.of(there)})
     return counts
 
 
@@ -128,7 +70,7 @@ def test_protected_parameters_lose_no_rank_and_the_others_lose_s(form: Form, nod
     others = [name for name in NAMES if name not in safe]
     assert contributors_of(steps, safe, P) == [{P} if safe else set()] * 4
     assert contributors_of(steps, others, P) == [{P - skip * node_size} if others else set()] * 4
-    covered = sum(len(slot.span) for slot in layout(COUNT) if slot.name in safe)
+    covered = sum(len(each.span) for each in layout(COUNT) if each.name in safe)
     assert {report.details["protected"] for step in steps for report in step.reports} == {covered}
 
 
@@ -149,29 +91,26 @@ def disagreeing(P: int, about: Sequence[str]) -> list[Tensor]:
     grads = []
     for rank in range(P):
         grad = torch.ones(COUNT)
-        for slot in layout(COUNT):
-            if slot.name in about:
-                slot.span.of(grad).fill_(float(rank * (1 + about.index(slot.name))))
+        for each in layout(COUNT):
+            if each.name in about:
+                each.span.of(grad).fill_(float(rank * (1 + about.index(each.name))))
         grads.append(grad)
     return grads
 
 
-def chosen_by(schemes: Sequence[SkipReduce]) -> set[tuple[str, ...]]:
-    return {scheme.protected for scheme in schemes}
+def chosen_by(schemes: Sequence[AutoProtect]) -> set[tuple[str, ...]]:
+    return {scheme.protected or () for scheme in schemes}
 
 
-def auto(P: int, share: float, **config: Any) -> list[SkipReduce]:  # Any: the fields of SkipReduce
-    return [
-        SkipReduce(skip=2, protect="auto", protect_share=share, observe_steps=2, divide_by="ranks", **config)
-        for _ in range(P)
-    ]
+def auto(P: int, share: float, form: Form = "ring") -> list[AutoProtect]:
+    return [AutoProtect(SkipReduce(2, divide_by="ranks", form=form), share, observe_steps=2) for _ in range(P)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> None:
     P = 4
-    size = next(len(slot.span) for slot in layout(COUNT) if slot.name == name)
+    size = next(len(each.span) for each in layout(COUNT) if each.name == name)
     schemes = auto(P, (size + 0.5) / COUNT, form=form)
     run(schemes, [disagreeing(P, [name])] * 3)
     assert chosen_by(schemes) == {(name,)}
@@ -180,7 +119,7 @@ def test_auto_protects_what_ranks_disagree_about_most(form: Form, name: str) -> 
 def test_auto_protects_in_the_order_of_disagreement_within_the_share() -> None:
     """The smaller of two wanted parameters fits where the larger one does not; agreed ones fill what is left."""
     P = 4
-    sizes = {slot.name: len(slot.span) for slot in layout(COUNT)}
+    sizes = {each.name: len(each.span) for each in layout(COUNT)}
     wanted = ["block.bias", "head.weight"]  # the second one most
     both = auto(P, (sizes["block.bias"] + sizes["head.weight"] + 0.5) / COUNT)
     run(both, [disagreeing(P, wanted)] * 3)
@@ -197,7 +136,7 @@ def test_auto_never_protects_more_than_its_share(share: float) -> None:
     schemes = auto(P, share)
     run(schemes, [*integers(P, COUNT, 2), *integers(P, COUNT, 1)])
     (chosen,) = chosen_by(schemes)
-    assert sum(len(slot.span) for slot in layout(COUNT) if slot.name in chosen) <= share * COUNT
+    assert sum(len(each.span) for each in layout(COUNT) if each.name in chosen) <= share * COUNT
     assert share < 1.0 or set(chosen) == set(NAMES)
 
 
@@ -221,7 +160,7 @@ def test_auto_reduces_densely_while_it_observes_and_then_keeps_its_choice() -> N
 def test_auto_chooses_among_the_parameters_of_all_buckets() -> None:
     """Buckets of a step come one after the other; the choice waits until all of them were observed."""
     P = 2
-    schemes = [SkipReduce(protect="auto", protect_share=0.5, observe_steps=3) for _ in range(P)]
+    schemes = [AutoProtect(share=0.5, observe_steps=3) for _ in range(P)]
     grads = [
         {name: torch.full((size,), float(rank if name == "c" else 1)) for name, size in SIZES.items()}
         for rank in range(P)

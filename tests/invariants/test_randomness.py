@@ -5,15 +5,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from invariants.table import WORLDS, Row, rows
-from invariants.world import COUNT, reals, run
+from invariants.world import COUNT, run
 from sparsync import SkipReduce
 from sparsync.collectives.skip_plan import random_offsets, random_shift
 from sparsync.core import generator
 from sparsync.schemes.skip_reduce import Form, Mode
 
 ROUNDS = 6
-MANY = [P for P in WORLDS if P > 1]
+MANY = (2, 3, 4, 5, 8, 13, 16)
 
 
 def shifts(P: int, seed: int = 0, key: str = "bucket0") -> list[int]:
@@ -73,12 +72,12 @@ def test_every_offset_set_comes_up() -> None:
     assert len(drawn) == 6  # 4 choose 2
 
 
-def test_a_generator_is_told_apart_by_seed_key_and_step() -> None:
+def test_generators_differ_by_seed_key_and_step() -> None:
     def draw(seed: int, key: str, step: int) -> float:
         return float(torch.rand((), generator=generator(seed, key, step), dtype=torch.float64))
 
-    told = [(seed, key, step) for seed in (0, 1, 2**40, -1) for key in ("a", "b", "1/2") for step in (0, 1, 10**12)]
-    assert len({draw(*names) for names in told}) == len(told)
+    names = [(seed, key, step) for seed in (0, 1, 2**40, -1) for key in ("a", "b", "1/2") for step in (0, 1, 10**12)]
+    assert len({draw(*each) for each in names}) == len(names)
     assert draw(0, "a", 3) == draw(0, "a", 3)
 
 
@@ -137,15 +136,6 @@ def test_every_rank_is_left_out_of_every_element_equally_often_in_a_round(form: 
         total = (step.written[0] * P).long()
         left_out += torch.stack([(total & 2**rank) == 0 for rank in range(P)])
     assert torch.equal(left_out, torch.full_like(left_out, skip))
-
-
-@rows()
-def test_no_scheme_draws_from_the_global_generator(row: Row) -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    P = row.world(2)
-    run([row.make() for _ in range(P)], reals(P, COUNT, row.observes + 1))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_buckets_of_one_step_and_schemes_of_other_seeds_leave_out_other_ranks() -> None:

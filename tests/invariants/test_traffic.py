@@ -1,22 +1,17 @@
-"""Traffic: what is counted on the wire, what the report says in closed form, and what the literature's formula says are one number."""
+"""Traffic: what is counted on the wire is what the literature's formula says; that reports say the same is an invariant."""
 
 import pytest
 
-from invariants.table import WORLDS, Row, cases
-from invariants.world import assert_traffic, integers, reals, run, trace
-from sparsync import Cost, Dense, SkipReduce, TopK
+from invariants.world import integers, reals, run
+from sparsync import AutoProtect, Cost, Dense, SkipReduce, TopK
 from sparsync.schemes.skip_reduce import Form
 
 FLOAT_NBYTES = 4
-
-
-@cases()
-def test_counted_traffic_is_the_closed_form(row: Row, P: int) -> None:
-    assert_traffic(trace(row.id, P))
+WORLDS = (1, 2, 3, 4, 5, 8)
 
 
 @pytest.mark.parametrize("P", WORLDS)
-def test_dense_sends_two_passes_less_one_slice_each(P: int) -> None:
+def test_dense_sends_two_passes_less_one_chunk_each(P: int) -> None:
     """2 (P-1)/P of the bytes in 2 (P-1) messages, half of them in 16 bits."""
     n = 3 * P
     for scheme, element in ((Dense(), 4), (Dense(form="ring"), 4), (Dense.bf16(), 2), (Dense(wire="float16"), 2)):
@@ -26,16 +21,16 @@ def test_dense_sends_two_passes_less_one_slice_each(P: int) -> None:
 
 @pytest.mark.parametrize("P", WORLDS)
 def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int) -> None:
-    """A quarter of all positions are told in one bit for each there is."""
+    """Positions, a quarter of all, take one bit for each element of the bucket."""
     n, k = 40, 10
     for step in run([TopK(density=k / n) for _ in range(P)], reals(P, n, 2)):
         assert step.counted == [Cost(P - 1, P - 1, (P - 1) * (k * FLOAT_NBYTES + n // 8))] * P
         assert {report.selected for report in step.reports} == {k}
 
 
-@pytest.mark.parametrize("P", [P for P in WORLDS if P <= 8])
+@pytest.mark.parametrize("P", WORLDS)
 @pytest.mark.parametrize("form", ["ring", "direct"])
-def test_skip_reduce_saves_s_slices_at_every_shift(form: Form, P: int) -> None:
+def test_skip_reduce_saves_s_chunks_at_every_shift(form: Form, P: int) -> None:
     """(2 (P-1) - s)/P of the bytes, in as many messages; the steps of a round take every shift."""
     n = 3 * P
     for skip in range(P):
@@ -45,8 +40,9 @@ def test_skip_reduce_saves_s_slices_at_every_shift(form: Form, P: int) -> None:
             assert step.counted == [Cost(rounds, messages, messages * n * FLOAT_NBYTES // P)] * P
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [13, 16])
-def test_skip_reduce_saves_s_slices_in_large_worlds(P: int) -> None:
+def test_skip_reduce_saves_s_chunks_in_large_worlds(P: int) -> None:
     n = 2 * P
     for skip in range(P):
         step = run([SkipReduce(skip=skip)] * P, reals(P, n, 1), first_step=skip)[0]
@@ -65,7 +61,7 @@ def test_two_levels_skip_between_nodes_only() -> None:
 
 def test_choosing_what_to_protect_costs_one_number_a_parameter_while_observing() -> None:
     P, n = 4, 80
-    steps = run([SkipReduce(skip=2, protect="auto", observe_steps=2) for _ in range(P)], integers(P, n, 3))
+    steps = run([AutoProtect(SkipReduce(2), observe_steps=2) for _ in range(P)], integers(P, n, 3))
     dense = 2 * (P - 1) * n * FLOAT_NBYTES // P
     numbers = 5 * 8  # float64, one for each parameter; 2 (P-1)/P of them leave a rank on average
     for step in steps[:2]:

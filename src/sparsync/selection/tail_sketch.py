@@ -23,7 +23,7 @@ _TAIL = 2.0  # above the first sample point, twice the magnitude is taken to be 
 _TRIED = 182  # levels that are looked at at once
 
 
-def levels_of(magnitude: Float[Tensor, " m"], bits: int = 15) -> Int[Tensor, " m"]:
+def levels_of(magnitude: Float[Tensor, "*m"], bits: int = 15) -> Int[Tensor, "*m"]:
     """Return the upper `bits` of each magnitude as a float32 without its sign, int32; what exceeds float32 counts as its largest."""
     limit = torch.finfo(torch.float32).max
     return magnitude.clamp(max=limit).to(torch.float32).view(torch.int32) >> (_FLOAT32_BITS - bits)

@@ -1,0 +1,111 @@
+"""Checks of steps that were run. One that fails names the invariant, the world, the step, the rank and both values."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync.testing.world import Step, integer_sum, same_bits
+
+
+def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
+    """Check that every rank has written the same bits, in the type and length of its gradient."""
+    for step in steps:
+        for rank, written in enumerate(step.written):
+            grad = step.grads[rank]
+            if written.dtype != grad.dtype or written.shape != grad.shape:
+                fail(invariant, step.where(rank), "the gradient became", described(written), "it was", described(grad))
+            if not same_bits(written, step.written[0]):
+                at = first_difference(written, step.written[0])
+                fail(
+                    invariant,
+                    step.where(rank),
+                    f"element {at} is",
+                    written[at],
+                    "rank 0 has written",
+                    step.written[0][at],
+                )
+
+
+def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
+    """Check that each report gives the cost that the rank's communicator has counted, and possible numbers of elements."""
+    for step in steps:
+        n = step.grads[0].numel()
+        for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
+            if counted != report.cost:
+                fail(invariant, step.where(rank), "counted", counted, "the report's cost is", report.cost)
+            if report.elements != n:
+                fail(invariant, step.where(rank), "the report's elements are", report.elements, "the bucket has", n)
+            for name, number in (("selected", report.selected), ("union", report.union)):
+                if not 0 <= number <= n:
+                    fail(invariant, step.where(rank), f"the report's {name} is", number, "allowed is at most", n)
+
+
+def check_conservation(invariant: str, steps: Sequence[Step], before: Tensor, tolerance: float = 0.0) -> None:
+    """Check that at each step residuals after it + P x what was written == residuals before it + gradients, summed over ranks.
+
+    `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers.
+    """
+    for step in steps:
+        came_in = before + integer_sum(step.grads)
+        before = integer_sum(step.residuals)
+        found = before + step.size * step.written[0].double()
+        check_equal(
+            invariant,
+            step.where(),
+            ("residuals after the step + P x written", found),
+            ("residuals before it + gradients", came_in),
+            tolerance,
+        )
+
+
+def check_equal(
+    invariant: str, where: str, found: tuple[str, Tensor], expected: tuple[str, Tensor], tolerance: float = 0.0
+) -> None:
+    """Check that two named tensors are equal, or differ by at most `tolerance` times the largest magnitude that is expected."""
+    allowed = tolerance * float(expected[1].abs().max()) if expected[1].numel() else 0.0
+    apart = (found[1] != expected[1]) & ~((found[1] - expected[1]).abs() <= allowed)
+    if apart.any():
+        at = int(apart.nonzero()[0])
+        fail(invariant, where, f"element {at}: {found[0]} is", found[1][at], f"{expected[0]} is", expected[1][at])
+
+
+def check_same(invariant: str, found: Sequence[Step], expected: Sequence[Step], what: str) -> None:
+    """Check that two runs have the same bits in gradients and residuals, and the same reports."""
+    for one, other in zip(found, expected, strict=True):
+        for rank in range(one.size):
+            for name in ("written", "residuals"):
+                mine, theirs = getattr(one, name)[rank], getattr(other, name)[rank]
+                if not same_bits(mine, theirs):
+                    at = first_difference(mine, theirs)
+                    fail(invariant, one.where(rank), f"element {at} of {name} is", mine[at], what, theirs[at])
+            if one.reports[rank] != other.reports[rank]:
+                fail(invariant, one.where(rank), "the report is", one.reports[rank], what, other.reports[rank])
+
+
+def check_finite(invariant: str, where: str, what: str, x: Tensor) -> None:
+    """Check that a named tensor holds neither NaN nor Inf."""
+    if not x.isfinite().all():
+        at = int((~x.isfinite()).nonzero()[0])
+        fail(invariant, where, f"element {at} of {what} is", x[at], "it must be", "finite")
+
+
+def first_difference(x: Tensor, y: Tensor) -> int:
+    """Return the first position where the bits of x and y differ; both have one type and length."""
+    width = x.element_size()
+    return int((x.view(torch.uint8) != y.view(torch.uint8)).nonzero()[0]) // width
+
+
+def described(x: Tensor) -> str:
+    """Return the type and shape of a tensor for a message."""
+    return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+def fail(invariant: str, where: str, what: str, found: object, and_what: str, expected: object) -> None:
+    """Raise AssertionError that says which invariant does not hold, where, and the two values."""
+    raise AssertionError(f"{invariant}: {where}: {what} {shown(found)}, {and_what} {shown(expected)}")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message; one element of a tensor as a number."""
+    return repr(value.item()) if isinstance(value, Tensor) else str(value)

@@ -1,0 +1,439 @@
+"""The invariants, by name: each is a function of the scheme under test that raises AssertionError where the scheme breaks it.
+
+What an invariant says nothing about, it passes: conservation is for schemes with a residual, identity for those with a complete form.
+"""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket, Cost, laid_out
+from sparsync.feedback import redistributed
+from sparsync.testing.checks import (
+    check_conservation,
+    check_equal,
+    check_finite,
+    check_replicas,
+    check_same,
+    check_traffic,
+    fail,
+)
+from sparsync.testing.subject import SchemeUnderTest
+from sparsync.testing.world import COUNT, Step, integer_sum, integers, reals, residual_of, run
+
+SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
+SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
+
+
+def check(
+    invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any
+) -> None:  # Any: the fields of SchemeUnderTest
+    """Check one invariant, by its name in INVARIANTS.
+
+    `scheme` makes a new scheme at each call, once for each rank; `promises` are the fields of SchemeUnderTest, for instance
+    `complete=lambda: MyScheme(density=1.0)` or `worlds=(2, 4, 8)`.
+    Raises AssertionError that says which invariant, the number of ranks P and of elements n, the step, the rank and the two values;
+    and what the scheme itself raises, with a note that names the invariant.
+    """
+    subject = scheme if isinstance(scheme, SchemeUnderTest) else SchemeUnderTest(scheme, **promises)
+    if invariant not in INVARIANTS:
+        raise ValueError(f"unknown invariant {invariant!r}; there are {', '.join(INVARIANTS)}")
+    try:
+        INVARIANTS[invariant](subject)
+    except Exception as error:
+        error.add_note(f"(while checking the invariant {invariant!r})")
+        raise
+
+
+def check_scheme(
+    make: Callable[[], Scheme],
+    *,
+    worlds: tuple[int, ...] = (1, 2, 4),
+    complete: Callable[[], Scheme] | None = None,
+    **promises: Any,  # Any: the other fields of SchemeUnderTest
+) -> None:
+    """Check all invariants of the scheme that `make` makes, in worlds of these numbers of ranks. Raises as `check` does."""
+    subject = SchemeUnderTest(make, complete, worlds, **promises)
+    for invariant in INVARIANTS:
+        check(invariant, subject)
+
+
+def conservation(subject: SchemeUnderTest) -> None:
+    """Check that what is not written stays in the residuals, element by element."""
+    if not subject.has_residual:
+        return
+    for P in subject.worlds:
+        steps = subject.trace(P)[: subject.exact_steps]
+        check_conservation("conservation", steps, zeros(COUNT), subject.tolerance)
+
+
+def replicas(subject: SchemeUnderTest) -> None:
+    """Check that all ranks end with the same bits."""
+    for P in subject.worlds:
+        check_replicas("replicas", subject.trace(P))
+
+
+def identity(subject: SchemeUnderTest) -> None:
+    """Check that with nothing left out the scheme is the dense mean, and has an empty residual."""
+    if subject.complete is not None:
+        for P in (P for P in subject.worlds if P <= SMALL):
+            schemes = [subject.complete() for _ in range(P)]
+            check_dense_mean("identity", run(schemes, integers(P, COUNT, subject.warmup + 1)))
+
+
+def one_rank(subject: SchemeUnderTest) -> None:
+    """Check that one rank sends nothing: without a residual its gradient does not change, with one nothing is lost."""
+    if 1 not in subject.worlds:
+        return
+    steps = subject.trace(1)
+    for step in steps:
+        for name, cost in (("counted", step.counted[0]), ("the report's cost is", step.reports[0].cost)):
+            if cost != Cost():
+                fail("one_rank", step.where(0), name, cost, "it must be", Cost())
+        if not subject.has_residual:
+            check_equal(
+                "one_rank", step.where(0), ("what is written", step.written[0]), ("the gradient", step.grads[0])
+            )
+    if subject.has_residual:
+        check_conservation("one_rank", steps[: subject.exact_steps], zeros(COUNT), subject.tolerance)
+
+
+def determinism(subject: SchemeUnderTest) -> None:
+    """Check that the same gradients give the same bits again, and that torch's global generator is not drawn from."""
+    P = subject.world(4)
+    first, before = subject.trace(P), torch.get_rng_state()
+    again = run(subject.start(P), [step.grads for step in first])
+    check_same("determinism", again, first, "the first time it was")
+    if not torch.equal(torch.get_rng_state(), before):
+        fail("determinism", again[0].where(), "torch's global generator has", "moved", "it must", "stay where it is")
+
+
+def traffic(subject: SchemeUnderTest) -> None:
+    """Check that the messages and bytes that are counted are those that the report gives in closed form."""
+    for P in subject.worlds:
+        check_traffic("traffic", subject.trace(P))
+
+
+def resume(subject: SchemeUnderTest) -> None:
+    """Check that a saved state continues as if nothing had happened, and does not change with the scheme it came from."""
+    P = subject.world(3)
+    grads = reals(P, COUNT, subject.warmup + 3)
+    whole = run(subject.start(P), grads)
+    for cut in sorted({1, subject.warmup + 1}):  # in the middle of the warm-up, where there is one, and after it
+        old, new = subject.start(P), subject.start(P)
+        run(old, grads[:cut])
+        saved = [scheme.state_dict() for scheme in old]
+        states = [through_a_file(state) for state in saved]
+        run(old, grads[cut:], first_step=cut)
+        if flattened(saved) != flattened(states):
+            fail("resume", whole[cut].where(), "a saved state has", "changed", "state_dict must return", "a copy")
+        for scheme, state in zip(new, states, strict=True):
+            scheme.load_state_dict(state)
+        continued = run(new, grads[cut:], first_step=cut)
+        check_same("resume", continued, whole[cut:], "without interruption it is")
+
+
+def another_world(subject: SchemeUnderTest) -> None:
+    """Check that residuals which are redistributed to a world of another size lose no mass, and that replicas agree there."""
+    if not subject.has_residual:
+        return
+    old, sizes = subject.world(4), [P for P in subject.worlds if P <= SMALL]
+    unit = math.lcm(old, *sizes)  # so that dividing by each world's size is exact
+    schemes = subject.start(old)
+    last = run(schemes, integers(old, COUNT, subject.exact_steps, unit, subject.exact))[-1]
+    states = [through_a_file(scheme.state_dict()) for scheme in schemes]
+    for P in sizes:
+        new = subject.start(P)
+        for scheme, residual in zip(new, redistributed([state["residual"] for state in states], P), strict=True):
+            scheme.load_state_dict({**states[0], "residual": residual})
+        steps = run(new, integers(P, COUNT, 2, unit, subject.exact), first_step=subject.exact_steps)
+        check_conservation("another_world", steps, integer_sum(last.residuals), subject.tolerance)
+        check_replicas("another_world", steps)
+
+
+def layouts(subject: SchemeUnderTest) -> None:
+    """Check that a bucket can be one parameter, and that parameters which move to other buckets, and back, lose no mass."""
+    P = subject.world(2)
+    schemes = subject.start(P)
+    steps = run(
+        schemes, integers(P, COUNT, 1, dtype=subject.exact), parameters=laid_out([("whole", COUNT)]), key="whole"
+    )
+    check_step_invariants("layouts", subject, steps)
+    if not subject.has_residual:
+        return
+    by_name = schemes[0].state_dict().get("residual", {})
+    if list(by_name) != ["whole"]:
+        fail("layouts", steps[0].where(0), "the residual has the names", list(by_name), "the layout has", ["whole"])
+    whole = [list(SIZES)]
+    split = [["e", "a"], ["c"], ["d", "b"]]
+    single = [[name] for name in SIZES]
+    check_layouts(subject, [whole, split, whole, split, single, whole])
+
+
+def rollback(subject: SchemeUnderTest) -> None:
+    """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
+    if not subject.has_residual:
+        return
+    P = subject.world(3)
+    grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
+    parameters = laid_out([("whole", COUNT)])
+    schemes = subject.start(P)
+    before = integer_sum(run(schemes, grads[:-1], parameters=parameters)[-1].residuals)
+
+    def body(comm: LocalComm) -> None:
+        bucket = Bucket("bucket0", grads[-1][comm.rank].clone(), len(grads) - 1, parameters)
+        schemes[comm.rank].reduce(bucket, comm)
+        schemes[comm.rank].rollback(bucket)
+
+    LocalWorld(P).run(body)
+    found = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes])
+    where = f"P = {P}, n = {COUNT}, step {len(grads) - 1}"
+    expected = ("residuals before the step + gradients", before + integer_sum(grads[-1]))
+    check_equal("rollback", where, ("residuals after the rollback", found), expected, subject.tolerance)
+
+
+def reset(subject: SchemeUnderTest) -> None:
+    """Check that after `reset_shared_state` on all ranks replicas agree, and the residuals are still there."""
+    P = subject.world(3)
+    grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
+    schemes = subject.start(P)
+    last = run(schemes, grads)[-1]
+    for scheme in schemes:
+        scheme.reset_shared_state()
+    steps = run(schemes, grads, first_step=len(grads))
+    check_step_invariants("reset", subject, steps, integer_sum(last.residuals))
+
+
+def delivery(subject: SchemeUnderTest) -> None:
+    """Check that the residual is sent once gradients are zero: at least one element at each step."""
+    if not (subject.delivers and subject.has_residual):
+        return
+    P = subject.world(4)
+    schemes = subject.start(P)
+    steps = run(schemes, integers(P, SMALL, subject.warmup + 1))
+    steps += silence(schemes, SMALL, first_step=len(steps), at_most=P * SMALL)
+    written = integer_sum([step.written[0] for step in steps])
+    came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
+    check_equal("delivery", steps[-1].where(), ("P x all that was written", P * written), ("all that came in", came_in))
+
+
+def sizes(subject: SchemeUnderTest) -> None:
+    """Check that any number of elements is reduced: one, fewer than ranks, fewer than 1/density, many; none without a message."""
+    P = subject.world(5)
+    for n in (0, 1, max(P - 1, 2), 1000):
+        steps = run(subject.start(P), integers(P, n, subject.exact_steps, dtype=subject.exact))
+        check_step_invariants("sizes", subject, steps)
+        for step in steps if n == 0 and not subject.warmup else []:
+            for rank, cost in enumerate(step.counted):
+                if cost.messages or cost.nbytes:
+                    fail("sizes", step.where(rank), "counted", cost, "an empty bucket sends", "nothing")
+
+
+def values(subject: SchemeUnderTest) -> None:
+    """Check that zeros, equal values, ties and the largest finite numbers are reduced, and that zeros stay zero."""
+    P = subject.world(3)
+    zero, equal = torch.zeros(COUNT), torch.full((COUNT,), 3.0 * P)
+    ties = equal * torch.tensor([1.0, -1.0, 0.0, -0.0, 1.0]).repeat(COUNT)[:COUNT]
+    grads = [[zero] * P, [equal] * P, [ties] * P, [equal] * (P - 1) + [zero]] * (1 + subject.warmup // 2)
+    steps = run(subject.start(P), [[grad.to(subject.exact) for grad in ranks] for ranks in grads])
+    check_step_invariants("values", subject, steps)
+    check_equal("values", steps[0].where(), ("what is written", steps[0].written[0]), ("the gradient", zero))
+    for residual in steps[0].residuals:
+        check_equal("values", steps[0].where(), ("the residual", residual), ("the gradient", zero))
+    largest = torch.full((COUNT,), torch.finfo(torch.float32).max)
+    for ranks in ([largest] + [zero] * (P - 1), [largest] * P):  # one overflows nothing, all of them overflow the sum
+        steps = run(subject.start(P), [ranks, *integers(P, COUNT, subject.warmup + 1)])
+        check_replicas("values", steps)
+        check_traffic("values", steps)
+        for step in steps:
+            for rank, residual in enumerate(step.residuals):
+                check_finite("values", step.where(rank), "the residual", residual)
+
+
+def types(subject: SchemeUnderTest) -> None:
+    """Check that gradients of 64 and of 16 bits are reduced, and keep their type."""
+    P = subject.world(2)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        steps = run(subject.start(P), integers(P, COUNT, subject.exact_steps, dtype=dtype))
+        check_step_invariants("types", subject, steps)
+        if subject.complete is not None:
+            complete = [subject.complete() for _ in range(P)]
+            check_dense_mean("types", run(complete, integers(P, COUNT, 1, dtype=dtype)))
+
+
+def nonfinite(subject: SchemeUnderTest) -> None:
+    """Check that NaN and Inf of one rank show on every rank, change no residual, and are gone at the next step."""
+    P = subject.world(3)
+    cases: list[dict[int, float]] = [{P - 1: math.nan}, {P - 1: math.inf}, {P - 1: math.inf, 0: -math.inf}]
+    failing = {1, subject.warmup + 1}
+    for numbers in cases:
+        grads = integers(P, COUNT, subject.warmup + 4, dtype=subject.exact)
+        for rank, number in numbers.items():
+            for step in failing:
+                grads[step][rank][[3, 50, 96]] = number
+        steps = run(subject.start(P), grads)
+        check_replicas("nonfinite", steps)
+        check_traffic("nonfinite", steps)
+        before = zeros(COUNT)
+        for step in steps:
+            for rank, residual in enumerate(step.residuals):
+                check_finite("nonfinite", step.where(rank), "the residual", residual)
+            if step.number not in failing:
+                if step.number > max(failing):
+                    check_finite("nonfinite", step.where(), "what is written", step.written[0])
+            elif not subject.skips_ranks:
+                if step.written[0].isfinite().all():
+                    shown = f"{[*numbers.values()]} of ranks {[*numbers]} gave"
+                    fail("nonfinite", step.where(), shown, "a finite result", "every rank must see", "NaN or Inf")
+                check_nothing_lost("nonfinite", step, before)
+            before = integer_sum(step.residuals)
+
+
+INVARIANTS: dict[str, Callable[[SchemeUnderTest], None]] = {
+    each.__name__: each
+    for each in (
+        conservation,
+        replicas,
+        identity,
+        one_rank,
+        determinism,
+        traffic,
+        resume,
+        another_world,
+        layouts,
+        rollback,
+        reset,
+        delivery,
+        sizes,
+        values,
+        types,
+        nonfinite,
+    )
+}
+
+
+def check_step_invariants(
+    invariant: str, subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None
+) -> None:
+    """Check what holds at every step of finite integers: replicas, traffic and conservation."""
+    check_replicas(invariant, steps)
+    check_traffic(invariant, steps)
+    if subject.has_residual:
+        start = zeros(steps[0].grads[0].numel()) if before is None else before
+        check_conservation(invariant, steps, start, subject.tolerance)
+
+
+def check_dense_mean(invariant: str, steps: Sequence[Step]) -> None:
+    """Check that the exact mean of integers is written, and that nothing is left in the residuals."""
+    for step in steps:
+        mean = integer_sum(step.grads) / step.size
+        check_equal(invariant, step.where(), ("what is written", step.written[0].double()), ("the dense mean", mean))
+        for rank, residual in enumerate(step.residuals):
+            nothing = torch.zeros_like(residual)
+            check_equal(invariant, step.where(rank), ("the residual", residual), ("it must be", nothing))
+
+
+def check_nothing_lost(invariant: str, step: Step, before: Tensor) -> None:
+    """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
+
+    The latter is so where a scheme of several parts has rolled back those that were finite.
+    """
+    after = integer_sum(step.residuals)
+    rolled_back = before + integer_sum(step.grads)
+    check_equal(
+        invariant,
+        step.where(),
+        ("the sum of the residuals after a step with NaN or Inf", torch.where(after == rolled_back, before, after)),
+        ("before it", before),
+    )
+
+
+def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Check that no parameter loses mass at any step, where `plan[step]` are the names in each bucket, and that replicas agree."""
+    P = subject.world(2)
+    source = torch.Generator().manual_seed(1)
+    schemes = subject.start(P)
+    for step, buckets in enumerate(plan):
+        before = residual_sums(schemes)
+        grads = [
+            {
+                name: P * torch.randint(-4, 5, (size,), generator=source).to(subject.exact)
+                for name, size in SIZES.items()
+            }
+            for _ in range(P)
+        ]
+        written = reduce_by_name(schemes, grads, buckets, step)
+        after = residual_sums(schemes)
+        for name in SIZES:
+            where = f"P = {P}, parameter {name!r} in buckets {[list(names) for names in buckets]}, step {step}"
+            came_in = before[name] + integer_sum([grad[name] for grad in grads])
+            found = after[name] + P * written[0][name].double()
+            ours, theirs = "residuals after the step + P x written", "residuals before it + gradients"
+            check_equal("layouts", where, (ours, found), (theirs, came_in), subject.tolerance)
+            for rank, mine in enumerate(written):
+                rank_0 = ("rank 0 has written", written[0][name])
+                check_equal("layouts", f"{where}, rank {rank}", ("what is written", mine[name]), rank_0)
+
+
+def reduce_by_name(
+    schemes: Sequence[Scheme], grads: Sequence[dict[str, Tensor]], buckets: Sequence[Sequence[str]], step: int
+) -> list[dict[str, Tensor]]:
+    """Return what was written for each parameter of SIZES on each rank, when the parameters lie in these buckets."""
+
+    def body(comm: LocalComm) -> dict[str, Tensor]:
+        written: dict[str, Tensor] = {}
+        for number, names in enumerate(buckets):
+            parameters = laid_out((name, SIZES[name]) for name in names)
+            flat = torch.cat([grads[comm.rank][name] for name in names])
+            bucket = Bucket(f"bucket{number}", flat, step, parameters)
+            schemes[comm.rank].reduce(bucket, comm)
+            written |= {each.name: each.span.of(bucket.grad) for each in parameters}
+        return written
+
+    return LocalWorld(len(schemes)).run(body)
+
+
+def residual_sums(schemes: Sequence[Scheme]) -> dict[str, Tensor]:
+    """Return the sum over ranks of the residual of each parameter of SIZES, float64."""
+    by_rank = [scheme.state_dict()["residual"] for scheme in schemes]
+    return {name: integer_sum([residual_of(each, name, n) for each in by_rank]) for name, n in SIZES.items()}
+
+
+def silence(schemes: Sequence[Scheme], n: int, first_step: int, at_most: int) -> list[Step]:
+    """Return the steps of zero gradients after which no residual is left. Raises AssertionError after `at_most`."""
+    steps: list[Step] = []
+    while not steps or any(residual.any() for residual in steps[-1].residuals):
+        if len(steps) >= at_most:
+            left = integer_sum([residual.abs() for residual in steps[-1].residuals])
+            place = f"after {at_most} steps without gradients the residuals are"
+            fail("delivery", steps[-1].where(), place, left.tolist(), "they must be", 0)
+        nothing = [torch.zeros(n) for _ in schemes]
+        steps += run(schemes, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
+    return steps
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:  # Any: as Scheme.state_dict
+    """Return the state as `torch.load` reads what `torch.save` wrote, with nothing but tensors and plain types."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def flattened(state: object) -> object:
+    """Return the state with each tensor as a list, so that == compares it."""
+    if isinstance(state, Tensor):
+        return state.tolist()
+    if isinstance(state, list):
+        return [flattened(part) for part in state]
+    return {key: flattened(part) for key, part in state.items()} if isinstance(state, dict) else state
+
+
+def zeros(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.float64)

@@ -1,0 +1,57 @@
+"""The scheme that is tested, with what its author promises about it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsync.base.scheme import Scheme
+from sparsync.testing.world import COUNT, Step, integers, reals, run
+
+
+@dataclass
+class SchemeUnderTest:
+    """One scheme with one setting, and what must hold for it.
+
+    `make` is called once for each rank, and must give a new scheme each time. What it does in each world is run once and shared by the
+    invariants.
+    """
+
+    make: Callable[[], Scheme]
+    # The same scheme with nothing left out, which must be the dense mean; None: there is no such setting.
+    complete: Callable[[], Scheme] | None = None
+    worlds: tuple[int, ...] = (1, 2, 4)  # the numbers of ranks it is run with; those it is made for
+    exact: torch.dtype = torch.float32  # gradients of this type make its sums of small integers exact
+    tolerance: float = 0.0  # of conservation, relative to the largest gradient; above 0 only where no type is exact
+    warmup: int = 0  # steps before the scheme starts to leave anything out
+    skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
+    delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
+    _traces: dict[int, list[Step]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.worlds or min(self.worlds) < 1:
+            raise ValueError(f"worlds must be at least one number of ranks, each at least 1, got {self.worlds}")
+
+    @property
+    def has_residual(self) -> bool:
+        return self.make().has_residual
+
+    @property
+    def exact_steps(self) -> int:
+        """The number of steps at the beginning of a trace whose sums are exact."""
+        return self.warmup + 2
+
+    def world(self, P: int) -> int:
+        """Return the smallest of its worlds that has at least P ranks, or the largest there is."""
+        return min((world for world in self.worlds if world >= P), default=max(self.worlds))
+
+    def start(self, P: int) -> list[Scheme]:
+        """Return new schemes for P ranks."""
+        return [self.make() for _ in range(P)]
+
+    def trace(self, P: int) -> list[Step]:
+        """Return some exact steps in a world of P ranks, then one with reals: run once, and the same list each time."""
+        if P not in self._traces:
+            exact = integers(P, COUNT, self.exact_steps, dtype=self.exact)
+            self._traces[P] = run(self.start(P), [*exact, [real.to(self.exact) for real in reals(P, COUNT, 1)[0]]])
+        return self._traces[P]

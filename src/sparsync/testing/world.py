@@ -1,0 +1,117 @@
+"""A world of ranks in one process, each with a scheme of its own: gradients, results, residuals, reports and traffic of every step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalWorld
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Cost, ParameterSpan, Report, Span
+
+NAMES = ("embed.weight", "block.weight", "block.bias", "head.weight", "head.bias")
+COUNT = 97  # elements of a bucket where nothing else is asked for; no multiple of any world's size
+
+
+@dataclass(frozen=True)
+class Step:
+    """One reduction on all ranks: each list is in rank order."""
+
+    number: int
+    grads: list[Tensor]  # as they came in
+    written: list[Tensor]
+    residuals: list[Tensor]  # after the step
+    reports: list[Report]
+    counted: list[Cost]
+
+    @property
+    def size(self) -> int:
+        """P, the number of ranks."""
+        return len(self.grads)
+
+    def where(self, rank: int | None = None) -> str:
+        """Return the place of a failure: the world, the number of elements, the step and perhaps the rank."""
+        place = f"P = {self.size}, n = {self.grads[0].numel()}, {self.grads[0].dtype}, step {self.number}"
+        return place if rank is None else f"{place}, rank {rank}"
+
+
+def layout(n: int) -> tuple[ParameterSpan, ...]:
+    """Return five parameters of uneven lengths that cover n elements; with few elements some are empty."""
+    stops = [0, n // 5, n // 5 + n // 3, n // 5 + n // 3 + n // 16, n - n // 8, n]
+    return tuple(ParameterSpan(name, Span(stops[i], stops[i + 1])) for i, name in enumerate(NAMES))
+
+
+def flat_residual(scheme: Scheme, parameters: Sequence[ParameterSpan], like: Tensor) -> Tensor:
+    """Return the scheme's residual of these parameters, [n], in their order; zero where it has none."""
+    by_name = scheme.state_dict().get("residual", {})
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.cat([residual_of(by_name, each.name, len(each.span), dtype) for each in parameters])
+
+
+def residual_of(by_name: Mapping[str, Tensor], name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the residual of one parameter, [count], or zeros. Raises AssertionError where it has another shape."""
+    residual = by_name.get(name, torch.zeros(count, dtype=dtype))
+    if residual.shape != (count,):
+        raise AssertionError(
+            f"layouts: the residual of parameter {name!r} has shape {tuple(residual.shape)}, it must be ({count},)"
+        )
+    return residual
+
+
+def run(
+    schemes: Sequence[Scheme],
+    gradients: Sequence[Sequence[Tensor]],
+    first_step: int = 0,
+    parameters: tuple[ParameterSpan, ...] | None = None,
+    key: str = "bucket0",
+) -> list[Step]:
+    """Reduce `gradients[step][rank]` one step after the other; scheme r works for rank r. The gradients themselves are not changed.
+
+    `parameters` are the layout of the bucket called `key`; without them it has the five of `layout`.
+    """
+    steps = [Step(first_step + number, list(grads), [], [], [], []) for number, grads in enumerate(gradients)]
+    own = parameters if parameters is not None else layout(gradients[0][0].numel())
+
+    def body(comm: MeteredComm) -> list[tuple[Tensor, Tensor, Report, Cost]]:
+        seen = []
+        for number, grads in enumerate(gradients):
+            bucket = Bucket(key, grads[comm.rank].clone(), first_step + number, own)
+            report = schemes[comm.rank].reduce(bucket, comm)
+            residual = flat_residual(schemes[comm.rank], own, bucket.grad)
+            seen.append((bucket.grad, residual, report, comm.take()[0]))
+        return seen
+
+    for rank_seen in LocalWorld(len(schemes)).run(lambda comm: body(MeteredComm(comm))):
+        for step, (written, residual, report, counted) in zip(steps, rank_seen, strict=True):
+            step.written.append(written)
+            step.residuals.append(residual)
+            step.reports.append(report)
+            step.counted.append(counted)
+    return steps
+
+
+def integers(
+    P: int, n: int, steps: int, unit: int | None = None, dtype: torch.dtype = torch.float32
+) -> list[list[Tensor]]:
+    """Return gradients[step][rank] of small multiples of `unit` (default: P), whose sums and their P-th parts are exact."""
+    source = torch.Generator().manual_seed(0)
+    factor = unit if unit is not None else P
+    return [[(factor * torch.randint(-4, 5, (n,), generator=source)).to(dtype) for _ in range(P)] for _ in range(steps)]
+
+
+def reals(P: int, n: int, steps: int) -> list[list[Tensor]]:
+    """Return gradients[step][rank] whose sum depends on the order of the additions."""
+    source = torch.Generator().manual_seed(0)
+    return [[torch.randn(n, generator=source) for _ in range(P)] for _ in range(steps)]
+
+
+def integer_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum over ranks in float64, which is exact for integers."""
+    return torch.stack([part.double() for part in parts]).sum(dim=0)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return true for tensors that are equal to the last bit, NaN and the sign of zero included."""
+    return x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))

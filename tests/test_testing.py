@@ -1,0 +1,301 @@
+"""sparsync.testing: a sound scheme of a third party passes, and each way to break it is found by the invariant that is about it."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsync
+from sparsync import Bucket, Cost, Report, Scheme
+from sparsync.comm.metered import all_reduce_cost
+from sparsync.core import Comm
+from sparsync.testing import INVARIANTS, SchemeUnderTest, check, check_scheme
+
+
+class Alternating(Scheme):
+    """Every other element at each step; the rest stays in the residual. Written as a third party would, without our parts."""
+
+    name = "alternating"
+
+    def __init__(self, every: int = 2) -> None:
+        self.every = every
+        self.residual: dict[str, Tensor] = {}
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        n, P = bucket.grad.numel(), comm.size
+        if n == 0:
+            return Report(self.name, bucket.key, bucket.step, 0, 0, 0, Cost())
+        acc = self.accumulate(bucket)
+        chosen = torch.arange(bucket.step % self.every, n, self.every)
+        flag = acc.new_tensor([0.0 if acc.isfinite().all() else torch.nan])
+        total = self.sum_over_ranks(torch.cat([acc[chosen], flag]), comm)
+        mean = self.divided(total[:-1], P).to(bucket.grad.dtype)
+        bucket.grad.zero_()
+        if self.is_finite(total):
+            bucket.grad[chosen] = mean
+            self.keep(bucket, acc, chosen)
+        else:
+            bucket.grad[:] = torch.nan
+        cost = all_reduce_cost(chosen.numel() + 1, acc.element_size(), P, comm.rank)
+        return Report(self.name, bucket.key, bucket.step, n, chosen.numel(), chosen.numel(), self.reported(cost))
+
+    def accumulate(self, bucket: Bucket) -> Tensor:
+        acc = bucket.grad.to(torch.promote_types(bucket.grad.dtype, torch.float32), copy=True)
+        for each in bucket.layout:
+            each.span.of(acc).add_(self.residual.get(each.name, torch.zeros(len(each.span))))
+        return acc
+
+    def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
+        return comm.all_reduce(x).clone()
+
+    def divided(self, total: Tensor, P: int) -> Tensor:
+        return total / P
+
+    def is_finite(self, total: Tensor) -> bool:
+        return bool(total.isfinite().all())
+
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        acc[chosen] = 0
+        self.residual |= {each.name: each.span.of(acc) for each in bucket.layout}
+
+    def reported(self, cost: Cost) -> Cost:
+        return cost
+
+    @property
+    def has_residual(self) -> bool:
+        return True
+
+    def rollback(self, bucket: Bucket) -> None:
+        for each in bucket.layout:
+            self.residual[each.name] = self.residual[each.name] + each.span.of(bucket.grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": {name: part.clone() for name, part in self.residual.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residual = {name: part.clone() for name, part in state["residual"].items()}
+
+
+class LosesMass(Alternating):
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        acc[bucket.grad.numel() // 2] = 0
+        super().keep(bucket, acc, chosen)
+
+
+class RoundsItsResidual(Alternating):
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        super().keep(bucket, acc * (1 + 1e-6), chosen)
+
+
+class DiffersBetweenRanks(Alternating):
+    def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
+        parts = comm.all_gather(x, [x.numel()] * comm.size)
+        mine = [*parts[comm.rank :], *parts[: comm.rank]]  # each rank adds in an order of its own
+        return sum(mine[1:], start=mine[0])
+
+
+class IsNoMean(Alternating):
+    def divided(self, total: Tensor, P: int) -> Tensor:
+        return total if P == 1 else total / (P - 1)
+
+
+class SendsToItself(Alternating):
+    def reported(self, cost: Cost) -> Cost:
+        return cost + Cost(1, 1, 4)
+
+
+class DrawsFromTheGlobalGenerator(Alternating):
+    def sum_over_ranks(self, x: Tensor, comm: Comm) -> Tensor:
+        torch.rand(1)
+        return super().sum_over_ranks(x, comm)
+
+
+class ReportsOtherBytes(Alternating):
+    def reported(self, cost: Cost) -> Cost:
+        return Cost(cost.steps, cost.messages, cost.nbytes // 2)
+
+
+class DoesNotRestore(Alternating):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return
+
+
+class ReturnsItsOwnState(Alternating):
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self.residual}
+
+
+class ForgetsOtherWorlds(Alternating):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residual = {name: part.clone() for name, part in state["residual"].items() if name != "head.bias"}
+
+
+class KeepsByPosition(Alternating):
+    def accumulate(self, bucket: Bucket) -> Tensor:
+        acc = bucket.grad.to(torch.promote_types(bucket.grad.dtype, torch.float32), copy=True)
+        flat = self.residual.get(bucket.layout[0].name)
+        return acc + flat if flat is not None and flat.numel() == acc.numel() else acc
+
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        acc[chosen] = 0
+        self.residual = {bucket.layout[0].name: acc}
+
+
+class NamesNoParameter(Alternating):
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        super().keep(Bucket("any", acc.clone(), 0), acc, chosen)
+
+
+class DoesNotRollBack(Alternating):
+    def rollback(self, bucket: Bucket) -> None:
+        return
+
+
+class ResetsItsResidual(Alternating):
+    def reset_shared_state(self) -> None:
+        self.residual.clear()
+
+
+class NeverSendsTheLast(Alternating):
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        whole = Bucket(bucket.key, bucket.grad, 0, bucket.layout)  # always the same elements
+        return super().reduce(whole, comm)
+
+
+class SendsEmptyBuckets(Alternating):
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.grad.numel():
+            return super().reduce(bucket, comm)
+        comm.all_reduce(torch.zeros(1))
+        return Report(self.name, bucket.key, bucket.step, 0, 0, 0, all_reduce_cost(1, 4, comm.size, comm.rank))
+
+
+class FailsWhenNothingIsChosen(Alternating):
+    def is_finite(self, total: Tensor) -> bool:
+        return bool(total[:-1].abs().max() < torch.inf)
+
+
+class HasAFloor(Alternating):
+    def divided(self, total: Tensor, P: int) -> Tensor:
+        return torch.where(total == 0, 1e-30, total) / P
+
+
+class OverflowsInTheResidual(Alternating):
+    def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
+        super().keep(bucket, acc * 2 / 2, chosen)
+
+
+class WritesSinglePrecision(Alternating):
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        report = super().reduce(bucket, comm)
+        bucket.grad = bucket.grad.float()
+        return report
+
+
+class SwallowsNaN(Alternating):
+    def accumulate(self, bucket: Bucket) -> Tensor:
+        return super().accumulate(bucket).nan_to_num()
+
+
+class LosesTheResidualOnInf(Alternating):
+    def is_finite(self, total: Tensor) -> bool:
+        if not super().is_finite(total):
+            self.residual.clear()
+        return super().is_finite(total)
+
+
+BROKEN = {
+    LosesMass: "conservation",
+    DiffersBetweenRanks: "replicas",
+    IsNoMean: "identity",
+    SendsToItself: "one_rank",
+    DrawsFromTheGlobalGenerator: "determinism",
+    ReportsOtherBytes: "traffic",
+    DoesNotRestore: "resume",
+    ReturnsItsOwnState: "resume",
+    ForgetsOtherWorlds: "another_world",
+    KeepsByPosition: "layouts",
+    NamesNoParameter: "layouts",
+    DoesNotRollBack: "rollback",
+    ResetsItsResidual: "reset",
+    NeverSendsTheLast: "delivery",
+    SendsEmptyBuckets: "sizes",
+    HasAFloor: "values",
+    OverflowsInTheResidual: "values",
+    WritesSinglePrecision: "types",
+    SwallowsNaN: "nonfinite",
+    LosesTheResidualOnInf: "nonfinite",
+}
+
+
+def under_test(make: Callable[..., Alternating]) -> SchemeUnderTest:
+    return SchemeUnderTest(make, lambda: make(every=1), delivers=True)
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+def test_a_sound_scheme_of_a_third_party_passes(invariant: str) -> None:
+    check(invariant, under_test(Alternating))
+
+
+def test_one_call_checks_all_invariants() -> None:
+    check_scheme(Alternating, worlds=(1, 2, 3), complete=lambda: Alternating(every=1), delivers=True)
+    with pytest.raises(AssertionError, match=r"^rollback: "):
+        check_scheme(DoesNotRollBack)
+
+
+@pytest.mark.parametrize(("broken", "invariant"), [pytest.param(*each, id=each[0].__name__) for each in BROKEN.items()])
+def test_what_is_broken_is_found_by_its_invariant(broken: type[Alternating], invariant: str) -> None:
+    with pytest.raises(AssertionError, match=rf"^{invariant}: .+"):
+        check(invariant, under_test(broken))
+
+
+def test_every_invariant_can_fail() -> None:
+    assert {*BROKEN.values()} == {*INVARIANTS}
+
+
+def test_a_scheme_that_raises_is_shown_with_the_invariant() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        check("sizes", FailsWhenNothingIsChosen)
+    assert caught.value.__notes__[-1] == "(while checking the invariant 'sizes')"
+
+
+def test_a_failure_says_where_and_shows_both_values() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check("traffic", ReportsOtherBytes)
+    assert str(caught.value) == (
+        "traffic: P = 2, n = 97, torch.float32, step 0, rank 0: counted Cost(steps=2, messages=2, nbytes=200), "
+        "the report's cost is Cost(steps=2, messages=2, nbytes=100)"
+    )
+
+
+def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are conservation, replicas"):
+        check("mass", Alternating)
+
+
+@pytest.mark.parametrize("worlds", [(1,), (2,), (3, 6)])
+def test_any_worlds_will_do(worlds: tuple[int, ...]) -> None:
+    check_scheme(Alternating, worlds=worlds, complete=lambda: Alternating(every=1))
+
+
+def test_a_tolerance_lets_rounding_pass_and_nothing_larger() -> None:
+    check("conservation", RoundsItsResidual, tolerance=1e-5)
+    for scheme in (RoundsItsResidual, LosesMass):
+        with pytest.raises(AssertionError, match=r"^conservation: .* residuals after the step \+ P x written"):
+            check("conservation", scheme, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("worlds", [(), (0, 2)])
+def test_worlds_without_ranks_are_refused(worlds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="worlds must be at least one number of ranks, each at least 1"):
+        check_scheme(Alternating, worlds=worlds)
+
+
+def test_the_invariants_need_no_test_runner() -> None:
+    program = "import sys, sparsync; sparsync.testing.check_scheme(sparsync.Dense); assert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert sparsync.testing.check is check
