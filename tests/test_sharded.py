@@ -12,7 +12,7 @@ from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Repor
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.collectives import reduce_scatter
-from sparsync.collectives.skip_plan import SkipPlan, turning_offsets
+from sparsync.collectives.skip_plan import SkipPlan, rotating_offsets
 from sparsync.core import Comm, generator
 from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
 from sparsync.integrations.fsdp2_units import Sharded
@@ -51,7 +51,7 @@ def test_in_every_turn_each_offset_is_left_out_equally_often(P: int) -> None:
     for skip in range(P):
         for turn in range(3):
             steps = range(turn * (P - 1), (turn + 1) * (P - 1))
-            drawn = [turning_offsets(skip, P, 7, "layer", step) for step in steps]
+            drawn = [rotating_offsets(skip, P, 7, "layer", step) for step in steps]
             assert all(len(set(each)) == skip for each in drawn)
             assert sorted(offset for each in drawn for offset in each) == sorted(list(range(1, P)) * skip)
 

@@ -28,13 +28,13 @@ class Span:
         return self.stop - self.start
 
     def of(self, x: Tensor) -> Tensor:
-        """The view of the one-dimensional `x` on this span."""
+        """Return the view of the one-dimensional `x` [n] on this span."""
         return x[self.start : self.stop]
 
 
 @lru_cache(maxsize=256)
 def spans(count: int, parts: int) -> tuple[Span, ...]:
-    """`parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer, so some are empty when count < parts."""
+    """Return `parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer; some are empty when count < parts."""
     short, longer = divmod(count, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(starts))
@@ -49,18 +49,18 @@ class ParameterSpan:
 
 
 def laid_out(lengths: Iterable[tuple[str, int]]) -> tuple[ParameterSpan, ...]:
-    """Parameters of these names and numbers of elements, one after the other."""
-    slots: list[ParameterSpan] = []
+    """Return the layout of parameters of these names and numbers of elements, one after the other."""
+    layout: list[ParameterSpan] = []
     start = 0
     for name, length in lengths:
-        slots.append(ParameterSpan(name, Span(start, start + length)))
+        layout.append(ParameterSpan(name, Span(start, start + length)))
         start += length
-    return tuple(slots)
+    return tuple(layout)
 
 
 @dataclass
 class Bucket:
-    """A flat piece of the gradient: what a scheme takes in, and writes back.
+    """A flat range of the gradient: what a scheme takes in, and writes back.
 
     `key` names the bucket and is the same on every rank, as are `step` and `layout`; only `grad` differs before `Scheme.reduce`.
     Without a layout the whole bucket counts as one parameter called `key`.
@@ -82,13 +82,13 @@ class Bucket:
         if not self.layout:
             self.layout = (ParameterSpan(self.key, Span(0, self.grad.numel())),)
         position = 0
-        for slot in self.layout:
-            if slot.span.start != position or slot.span.stop < position:
+        for entry in self.layout:
+            if entry.span.start != position or entry.span.stop < position:
                 raise ValueError(
-                    f"the layout of bucket {self.key!r} must cover its elements in order: parameter {slot.name!r} starts at "
-                    f"{slot.span.start}, the one before it ends at {position}"
+                    f"the layout of bucket {self.key!r} must cover its elements in order: parameter {entry.name!r} starts at "
+                    f"{entry.span.start}, the one before it ends at {position}"
                 )
-            position = slot.span.stop
+            position = entry.span.stop
         if position != self.grad.numel():
             raise ValueError(
                 f"the layout of bucket {self.key!r} covers {position} elements, its gradient has {self.grad.numel()}"
@@ -121,11 +121,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
-    """What a scheme did to one bucket at one step, seen from one rank.
+    """One reduction of one bucket at one step, seen from one rank.
 
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
     `cost` is the closed form; `sent` is what a MeteredComm counted, None where none was wrapped around; `wait_s` the seconds inside it.
-    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" where it saw NaN or Inf in the result.
+    `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
     """
 
     scheme: str
@@ -143,7 +143,7 @@ class Report:
 
     @property
     def density(self) -> float:
-        """K/n, and 1 for an empty bucket, of which everything was sent."""
+        """K/n, and 1 for an empty bucket."""
         return self.union / self.elements if self.elements else 1.0
 
 
@@ -164,19 +164,19 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Sends `out` to rank `to` while `into` is filled with what rank `source` sends; nothing is sent or awaited for an empty one."""
+        """Send `out` to rank `to` while `into` is filled with what rank `source` sends; an empty tensor takes no message."""
         ...
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Every rank's `x`, in rank order; lengths may differ. Bytes sent per rank: (P-1) * nbytes(x)."""
+        """Return every rank's `x`, in rank order; lengths may differ. Bytes sent per rank: (P-1) * nbytes(x)."""
         ...
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """What each rank sent here, in rank order; `parts[r]` goes to rank r, may be empty. Bytes sent per rank: all parts' but its own."""
+        """Return what each rank sent here, in rank order; `parts[r]` goes to rank r, may be empty. Bytes sent per rank: all but its own."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on every rank. Bytes sent per rank: 2 (P-1)/P * nbytes(x)."""
+        """Return the sum over ranks, the same bits on every rank. Bytes sent per rank: 2 (P-1)/P * nbytes(x)."""
         ...
 
 
@@ -203,7 +203,7 @@ def raise_if_found_inf(received: Iterable[int]) -> None:
 
 
 def generator(seed: int, key: str, step: int) -> torch.Generator:
-    """A CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
+    """Return a CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
 
     Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
     """

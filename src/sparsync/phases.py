@@ -1,4 +1,4 @@
-"""The phases a bucket passes, by name: a profiler sees each, and whoever asks gets the seconds spent in each.
+"""The phases a bucket passes, by name: a profiler sees each, and the seconds spent in each can be recorded.
 
 Time inside the communicator is counted by MeteredComm; a phase that contains messages is not marked as one. torch.profiler sees the
 thread that started it; the one that reduces DDP's buckets only with `_ExperimentalConfig(profile_all_threads=True)`.
@@ -12,29 +12,26 @@ from typing import Literal
 
 Phase = Literal["accumulate", "select", "encode", "decode", "apply"]
 
-_OPEN = (
-    threading.local()
-)  # .ledger: the dict that this thread's phases are added to, .label: their bucket's; absent when nobody asked
+# .ledger: the dict that this thread's phases are added to, .label: their bucket's name; absent outside `recorded`.
+_THREAD = threading.local()
 
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Names what happens inside: "sparsync::select [bucket0]" in torch's profiler, and in `recorded` seconds. On CUDA, of the host only.
+    """Name the block in torch's profiler, as "sparsync::select [bucket0]", and add its seconds to those of `recorded`.
 
-    The bucket's name is there inside `recorded` only.
+    On CUDA the time is the host's only. The bucket's name is there inside `recorded` only.
     """
     from torch.autograd import profiler  # here, because the names of the phases are read where torch is not needed
 
-    ledger: dict[str, float] | None = getattr(_OPEN, "ledger", None)
-    if ledger is None and not profiler._is_profiler_enabled:
+    ledger: dict[str, float] | None = getattr(_THREAD, "ledger", None)
+    profiling = profiler._is_profiler_enabled
+    if ledger is None and not profiling:
         yield
         return
     began = time.perf_counter()
-    with (
-        profiler.record_function(f"sparsync::{name}{getattr(_OPEN, 'label', '')}")
-        if profiler._is_profiler_enabled
-        else nullcontext()
-    ):
+    label = getattr(_THREAD, "label", "")
+    with profiler.record_function(f"sparsync::{name}{label}") if profiling else nullcontext():
         yield
     if ledger is not None:
         ledger[name] = ledger.get(name, 0.0) + time.perf_counter() - began
@@ -42,10 +39,10 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def recorded(bucket: str) -> Iterator[dict[str, float]]:
-    """The seconds this thread spends in each phase, filled in while the block runs; a profiler sees them with the bucket's name."""
-    outer = getattr(_OPEN, "ledger", None), getattr(_OPEN, "label", "")
-    _OPEN.ledger, _OPEN.label = {}, f" [{bucket}]"
+    """Return the seconds this thread spends in each phase, filled in while the block runs; a profiler sees the bucket's name."""
+    outer = getattr(_THREAD, "ledger", None), getattr(_THREAD, "label", "")
+    _THREAD.ledger, _THREAD.label = {}, f" [{bucket}]"
     try:
-        yield _OPEN.ledger
+        yield _THREAD.ledger
     finally:
-        _OPEN.ledger, _OPEN.label = outer
+        _THREAD.ledger, _THREAD.label = outer

@@ -1,6 +1,6 @@
-"""Who is left out of which slice: the arithmetic of SkipReduce, without communication.
+"""Which rank is left out of which chunk: the arithmetic of SkipReduce, without communication.
 
-A vector of n elements is cut into P slices. Slice c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With
+A vector of n elements is cut into P chunks. Chunk c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With
 the set of offsets S, position o + i is left out of that sum for each i in S; a ring that starts its reduce-scatter s steps late
 leaves out S = {1, ..., s} (doi 10.1145/3725843.3756092).
 """
@@ -21,26 +21,26 @@ class SkipPlan:
 
     @property
     def skip(self) -> int:
-        """s, how many ranks are missing in every slice."""
+        """s, how many ranks are missing in every chunk."""
         return len(self.offsets)
 
-    def owner(self, slice_number: int, P: int) -> int:
-        """The position that ends up with the sum of this slice."""
-        return (slice_number - self.shift) % P
+    def owner(self, chunk: int, P: int) -> int:
+        """Return the position that ends up with the sum of this chunk."""
+        return (chunk - self.shift) % P
 
-    def contributors(self, slice_number: int, P: int) -> frozenset[int]:
-        """The P - s positions whose gradient is in the sum of this slice."""
-        owner = self.owner(slice_number, P)
+    def contributors(self, chunk: int, P: int) -> frozenset[int]:
+        """Return the P - s positions whose gradient is in the sum of this chunk."""
+        owner = self.owner(chunk, P)
         return frozenset((owner + i) % P for i in range(P) if i not in self.offsets)
 
     def skipped(self, position: int, count: int, P: int) -> list[Span]:
-        """Where in a vector of `count` elements the contribution of this position is left out: s of the P slices."""
-        slices = spans(count, P)
-        return [slices[(position - i + self.shift) % P] for i in self.offsets]
+        """Return where in a vector of `count` elements the contribution of this position is left out: s of the P chunks."""
+        chunks = spans(count, P)
+        return [chunks[(position - i + self.shift) % P] for i in self.offsets]
 
 
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
-    """How many of P ranks each slice loses: `skip` itself, or, given as a fraction, that share of P rounded down.
+    """Return how many of P ranks each chunk loses: `skip` itself, or, given as a fraction, that share of P rounded down.
 
     Rounded down, so that never more is lost than asked for. With one rank nothing is sent, so nothing is skipped.
     Raises ValueError when a count is not in [0, P-1].
@@ -55,34 +55,35 @@ def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
 
 
 def first_offsets(skip: int) -> tuple[int, ...]:
-    """{1, ..., s}: what a ring leaves out when it starts its reduce-scatter s steps late."""
+    """Return {1, ..., s}: what a ring leaves out when it starts its reduce-scatter s steps late."""
     return tuple(range(1, skip + 1))
 
 
 def random_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
-    """`skip` of the offsets 1..P-1, every set equally likely, the same on all ranks."""
+    """Return `skip` of the offsets 1..P-1, every set equally likely, the same on all ranks."""
     draw = torch.randperm(P - 1, generator=generator(seed, f"offsets/{key}", step))
     return tuple(sorted(int(i) + 1 for i in draw[:skip]))
 
 
-def turning_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
-    """`skip` of the offsets 1..P-1, the same on all ranks, for where the owners of slices cannot change.
+def rotating_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple[int, ...]:
+    """Return `skip` of the offsets 1..P-1, the same on all ranks, for chunks whose owners are fixed.
 
     Every run of P-1 steps that starts at a multiple of P-1 leaves out each offset `skip` times, in random order: so each owner misses
     all others equally often, not only in expectation.
     """
     if skip == 0:
         return ()
-    turn, place = divmod(step, P - 1)
-    order = torch.randperm(P - 1, generator=generator(seed, f"turn/{key}", turn)).tolist()
+    # The key of the generator says "turn": other words would draw other offsets.
+    round_number, place = divmod(step, P - 1)
+    order = torch.randperm(P - 1, generator=generator(seed, f"turn/{key}", round_number)).tolist()
     return tuple(sorted(order[(place + j) % (P - 1)] + 1 for j in range(skip)))
 
 
 def random_shift(P: int, seed: int, key: str, step: int) -> int:
-    """A shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
+    """Return a shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
 
     Every run of P steps that starts at a multiple of P takes each shift once, in random order, so that every rank is left out of every
-    slice equally often, not only in expectation.
+    chunk equally often, not only in expectation.
     """
     if P == 1:
         return 0

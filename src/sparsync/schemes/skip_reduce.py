@@ -36,7 +36,7 @@ from sparsync.collectives.skip_plan import (
     random_offsets,
     random_shift,
     skip_count,
-    turning_offsets,
+    rotating_offsets,
 )
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
@@ -247,7 +247,7 @@ class SkipReduceScatter(ReduceScatterScheme):
         skip = skip_count(self.config.skip, P)
         if self.config.mode == "naive":
             return SkipPlan(first_offsets(skip))
-        return SkipPlan(turning_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
+        return SkipPlan(rotating_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
 
     def _split(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Return the spans of a chunk that are never left out, and the others."""
