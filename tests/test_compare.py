@@ -44,7 +44,7 @@ def workers(pid: int) -> dict[int, int]:
         command = Path(f"/proc/{child}/cmdline").read_bytes()
         environment = Path(f"/proc/{child}/environ").read_bytes()
         rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + environment)
-        if b"sparsync.lab.worker" in command and rank:
+        if b"sparsync.lab.workers.process" in command and rank:
             found[int(rank[1])] = child
     return found
 

@@ -77,7 +77,7 @@ def test_the_vocabulary_is_chosen_without_a_look_at_the_held_out_words(tmp_path:
     ("text", "vocabulary", "message"),
     [
         (None, 3, "has no .txt file"),
-        (b"a b c " * 9, 100, "has only 3 in its training part"),
+        (b"a b c " * 9, 100, "training text has only 3"),
         (b"caf\xe9 noir", 3, "is not UTF-8 text"),
         (b"a b c " * 9, 3, "too short for windows of 35 words"),
     ],

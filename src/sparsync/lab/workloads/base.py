@@ -98,21 +98,22 @@ class Workload(ABC):
         }
 
 
-def check_class(kind: type[Workload], name: str) -> None:
-    """Raise ValueError unless `kind` is a class with every method and attribute of `Workload`, with parameters of the same names.
+def check_class(kind: object, name: str) -> None:
+    """Raise ValueError unless `kind` is a subclass of Workload that has every method and attribute, with parameters in the same order.
 
-    The class need not be a subclass of Workload; without it there are no defaults. `name` is what the user gave, for the message.
+    `name` is what the user gave, for the message.
     """
-    if not inspect.isclass(kind):
-        raise ValueError(f"workload {name!r} must be a class, got {kind!r}")
+    if not inspect.isclass(kind) or not issubclass(kind, Workload):
+        shown = f"class {kind.__qualname__}" if inspect.isclass(kind) else repr(kind)
+        raise ValueError(f"workload {name!r} must be a subclass of {Workload.__module__}.Workload, got {shown}")
     where = f"workload {name!r}: class {kind.__qualname__}"
     for method, function in vars(Workload).items():
         if method.startswith("_") or not inspect.isfunction(function):
             continue
         expected = inspect.signature(function)
         wanted = f"def {method}{expected}".replace("sparsync.lab.workloads.base.", "")
-        found = getattr(kind, method, None)
-        if found is None or getattr(found, "__isabstractmethod__", False):
+        found = getattr(kind, method)
+        if getattr(found, "__isabstractmethod__", False):
             raise ValueError(f"{where} has no method {method!r}; write it as: {wanted}")
         if not callable(found) or not _accepts(found, list(expected.parameters)):
             raise ValueError(f"{where} has a method {method!r} with other parameters; write it as: {wanted}")
