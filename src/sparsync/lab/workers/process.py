@@ -40,7 +40,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, and the interface through which it sends."""
+    """The rank of this process, and the interface through which it sends."""
 
     rank: int
     ranks: int
