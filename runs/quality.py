@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, Report, Scheme
-from sparsync.core import Comm, Cost
+from sparsync.core import Comm
 from sparsync.lab import workloads
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.workloads import one_process
@@ -38,7 +38,7 @@ class Oracle(Scheme):
         bucket.grad.zero_().index_copy_(0, largest.index.long(), largest.value)
         self.residual[bucket.key] = acc.index_fill_(0, largest.index.long(), 0.0)
         k = largest.index.numel()
-        return Report(self.name, bucket.key, bucket.step, acc.numel(), k, k, Cost())
+        return self.report(bucket, selected=k, union=k)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         for residual in self.residual.values():

@@ -19,7 +19,7 @@ from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("signal_handlers_are_put_back")]
 CLI = [sys.executable, "-m", "sparsync.lab.cli"]
 PATIENCE_S = 60.0  # for events that come at once unless the machine is busy
-LINE_FIT = f"{Path(__file__).with_name('helpers') / 'line_fit.py'}:LineFit"
+THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 # Small enough to start fast; the batch of 4 windows gives each of 2 ranks two.
 SMALL = ["--option", "vocabulary=16", "--option", "width=4", "--option", "batch_size=4", "--option", "windows=4"]
 
@@ -80,9 +80,20 @@ def gone(pids: list[int]) -> bool:
 def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas_and_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a job in a file outside the package, which every worker process has to find for itself."""
-    schemes = "dense,topk:density=0.25,skip_reduce:skip=1:form=direct"
-    size = ["--workload", LINE_FIT, "--ranks", "2", "--link", "none", "--steps", "3", "--eval-every", "2"]
+    """With a job and a scheme in a file outside the package, which every worker process has to find for itself."""
+    schemes = f"dense,topk:density=0.25,{THIRD_PARTY}:Scaled:factor=0.5"
+    size = [
+        "--workload",
+        f"{THIRD_PARTY}:LineFit",
+        "--ranks",
+        "2",
+        "--link",
+        "none",
+        "--steps",
+        "3",
+        "--eval-every",
+        "2",
+    ]
     cli.main(["compare", "--out", str(tmp_path), *size, "--schemes", schemes, "--target", "1e9", "--seed", "3,4"])
     lines = records(tmp_path)
     ends = [line for line in lines if line["kind"] == "end"]
@@ -92,6 +103,8 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     for seed in (3, 4):  # the first loss comes before any reduction, so it is the same for all
         assert len({first[end["scheme"], seed] for end in ends}) == 1
     assert first["dense", 3] != first["dense", 4]
+    last = {r["scheme"]: r["loss"] for r in lines if r["kind"] == "step" and r["step"] == 3}
+    assert len(set(last.values())) == 3
     assert (lines[0]["workload"]["workload"], lines[0]["workload"]["parameters"]) == ("LineFit", 9)
     assert "prove nothing" in capsys.readouterr().out
     assert "prove nothing" in (tmp_path / "report.html").read_text()

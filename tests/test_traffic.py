@@ -16,7 +16,7 @@ from sparsync.lab.traffic.stream import Synthetic, heavy_tailed, layers, recorde
 from sparsync.lab.traffic.study import synthetic_study
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
-LINE_FIT = f"{Path(__file__).with_name('helpers') / 'line_fit.py'}:LineFit"
+THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
 
@@ -183,14 +183,15 @@ def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play
         schedule.step()
 
 
-def test_gradients_of_a_job_in_a_file_are_recorded_and_studied(
+def test_gradients_of_a_job_in_a_file_are_recorded_and_reduced_by_a_scheme_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--workload", LINE_FIT, "--option", "width=5", "--ranks", "2", "--steps", "3"]
+    small = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=5", "--ranks", "2", "--steps", "3"]
     cli.main(["gradients", *small, "--out", str(tmp_path / "g.pt")])
-    found = lines(capsys, "--scheme", "dense", "--gradients", str(tmp_path / "g.pt"))
-    assert [each.get("step") for each in found] == [0, 1, 2, None]
+    found = lines(capsys, "--scheme", f"dense,{THIRD_PARTY}:Scaled:factor=0.5", "--gradients", str(tmp_path / "g.pt"))
+    assert [each.get("step") for each in found] == [0, 0, 1, 1, 2, 2, None, None]
     assert (found[-1]["ranks"], found[-1]["elements"]) == (2, 6)
+    assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
 
 
 def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pytest.CaptureFixture[str]) -> None:

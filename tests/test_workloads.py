@@ -23,7 +23,7 @@ from sparsync.lab.workloads.networks import population_statistics
 from sparsync.lab.workloads.shakespeare import Shakespeare
 
 RANKS = (1, 2, 4, 8, 16)
-LINE_FIT = f"{Path(__file__).with_name('helpers') / 'line_fit.py'}:LineFit"
+LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
 needs_fashion_mnist = pytest.mark.skipif(
     not fashion_images.DEBIAN_FOLDER.is_dir(), reason="Fashion-MNIST is absent: apt-get install dataset-fashion-mnist"
 )
@@ -108,7 +108,7 @@ def test_an_unknown_network_is_refused() -> None:
 # Jobs by module and by file
 
 
-@pytest.mark.parametrize("name", [LINE_FIT, "helpers.line_fit:LineFit"])
+@pytest.mark.parametrize("name", [LINE_FIT, "helpers.third_party:LineFit"])
 def test_a_job_of_ones_own_is_found_with_its_options(name: str) -> None:
     made = workloads.get(name, width="3")
     assert isinstance(made, Workload)

@@ -70,9 +70,7 @@ def _parse_scheme(text: str, density: float, skip: int | float | None) -> Scheme
     try:
         choice.make()
     except TypeError as error:
-        raise ValueError(
-            f"a setting in {text!r} is of the wrong type: {error}; see `sparsync schemes {name}`"
-        ) from error
+        raise ValueError(f"scheme {text!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
     return choice
 
 

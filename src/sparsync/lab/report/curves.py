@@ -18,9 +18,7 @@ with lab_extra("matplotlib"):
 INK, FAINT = "#222222", "#777777"
 _LOG_FROM = 25.0  # the x axis is logarithmic where the longest curve is this many times the shortest
 _LOG_QUALITY_FROM = 2.0  # the same for y, and only where lower is better: the logarithm of a perplexity is the loss
-_SETTLED = (
-    1 / 6
-)  # of the evaluations: the y axis begins with the worst value after those, and earlier values lie outside
+_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those
 _LOG_TICKS = [digits * 10.0**power for power in range(-3, 7) for digits in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
 _POLE, _GAP, _LINE = 6.0, 14.0, 1.5  # pixels: pole to name, name to name; a line of names in heights of their type
 

@@ -105,9 +105,8 @@ class Step:
     interface_bytes: float | None  # everything the network interface sent
     messages: float
     union_density: float
-    accumulate_s: float = (
-        0.0  # this and the next four: of the time inside the scheme, without the communicator, that of each phase
-    )
+    # Of the time inside the scheme, without the communicator, that of each phase.
+    accumulate_s: float = 0.0
     select_s: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0

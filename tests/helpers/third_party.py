@@ -1,4 +1,4 @@
-"""A job as a third party writes it, in a file outside the package: fits a line to drawn points. Named by its path in tests."""
+"""A job and a scheme as a third party writes them, in a file outside the package. Tests name them by the path of this file."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
-from sparsync.core import generator
+from sparsync import Bucket, Report, Scheme
+from sparsync.core import Comm, generator
 from sparsync.lab.workloads.base import Batch, Workload, bare, chunks, exactly_addable, seeded, share
 
 
@@ -50,3 +51,16 @@ class LineFit(Workload):
 
     def quality(self, total: float, count: int) -> float:
         return total / count
+
+
+@dataclass
+class Scaled(Scheme):
+    """The mean of all ranks, times a factor."""
+
+    factor: float = 1.0
+
+    name = "scaled"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        bucket.grad.copy_(comm.all_reduce(bucket.grad.clone()) * (self.factor / comm.size))
+        return self.report(bucket)
