@@ -1,7 +1,7 @@
 """Final quality by scheme, without processes or links: one model, the gradients of all ranks one after the other, a LocalWorld.
 
 Gives the figures of `sparsync compare` in less time, with one bucket. "oracle" is the limit of every selection: the largest elements of
-the mean of what all ranks accumulated, which no rank can know without sending everything.
+the mean of all ranks' accumulated gradients, which no rank can know without sending everything.
 
     python runs/quality.py --workload shakespeare-small --schemes dense,oracle,micro,oktopk --steps 300 --seeds 0,1,2
 """
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, ParameterSpan, Report
-from sparsync.base.scheme import Scheme
-from sparsync.core import Comm, Cost
-from sparsync.lab import one_process, workloads
-from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync import Bucket, LocalWorld, Report, Scheme
+from sparsync.core import Comm
+from sparsync.lab import workloads
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync.lab.workloads import one_process
 from sparsync.selection.density import select_top
 
 
 @dataclass
-class Oracle:
+class Oracle(Scheme):
     """The largest elements of the mean accumulated gradient."""
 
     density: float
@@ -34,17 +34,11 @@ class Oracle:
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         mean = comm.all_reduce(bucket.grad.clone()) / comm.size
         acc = self.residual.get(bucket.key, torch.zeros_like(mean)) + mean
-        part = select_top(acc, self.density)
-        bucket.grad.zero_().index_copy_(0, part.index.long(), part.value)
-        self.residual[bucket.key] = acc.index_fill_(0, part.index.long(), 0.0)
-        k = part.index.numel()
-        return Report(self.name, bucket.key, bucket.step, acc.numel(), k, k, Cost())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"residual": self.residual}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.residual = dict(state["residual"])
+        largest = select_top(acc, self.density)
+        bucket.grad.zero_().index_copy_(0, largest.index.long(), largest.value)
+        self.residual[bucket.key] = acc.index_fill_(0, largest.index.long(), 0.0)
+        k = largest.index.numel()
+        return self.report(bucket, selected=k, union=k)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         for residual in self.residual.values():
@@ -63,27 +57,30 @@ class Job:
     options: Mapping[str, str]
     follow_rate: bool
 
-    def run(self, schemes: list[Scheme]) -> dict[str, Any]:
+    def run(self, schemes: list[Scheme]) -> dict[str, Any]:  # Any: JSON
         work = workloads.get(self.workload, **self.options)
         work.prepare()
         model = work.model(self.seed)
-        optimizer, schedule = work.optimizer(model, self.steps)
         layout = one_process.layout(model)
-        union, nbytes, rate = 0.0, 0.0, None
-        for step in range(self.steps):
-            grads = [one_process.gradient(work, model, self.seed, step, rank, self.ranks) for rank in range(self.ranks)]
-            now = float(optimizer.param_groups[0]["lr"])
-            if self.follow_rate and rate not in (None, 0.0, now):
+        reports: list[Report] = []
+        last_rate = 0.0
+
+        def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
+            nonlocal last_rate
+            if self.follow_rate and last_rate not in (0.0, rate):
                 for scheme in schemes:
-                    scheme.rescale_residual({slot.name: rate / now for slot in layout})
-            rate = now
-            mean, report = self._reduced(schemes, grads, layout, step)
-            union += report.density / self.steps
-            nbytes += report.cost.nbytes / self.steps
-            one_process.write(model, mean)
-            work.clip(model)
-            optimizer.step()
-            schedule.step()
+                    scheme.rescale_residual({each.name: last_rate / rate for each in layout})
+            last_rate = rate
+
+            def body(comm: Comm) -> tuple[Tensor, Report]:
+                bucket = Bucket("bucket0", gradients[comm.rank], step, layout)
+                return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
+
+            mean, report = LocalWorld(self.ranks).run(body)[0]
+            reports.append(report)
+            return mean
+
+        one_process.train(work, model, self.seed, self.steps, self.ranks, reduce)
         quality = work.quality(*work.evaluate(model, 0, 1))
         return {
             "workload": self.workload,
@@ -91,24 +88,14 @@ class Job:
             "ranks": self.ranks,
             "scheme": self.label,
             "seed": self.seed,
-        } | {
             work.metric: round(quality, 3),
-            "union": round(union, 5),
-            "kilobytes": round(nbytes / 1000, 1),
+            "union": round(sum(report.density for report in reports) / self.steps, 5),
+            "kilobytes": round(sum(report.cost.nbytes for report in reports) / self.steps / 1000, 1),
         }
-
-    def _reduced(
-        self, schemes: list[Scheme], grads: list[Tensor], layout: tuple[ParameterSpan, ...], step: int
-    ) -> tuple[Tensor, Report]:
-        def body(comm: Comm) -> tuple[Tensor, Report]:
-            bucket = Bucket("bucket0", grads[comm.rank], step, layout)
-            return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
-
-        return LocalWorld(self.ranks).run(body)[0]
 
 
 def _schemes(text: str, density: float) -> dict[str, SchemeChoice | None]:
-    """The choices by label; None for the oracle."""
+    """Return the choices by label; None for the oracle."""
     names = [name.strip() for name in text.split(",")]
     return {name: None if name == "oracle" else parse_schemes(name, density)[0] for name in names}
 

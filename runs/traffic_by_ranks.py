@@ -1,9 +1,10 @@
-"""A table of what a rank sends with few ranks and with many, on the same drawn gradients, counted in this process.
+"""A table of the traffic of a rank with few ranks and with many, on the same drawn gradients, counted in this process.
 
     .venv/bin/python runs/traffic_by_ranks.py [--ranks 8,256 --elements 100000 --density 0.01 --steps 4]
 
 Markdown on standard output: words of 4 bytes, means over ranks and steps without the first step, also as multiples of k, the elements
-asked for; most: of any rank at any step, the first too. The ranks take turns on one core: 256 of them need a minute a scheme.
+asked for; most: of any rank at any step, the first too. The ranks run one after the other on one core: 256 of them take a minute for
+each scheme.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.traffic.observe import Observed, Record
 from sparsync.lab.traffic.stream import Synthetic
 
@@ -22,7 +23,7 @@ SCHEMES = "micro,exdyna,oktopk,micro.published,exdyna.published,oktopk.published
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    ranks = [int(part) for part in options.ranks.split(",")]
+    ranks = [int(number) for number in options.ranks.split(",")]
     heads = [f"{what}, P = {P}" for P in ranks for what in ("union K", "words", "words / k", "most words / k")]
     print(_row(["scheme", *heads]), _row(["---"] * (1 + len(heads))), sep="\n")
     for choice in parse_schemes(options.schemes, options.density):

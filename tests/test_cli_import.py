@@ -1,7 +1,8 @@
-"""What importing costs: `import sparsync` loads neither torch nor itself whole, and still has every public name."""
+"""Imports: `import sparsync` and the lists of the command line load neither torch nor the whole package, and all public names exist."""
 
 import subprocess
 import sys
+import textwrap
 from importlib.metadata import version
 
 import pytest
@@ -10,7 +11,7 @@ import sparsync
 
 
 def loaded_after(statement: str) -> set[str]:
-    """The modules a fresh interpreter has after it."""
+    """Return the modules that a new interpreter has loaded after it."""
     code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     return set(done.stdout.split())
@@ -27,7 +28,20 @@ def test_listing_the_schemes_by_name_does_not_import_them() -> None:
     assert not loaded & {"sparsync.schemes.topk_allgather", "sparsync.schemes.skip_reduce"}
 
 
-def test_the_library_does_not_import_the_laboratory() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["workloads"], ["schemes"], ["compare", "--help"]])
+def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
+    statement = f"""
+        from sparsync.lab import cli
+        try:
+            cli.main({arguments!r})
+        except SystemExit as ended:
+            assert not ended.code"""
+    loaded = loaded_after(textwrap.dedent(statement))
+    assert "sparsync.lab.cli" in loaded
+    assert not loaded & {"torch", "numpy", "matplotlib", "rich"}
+
+
+def test_the_library_does_not_import_the_lab() -> None:
     loaded = loaded_after("import sparsync\nfor name in sparsync.__all__: getattr(sparsync, name)")
     assert "sparsync.schemes.skip_reduce" in loaded
     assert not [name for name in loaded if name.startswith("sparsync.lab")]
@@ -41,10 +55,14 @@ def test_every_public_name_is_there(name: str) -> None:
     assert name in ("schemes", "testing") or found.__name__ == name
 
 
-def test_an_unknown_name_is_told_what_there_is() -> None:
+def test_an_unknown_name_is_an_error_with_all_names() -> None:
     with pytest.raises(AttributeError, match=r"module 'sparsync' has no attribute 'Topk'; it has .*TopK"):
         _ = sparsync.Topk  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_version_is_the_installed_one() -> None:
     assert sparsync.__version__ == version("sparsync")
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsync.lab.cli", "--version"], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout == f"sparsync {sparsync.__version__}\n"

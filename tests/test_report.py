@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync.lab.format import (
+from sparsync.lab.report.format import (
     banner,
     bytes_text,
     headline,
@@ -26,20 +26,20 @@ from sparsync.lab.format import (
     seconds_text,
     significant,
 )
-from sparsync.lab.report import render, report
-from sparsync.lab.results import FILE_NAME, Run, read
-from sparsync.lab.summary import Summary, summarise
-from sparsync.lab.tables import as_text
+from sparsync.lab.report.page import render, report
+from sparsync.lab.report.results import FILE_NAME, Run, read
+from sparsync.lab.report.summary import Summary, summarise
+from sparsync.lab.report.tables import as_text
 
 PICTURES = ["quality_over_time.png", "quality_over_bytes.png", "step_breakdown.png"]
 LOUD = "THE LINKS HAD NO LIMIT: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK"
-ALARM = (0xB0, 0x00, 0x20)
+WARNING_COLOUR = (0xB0, 0x00, 0x20)
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the pictures empty, where a test asks about the rest: they take most of the time."""
-    monkeypatch.setattr("sparsync.lab.plots.pictures", lambda _: dict.fromkeys(PICTURES, b""))
+    """Leave the pictures empty, where a test is about the rest: they take most of the time."""
+    monkeypatch.setattr("sparsync.lab.report.plots.pictures", lambda _: dict.fromkeys(PICTURES, b""))
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
@@ -48,12 +48,12 @@ def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
 
 
 def page(found: Summary) -> str:
-    """The page with stand-ins for the pictures, which take a second to draw."""
+    """Return the page with empty pictures, which take a second to draw."""
     return render(found, dict.fromkeys(PICTURES, b""), {scheme.label: "#000000" for scheme in found.schemes})
 
 
 def printed(folder: Path, run: str | None = None) -> str:
-    """Makes the whole report; what it prints for a file or a pipe."""
+    """Make the whole report; return its output for a file or a pipe."""
     output = io.StringIO()
     with redirect_stdout(output):
         report(folder, run)
@@ -61,13 +61,13 @@ def printed(folder: Path, run: str | None = None) -> str:
 
 
 def columns(text: str, scheme: str) -> list[list[str]]:
-    """The rows of a scheme, a list for each table."""
+    """Return the rows of a scheme, a list for each table."""
     return [line.split()[1:] for line in text.splitlines() if line.startswith(f" {scheme} ")]
 
 
-def alarm_pixels(picture: Path) -> int:
+def warning_pixels(picture: Path) -> int:
     pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(int)
-    return int((pixels == np.array(ALARM)).all(axis=2).sum())
+    return int((pixels == np.array(WARNING_COLOUR)).all(axis=2).sum())
 
 
 def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
@@ -137,23 +137,23 @@ def test_ascii_is_enough_where_nothing_else_can_be_written(tmp_path: Path) -> No
         assert LOUD.encode() in output.buffer.getvalue()
 
 
-def test_links_without_limit_are_told_loudly_in_every_output(tmp_path: Path) -> None:
+def test_links_without_limit_give_a_warning_in_every_output(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=UNLIMITED))
     assert text.count(LOUD) == 2
     assert LOUD in (tmp_path / "report.html").read_text()
     assert headline(summarise(read(tmp_path).runs[0])) is None
     # A strip across the picture, not a stray pixel.
-    assert all(alarm_pixels(tmp_path / name) > 20_000 for name in PICTURES)
+    assert all(warning_pixels(tmp_path / name) > 20_000 for name in PICTURES)
 
 
-def test_limited_links_raise_no_alarm(tmp_path: Path) -> None:
+def test_limited_links_give_no_warning(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE))
     assert "NO LIMIT" not in text
     assert "NO LIMIT" not in (tmp_path / "report.html").read_text()
-    assert [alarm_pixels(tmp_path / name) for name in PICTURES] == [0, 0, 0]
+    assert [warning_pixels(tmp_path / name) for name in PICTURES] == [0, 0, 0]
 
 
-def test_a_limit_that_was_asked_for_and_not_had_is_told(tmp_path: Path) -> None:
+def test_a_limit_that_was_asked_for_and_missing_is_in_the_warning(tmp_path: Path) -> None:
     assert banner(RUN) is None
     assert banner(UNLIMITED) == LOUD
     asked = banner(replace(RUN, limited=False))
@@ -190,10 +190,10 @@ def test_the_page_loads_nothing_and_holds_the_pictures(tmp_path: Path) -> None:
     assert not re.search(r"https?:|//[a-z]|url\(|@import", without_images)
 
 
-def test_the_page_tells_all_that_is_needed_to_make_it_again(tmp_path: Path) -> None:
+def test_the_page_has_everything_that_is_needed_to_make_it_again(tmp_path: Path) -> None:
     found = summary(tmp_path, DENSE, SPARSE)
     html = page(found)
-    for part in (
+    for entry in (
         "<pre>sparsync compare --target 150 --out &#39;my results&#39;</pre>",
         "<dt>link</dt><dd>8mbit</dd>",
         "<dt>data.words</dt><dd>3</dd>",
@@ -203,12 +203,12 @@ def test_the_page_tells_all_that_is_needed_to_make_it_again(tmp_path: Path) -> N
         "<dt>topk</dt><dd>name = topk</dd>",
         "2024-02-29T12:00:00+00:00",
     ):
-        assert part in html
+        assert entry in html
     assert paragraph(found) in html
 
 
-def test_what_a_record_says_never_becomes_markup(tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script>"
+def test_text_of_a_record_never_becomes_markup(tmp_path: Path) -> None:
+    evil = "<script>run(1)</script>"
     made = replace(SPARSE, scheme=evil, status=f"failed: {evil}")
     changed = run(machine={evil: evil}, command=(evil,), workload={**RUN.workload, "metric": evil})
     html = page(summary(tmp_path, made, run=changed))
@@ -236,7 +236,7 @@ def test_a_line_that_breaks_off_is_noted_in_table_and_page(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_newest_run_that_trained_is_told_and_the_others_are_named(tmp_path: Path) -> None:
+def test_the_newest_run_that_trained_is_shown_and_the_others_are_listed(tmp_path: Path) -> None:
     write(tmp_path, replace(SPARSE, scheme="older"), run=run(run="first"))
     write(tmp_path, replace(SPARSE, scheme="newer"), run=run(run="second"))
     text = printed(tmp_path)
@@ -265,12 +265,12 @@ def test_the_newest_run_that_trained_is_told_and_the_others_are_named(tmp_path: 
         tuple(replace(SPARSE, scheme=f"scheme_{number}", step_s=2.0**number) for number in range(9)),
     ],
 )
-def test_every_run_can_be_told(tmp_path: Path, made: tuple[Made, ...]) -> None:
+def test_every_run_can_be_shown(tmp_path: Path, made: tuple[Made, ...]) -> None:
     text = printed(write(tmp_path, *made))
     assert all(len(columns(text, each.scheme)) == 3 for each in made)
 
 
-def test_a_run_without_target_can_be_told(tmp_path: Path) -> None:
+def test_a_run_without_target_can_be_shown(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=run(target=None)))
     assert columns(text, "topk")[0] == ["90.00", "-", "-", "-", "-", "4"]
 
@@ -309,7 +309,7 @@ def test_the_paragraph_is_made_from_the_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_numbers_are_worded_without_powers_of_ten() -> None:
+def test_numbers_are_written_without_powers_of_ten() -> None:
     assert [significant(value) for value in (0.0, 0.012345, 0.9999, 9.996, 35.14, 999.6, 123456.0, -0.125)] == [
         *("0", "0.0123", "1.00", "10.0", "35.1", "1000", "123456", "-0.125")
     ]
@@ -340,7 +340,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
 ) -> None:
     found = summary(tmp_path, DENSE, SPARSE)
     gone = [name for name in sys.modules if name.split(".")[0] == package]
-    for name in [*gone, "sparsync.lab.plots", "sparsync.lab.curves"]:
+    for name in [*gone, "sparsync.lab.report.plots", "sparsync.lab.report.curves"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(RuntimeError, match=rf'cannot import {package}.*pip install "sparsync\[lab\]"'):
@@ -349,16 +349,16 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
 
 def test_importing_the_report_imports_nothing_heavy() -> None:
     code = (
-        "import sys, sparsync.lab.report; "
+        "import sys, sparsync.lab.report.page; "
         "print(sorted({'torch', 'numpy', 'matplotlib', 'rich', 'jinja2'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_where_schemes_tell_of_their_stations_a_table_does_too(tmp_path: Path) -> None:
-    told = replace(SPARSE, select_s=0.25, apply_s=0.125)
-    text = as_text(summary(tmp_path, DENSE, told))
+def test_recorded_phases_have_a_table_of_their_own(tmp_path: Path) -> None:
+    recorded = replace(SPARSE, select_s=0.25, apply_s=0.125)
+    text = as_text(summary(tmp_path, DENSE, recorded))
     assert "Where the time inside a scheme goes" in text
     assert columns(text, SPARSE.scheme)[-1][2:3] == ["250"]
     printed(tmp_path)

@@ -1,4 +1,4 @@
-"""Invariants of results.jsonl: what is appended is read back, what a crash leaves is told, and anything else is refused."""
+"""Invariants of results.jsonl: records are read back as appended, a line cut off by a crash is noted, other errors are refused."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.made_results import DENSE, RUN, SPARSE, run, write
-from sparsync.lab.results import FILE_NAME, Quality, Run, append, read
+from sparsync.lab.report.results import FILE_NAME, Quality, Run, append, read
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -25,11 +25,11 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_numbers_that_json_has_no_word_for_survive_in_strict_json(tmp_path: Path, value: float) -> None:
+def test_infinity_and_not_a_number_survive_in_strict_json(tmp_path: Path, value: float) -> None:
     write(tmp_path, replace(SPARSE, values=(value,)))
 
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
 
     for line in (tmp_path / FILE_NAME).read_text().splitlines():
         json.loads(line, parse_constant=refuse)
@@ -76,7 +76,7 @@ def test_a_run_appended_after_a_crash_is_whole(tmp_path: Path) -> None:
     assert [note.split(" of ")[0] for note in results.notes] == ["Line 11"]
 
 
-def test_records_of_unknown_kind_are_passed_over(tmp_path: Path) -> None:
+def test_records_of_unknown_kind_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, SPARSE)
     before = read(tmp_path)
     with (tmp_path / FILE_NAME).open("a") as file:

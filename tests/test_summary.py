@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync.lab.results import Quality, Run, Trace, read
-from sparsync.lab.summary import Ratio, SchemeFigures, Spread, Summary, reaching, spread, summarise
+from sparsync.lab.report.results import Quality, Run, Trace, read
+from sparsync.lab.report.summary import Ratio, SchemeFigures, Spread, Summary, reaching, spread, summarise
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
@@ -122,21 +122,21 @@ def test_seeds_that_miss_the_target_count_as_infinitely_late(tmp_path: Path) -> 
     assert scheme(tmp_path / "most", made[0], *most_missed, *dense).target_s is None
 
 
-def test_seeds_that_bound_a_speed_up_from_both_sides_tell_nothing(tmp_path: Path) -> None:
+def test_seeds_that_bound_a_speed_up_from_both_sides_leave_it_unknown(tmp_path: Path) -> None:
     late = (400.0, 300.0)
     sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
     dense = [replace(DENSE, seed=0, values=late), replace(DENSE, seed=1)]
     assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
 
 
-def test_one_seed_that_tells_nothing_leaves_the_speed_up_of_all_unknown(tmp_path: Path) -> None:
+def test_one_seed_without_a_speed_up_leaves_that_of_all_unknown(tmp_path: Path) -> None:
     late = (400.0, 300.0)
     sparse = [replace(SPARSE, seed=0), replace(SPARSE, seed=1, values=late)]
     dense = [replace(DENSE, seed=0), replace(DENSE, seed=1, values=late)]
     assert scheme(tmp_path, *sparse, *dense).speedup["dense"] is None
 
 
-def test_the_parts_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: Path) -> None:
+def test_the_components_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: Path) -> None:
     records = read(write(tmp_path, DENSE)).runs[0]
     trace = records.traces["dense", 0]
     slow = replace(trace.steps[0], step_s=100.0, wait_s=64.0, reduce_s=80.0, sent_bytes=1.0e6, interface_bytes=0.0)
@@ -183,7 +183,7 @@ def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
     assert (found.target_s, found.target_bytes, found.speedup["dense"]) == (None, None, None)
 
 
-def test_what_did_not_end_well_is_noted(tmp_path: Path) -> None:
+def test_failed_and_interrupted_trainings_are_noted(tmp_path: Path) -> None:
     made = (
         replace(SPARSE, status=None),
         replace(SPARSE, seed=1, status="failed: rank 2 went away"),

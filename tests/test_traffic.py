@@ -1,4 +1,4 @@
-"""`sparsync traffic` and `sparsync gradients`: lines that say what was counted, the same each time, and errors that name the cure."""
+"""`sparsync traffic` and `sparsync gradients`: lines with the counts, the same at each call, and errors that name the cure."""
 
 import json
 import math
@@ -10,12 +10,13 @@ import torch
 from sparsync import schemes
 from sparsync.core import Bucket
 from sparsync.lab import cli
-from sparsync.lab.settings import SchemeChoice, parse_schemes
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.traffic.observe import Observed
 from sparsync.lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
 from sparsync.lab.traffic.study import synthetic_study
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
+THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 ALL = ",".join([*schemes.names(), "micro.published", "exdyna.published", "oktopk.published"])
 SMALL = ["--ranks", "3", "--elements", "2000", "--density", "0.05", "--steps", "4"]
 
@@ -36,8 +37,8 @@ def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a refused command says."""
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the error message of a refused command."""
     with pytest.raises(SystemExit) as ended:
         cli.main(list(arguments))
     assert ended.value.code == 2
@@ -66,8 +67,8 @@ def test_every_scheme_has_a_line_a_step_and_a_summary(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("text", ALL.split(","))
-def test_what_is_counted_is_what_the_scheme_says_it_costs(text: str) -> None:
-    """The same scheme once more, beside what was observed."""
+def test_counted_traffic_is_the_cost_that_the_scheme_reports(text: str) -> None:
+    """The same scheme runs again, beside the observation."""
     stream = Synthetic(ranks=3, elements=500, seed=1)
     observed = Observed(choice(text), stream.ranks, stream.layout)
     again = [choice(text).make() for _ in range(stream.ranks)]
@@ -97,7 +98,7 @@ def test_our_schemes_have_the_asked_density_at_every_step_through_a_jump(
     assert summary["after_1"]["density_error_worst"] == 0.0
 
 
-def test_dense_leaves_nothing_out_and_keeps_nothing_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_writes_everything_and_has_no_residual(capsys: pytest.CaptureFixture[str]) -> None:
     for each in lines(capsys, "--scheme", "dense", *SMALL)[:-1]:
         assert each["error"] < 1e-6
         assert each["captured"] == pytest.approx(1.0)
@@ -111,7 +112,7 @@ def test_what_exclusive_selections_leave_out_and_write_add_up(capsys: pytest.Cap
         assert each["captured"] <= each["best"] + 1e-6
 
 
-def test_no_element_waits_longer_than_the_sweep_allows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "25")
     assert 0 < found[-1]["after_1"]["staleness_max"] <= 10
 
@@ -159,10 +160,10 @@ def test_drawn_numbers_have_heavy_tails_and_unit_variance() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 17, 1000, 123_457])
 def test_layers_cover_every_element_once(n: int) -> None:
-    slots = layers(n, seed=0)
-    assert [slot.span.start for slot in slots] == [0, *(slot.span.stop for slot in slots[:-1])]
-    assert slots[-1].span.stop == n
-    assert {slot.name.split(".")[1] for slot in slots} == {"weight", "bias"}
+    layout = layers(n, seed=0)
+    assert [each.span.start for each in layout] == [0, *(each.span.stop for each in layout[:-1])]
+    assert layout[-1].span.stop == n
+    assert {each.name.split(".")[1] for each in layout} == {"weight", "bias"}
 
 
 def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play: Path) -> None:
@@ -170,7 +171,7 @@ def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play
 
     workload = workloads.get("shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(play))
     stream, model = recorded(training), workload.model(0)
-    assert [slot.name for slot in stream.layout] == [name for name, _ in model.named_parameters()]
+    assert [each.name for each in stream.layout] == [name for name, _ in model.named_parameters()]
     optimizer, schedule = workload.optimizer(model, 4)
     for step in range(4):
         model.zero_grad()
@@ -180,6 +181,17 @@ def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play
         workload.clip(model)
         optimizer.step()
         schedule.step()
+
+
+def test_gradients_of_a_job_in_a_file_are_recorded_and_reduced_by_a_scheme_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=5", "--ranks", "2", "--steps", "3"]
+    cli.main(["gradients", *small, "--out", str(tmp_path / "g.pt")])
+    found = lines(capsys, "--scheme", f"dense,{THIRD_PARTY}:Scaled:factor=0.5", "--gradients", str(tmp_path / "g.pt"))
+    assert [each.get("step") for each in found] == [0, 0, 1, 1, 2, 2, None, None]
+    assert (found[-1]["ranks"], found[-1]["elements"]) == (2, 6)
+    assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
 
 
 def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,28 +219,30 @@ def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pyte
         (["--gradients", "nowhere.pt"], "there is no file nowhere.pt"),
     ],
 )
-def test_bad_input_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in told(capsys, "traffic", *arguments)
+def test_bad_input_is_refused_with_the_cure(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(capsys, "traffic", *arguments)
 
 
-def test_recorded_gradients_that_do_not_fit_are_told(
+def test_recorded_gradients_that_do_not_fit_are_refused(
     training: Path, play: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*arguments: str) -> str:
-        return told(capsys, "traffic", "--gradients", str(training), *arguments)
+        return refusal(capsys, "traffic", "--gradients", str(training), *arguments)
 
     assert "--ranks must be 2, as in" in refused("--ranks", "4")
     assert "--elements must be" in refused("--elements", "7")
     assert "--steps must be at most 4" in refused("--steps", "5")
     assert "leave one of them out" in refused("--jump", "2")
     (training.parent / "other.pt").write_text("something else")
-    assert "make it by `sparsync gradients`" in told(
+    assert "make it by `sparsync gradients`" in refusal(
         capsys, "traffic", "--gradients", str(training.parent / "other.pt")
     )
     small = [f"--option={each}" for each in ("vocabulary=16", "width=4", "batch_size=4")]
     out = ["--data", str(play), "--out", str(training.parent / "no.pt")]
-    assert "cannot be split evenly over 3 ranks" in told(capsys, "gradients", *small, *out, "--ranks", "3")
-    assert "--steps must be at least 1" in told(capsys, "gradients", *small, *out, "--steps", "0")
+    assert "cannot be split evenly over 3 ranks" in refusal(capsys, "gradients", *small, *out, "--ranks", "3")
+    assert "--steps must be at least 1" in refusal(capsys, "gradients", *small, *out, "--steps", "0")
 
 
 def test_a_step_without_any_gradient_has_no_shares() -> None:

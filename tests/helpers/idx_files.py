@@ -8,7 +8,7 @@ import torch
 
 from sparsync.lab.workloads import fashion_images
 
-TRAINING_IMAGES, TEST_IMAGES = 400, 260  # neither a multiple of a batch nor of a chunk
+TRAINING_IMAGES, TEST_IMAGES = 200, 260  # neither a multiple of a batch nor of a chunk
 
 
 def idx_file(data: bytes, *shape: int) -> bytes:

@@ -1,10 +1,10 @@
-"""Results files with exact numbers, for tests of what reads them: every time and size is a small multiple of a power of two."""
+"""Results files with exact numbers, for tests of their readers: every time and size is a small multiple of a power of two."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparsync.lab.results import End, Quality, Record, Run, SchemeStart, Step, append
+from sparsync.lab.report.results import End, Quality, Record, Run, SchemeStart, Step, append
 
 RUN = Run(
     run="one",
@@ -41,7 +41,7 @@ def run(target: float | None = 150.0, **changes: Any) -> Run:  # Any: fields of 
 
 @dataclass(frozen=True)
 class Made:
-    """What one scheme with one seed leaves: a step of `step_s` seconds at a time, evaluated at the end of each."""
+    """The records of one scheme with one seed: steps of `step_s` seconds, with an evaluation after each."""
 
     scheme: str
     values: tuple[float, ...]  # quality after each step
@@ -92,6 +92,6 @@ SPARSE = Made("topk", (400.0, 200.0, 100.0, 90.0), step_s=1.0)
 
 
 def write(folder: Path, *made: Made, run: Run = RUN) -> Path:
-    """Appends a run with these schemes to the results in `folder`."""
+    """Append a run with these schemes to the results in `folder`."""
     append(folder, run, *(record for each in made for record in each.records(run.run)))
     return folder

@@ -1,8 +1,8 @@
-"""One rank of a TCP experiment, run inside the rank's network namespace by tests/test_netlab.py. Only the standard library: it starts fast.
+"""One rank of a TCP experiment, run inside the rank's network namespace by tests/test_netlab.py. Standard library only: it starts fast.
 
 Arguments: the path of counters.py, the interface, this rank, every rank's address, and the streams as [sender, receiver, nbytes].
-It prints a line when it listens, is connected, has read its counters, is done with its streams, and, as JSON, what it saw; and waits
-for a line each time, so that all ranks move on together.
+It prints a line when it listens, is connected, has read its counters, is done with its streams, and, as JSON, its times and counters;
+and waits for a line each time, so that all ranks move on together.
 """
 
 import json

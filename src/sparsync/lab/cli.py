@@ -1,15 +1,17 @@
-"""The command `sparsync`. Everything heavy is imported by the command that needs it, so that --help answers at once."""
+"""The command `sparsync`. Each command imports what it needs, so that --help, --version and the lists answer without torch."""
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsync import __version__
+
 if TYPE_CHECKING:
-    from sparsync.lab.settings import Settings
+    from sparsync.lab.compare.settings import Settings
 
 # The main job in a size that two cores finish within minutes; docs/measuring.md says how the figures were chosen.
 DEMO = (
@@ -18,18 +20,21 @@ DEMO = (
 )
 
 
+SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command and ends the process: status 0 when done, 1 when the world was against it, 2 for wrong arguments, 130 for Ctrl-C."""
+    """Run one command. Exit status: 0 when done, 1 for failures of the machine or a rank, 2 for wrong arguments, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that what Ctrl-C cleans up is cleaned up then, too
+    signal.signal(signal.SIGTERM, _interrupt)  # so that it stops and cleans up as Ctrl-C does
     try:
         options.run(options, arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("sparsync: interrupted; nothing is left running", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # whoever read our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError) as error:
         print(f"sparsync: error: {error}", file=sys.stderr)
@@ -40,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparsync", description="Gradient synchronisation that sends less: try it on real data over slow links."
     )
+    parser.add_argument("--version", action="version", version=f"sparsync {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     compare = commands.add_parser("compare", help="train with several schemes over rate-limited links, and report")
@@ -50,17 +56,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for results and report (default: demo)")
     demo.set_defaults(run=_demo)
 
-    report = commands.add_parser("report", help="make table, pictures and report.html again from a results folder")
+    report = commands.add_parser("report", help="make tables, pictures and report.html again from a results folder")
     report.add_argument("folder", type=Path, help="the folder a comparison wrote")
     report.set_defaults(run=_report)
 
-    bench = commands.add_parser("bench", help="measure parts beside their alternatives and their physical limit")
-    bench.add_argument("part", choices=("collectives", "kernels", "overlap", "wire"), help="what to measure")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench PART --help`")
+    bench = commands.add_parser(
+        "bench", help="measure collectives, kernels, overlap or codecs beside alternatives and the physical limit"
+    )
+    bench.add_argument("subject", choices=("collectives", "kernels", "overlap", "wire"), help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench SUBJECT --help`")
     bench.set_defaults(run=_bench)
 
     traffic = commands.add_parser(
-        "traffic", help="what schemes send, select and keep back, step by step, in this process"
+        "traffic", help="count what schemes send, select and leave in the residual, step by step, in this process"
     )
     _add_traffic_options(traffic)
     traffic.set_defaults(run=_traffic)
@@ -69,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_gradients_options(gradients)
     gradients.set_defaults(run=_gradients)
 
-    schemes = commands.add_parser("schemes", help="list the schemes")
+    schemes = commands.add_parser("schemes", help="list the schemes, or the settings of one")
+    schemes.add_argument(
+        "name", nargs="?", help="show its settings: NAME, package.module:Class or path/to/file.py:Class"
+    )
     schemes.set_defaults(run=_schemes)
 
     workloads = commands.add_parser("workloads", help="list the workloads")
@@ -77,14 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+def _add_workload_options(parser: argparse.ArgumentParser, default: str) -> None:
     add = parser.add_argument
-    add("--workload", default="shakespeare", help="what to train (default: shakespeare; see `sparsync workloads`)")
+    forms = "a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
+    add("--workload", default=default, help=f"the training job: {forms} (default: {default})")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
     add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_workload_options(parser, default="shakespeare")
     add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
     add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
-    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help="see `sparsync schemes`")
+    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=SCHEMES_HELP)
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
     add("--target", type=float, default=None, help="the quality whose time counts")
@@ -98,7 +115,14 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--scheme", "--schemes", dest="schemes", default="micro,exdyna,oktopk,topk", metavar="A,B:KEY=VALUE")
+    add(
+        "--scheme",
+        "--schemes",
+        dest="schemes",
+        default="micro,exdyna,oktopk,topk",
+        metavar="A,B:KEY=VALUE",
+        help=SCHEMES_HELP,
+    )
     add("--ranks", type=int, default=None, help="ranks, all in this process (default: 4, or as recorded)")
     add("--elements", type=int, default=None, help="of the gradient (default: 100000, or as recorded)")
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
@@ -120,23 +144,22 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_gradients_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--workload", default="shakespeare-small", help="what to train (default: shakespeare-small)")
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
-    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+    _add_workload_options(parser, default="shakespeare-small")
     add("--ranks", type=int, default=4, help="equal shares of each batch (default: 4)")
     add("--steps", type=int, default=50, help="training steps, with the dense mean (default: 50)")
-    add("--every", type=int, default=1, metavar="STEPS", help="keep one of so many steps (default: 1)")
+    add("--every", type=int, default=1, metavar="STEPS", help="record one of so many steps (default: 1)")
     add("--precision", default="bfloat16", help="of the file: bfloat16 or float32 (default: bfloat16)")
     add("--seed", type=int, default=0, help="of the training (default: 0)")
     add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.lab.compare import compare
+    from sparsync.lab.compare.comparison import compare
+    from sparsync.lab.netlab import restart_with_rights
 
     settings = _settings(options)
     if settings.rate_bits_per_s is not None:
-        _become_root_if_needed(arguments)
+        restart_with_rights("sparsync.lab.cli", arguments)
     compare(settings, options.out, ["sparsync", *arguments])
     _report(argparse.Namespace(folder=options.out), arguments)
 
@@ -147,7 +170,7 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.lab.report import report
+    from sparsync.lab.report.page import report
 
     report(options.folder)
 
@@ -155,13 +178,13 @@ def _report(options: argparse.Namespace, arguments: list[str]) -> None:
 def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
     from importlib import import_module
 
-    import_module(f"sparsync.lab.bench.{options.part}").main(options.arguments)
+    import_module(f"sparsync.lab.bench.{options.subject}").main(options.arguments)
 
 
 def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
     import torch
 
-    from sparsync.lab.settings import parse_schemes
+    from sparsync.lab.scheme_choice import parse_schemes
     from sparsync.lab.traffic.command import traffic
     from sparsync.lab.traffic.study import recorded_study, synthetic_study
 
@@ -185,30 +208,43 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.traffic.record import record, save
 
     workload = workloads.get(options.workload, **_workload_options(options))
-    kept = record(workload, options.seed, options.ranks, options.steps, options.every, options.precision)
-    save(kept, options.out)
-    T, P, n = kept["gradients"].shape
+    recorded = record(workload, options.seed, options.ranks, options.steps, options.every, options.precision)
+    save(recorded, options.out)
+    T, P, n = recorded["gradients"].shape
     print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync import schemes
+    from sparsync.base import registry
 
-    for name in schemes.names():
-        settings = ", ".join(f"{key}={value!r}" for key, value in schemes.settings(name).items())
-        print(f"{name:<16}{schemes.describe(name)}\n{'':<16}{settings}")
-    print("\nNAME.published is the authors' own setting. Settings are given as NAME:key=value:key=value.")
+    if options.name is not None:
+        _print_aligned({key: f"default {value!r}" for key, value in registry.settings(options.name).items()})
+        return
+    _print_aligned({name: registry.describe(name) for name in registry.names()})
+    print(
+        "\nNAME.published reproduces the published algorithm. A scheme of your own: package.module:Class or path/to/file.py:Class.\n"
+        "Settings are given as NAME:key=value:key=value; `sparsync schemes NAME` shows them."
+    )
 
 
 def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab import workloads
 
-    for name, entry in workloads.WORKLOADS.items():
-        print(f"{name:<16}{entry.summary}")
+    _print_aligned(workloads.summaries())
+    print(
+        "\nA job of your own: package.module:Class or path/to/file.py:Class, a subclass of sparsync.lab.workloads.Workload."
+    )
+
+
+def _print_aligned(lines: Mapping[str, str]) -> None:
+    width = max(map(len, lines), default=0)
+    for name, text in lines.items():
+        print(f"{name:<{width}}  {text}")
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
-    from sparsync.lab.settings import Settings, parse_schemes
+    from sparsync.lab.compare.settings import Settings
+    from sparsync.lab.scheme_choice import parse_schemes
 
     return Settings(
         schemes=parse_schemes(options.schemes, options.density, options.skip),
@@ -233,15 +269,6 @@ def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: th
     return chosen
 
 
-def _become_root_if_needed(arguments: list[str]) -> None:
-    """Starts this very command again inside a user namespace where this user may not make networks as it is."""
-    from sparsync.lab.netlab import reexecution_prefix
-
-    prefix = reexecution_prefix()
-    if prefix:
-        os.execv(prefix[0], [*prefix, sys.executable, "-m", "sparsync.lab.cli", *arguments])
-
-
 def _key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -254,7 +281,7 @@ def _count_or_share(text: str) -> int | float:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(number) for number in text.split(","))
 
 
 def _interrupt(number: int, frame: object) -> None:

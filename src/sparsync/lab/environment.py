@@ -1,4 +1,4 @@
-"""Which versions ran on which machine: what a reader needs to judge a figure, and to make it again."""
+"""The versions and the machine of a run, which a reader needs to judge a figure and to make it again."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ import sparsync
 
 
 def versions() -> dict[str, Any]:  # Any: JSON
-    """Python, torch, sparsync and, from a checkout, its commit ("+changes" with uncommitted ones)."""
+    """Return the versions of Python, torch and sparsync and, in a checkout, its commit ("+changes" with uncommitted ones)."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -23,7 +23,7 @@ def versions() -> dict[str, Any]:  # Any: JSON
 
 
 def machine() -> dict[str, Any]:  # Any: JSON
-    """Processor, cores, memory and kernel; nothing that names the machine or its user."""
+    """Return processor, cores, memory and kernel, but nothing that identifies the machine or its user."""
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name"),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""The one sentence that is said when a package of the extra [lab] is missing."""
+"""The error message for a missing package of the extra [lab]."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def lab_extra(package: str) -> Iterator[None]:
-    """Imports inside this block that fail become a RuntimeError that says how to install `package`."""
+    """Turn an import that fails inside this block into a RuntimeError that says how to install `package`."""
     try:
         yield
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""Benchmarks: each checks its result and prints the ceiling measured in the same run."""
+"""Benchmarks: each checks its results, and prints the physical limit measured in the same run."""

@@ -1,4 +1,4 @@
-"""How benchmarks hand over what they found: JSON lines, and what percentiles they give of a measurement."""
+"""The results of benchmarks as JSON lines, and the percentiles in them."""
 
 import json
 import statistics
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
-    """Writes one JSON line for each row to the file, or to standard output where `path` is "-"."""
+    """Write one JSON line for each row to the file, or to standard output where `path` is "-"."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
     sys.stdout.flush()
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
+    """Return p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
     return {name: statistics.quantiles(values, n=10)[at] for name, at in (("p20", 1), ("p50", 4), ("p80", 7))}

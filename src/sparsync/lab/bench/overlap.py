@@ -1,30 +1,31 @@
-"""Which fraction of the reduction each scheme hides behind the backward pass, over rate-limited links, beside what can be hidden at all.
+"""The fraction of the reduction that a scheme hides behind the backward pass over rate-limited links, beside the highest possible one.
 
     sparsync bench overlap [--ranks 4 --link 100mbit --schemes dense,bf16,topk,skip_reduce,micro,exdyna,oktopk --buckets 8] [--json -]
 
-Needs root or a user namespace, as `sparsync compare` does; not for --link none, whose times say nothing of a network. The model is a
-chain of as many equal layers as there are buckets. Their backward passes sleep: the ranks of one machine would fight over its cores,
+Needs root or a user namespace, as `sparsync compare` does; not for --link none, whose times say nothing about a network. The model is a
+chain of as many equal layers as there are buckets. Their backward passes sleep: the ranks of one machine would compete for its cores,
 and sleeping stands for an accelerator that computes. So threads that reduce have the cores to themselves, as beside an accelerator, and
 unlike in training on a CPU.
 
-Each round measures, as means over ranks: `backward_s`, the backward pass alone; `reduction_s`, its buckets handed over all at once when
-it has ended; `step_s`, the backward pass that reduces, as attached. `hidden` is (backward_s + reduction_s - step_s) over the smaller of
-the first two, as it comes out: noise may put it beyond [0, 1]. `all_hidden_s`, the larger of the two, would be the time if everything
-were hidden. It cannot be: the last bucket is complete when the backward pass ends, and before the first there is nothing to send. With
-B equal layers and buckets, one after the other, that leaves max(backward_s + reduction_s/B, reduction_s + backward_s/B), `bound_s`, and
-of the smaller 1 - 1/B hidden, `hideable`. `limit_s` is the least time the link needs for rank 0's payload, framing aside.
+Each round measures, as means over ranks: `backward_s`, the backward pass alone; `reduction_s`, the reduction of its buckets, all
+submitted at once when it has ended; `step_s`, the backward pass that reduces, as attached. `hidden` is (backward_s + reduction_s -
+step_s) over the smaller of the first two, as it comes out: noise may put it beyond [0, 1]. `all_hidden_s`, the larger of the two, would
+be the time if everything were hidden. It cannot be: the last bucket is complete when the backward pass ends, and before the first there
+is nothing to send. With B equal layers and buckets, one after the other, that leaves max(backward_s + reduction_s/B, reduction_s +
+backward_s/B), `bound_s`, and of the smaller 1 - 1/B hidden, `hideable`. `limit_s` is the least time that the link needs for rank 0's
+payload, without framing.
 
-The cases take turns, in changing order; p20, p50 and p80 over rounds. One JSON line a case, and a table on standard error. A run ends
-when replicas differ, both ways to reduce differ in any bit, or what should be the mean is not.
+The cases are interleaved, in changing order; p20, p50 and p80 over rounds. One JSON line per case, and a table on standard error. A run
+ends when replicas differ, when the two ways to reduce differ in any bit, or when a mean is wrong.
 """
 
 import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +37,18 @@ from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Report, laid_out
 from sparsync.integrations.dispatcher import Dispatcher
 from sparsync.integrations.rollback import Rollback
+from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import percentiles, write
-from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, join, launch, leave, started_as_rank
+from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks
 from sparsync.lab.environment import machine, versions
-from sparsync.lab.netlab import parse_rate
-from sparsync.lab.netlab.topology import MAX_RANKS
-from sparsync.lab.settings import UNLIMITED, SchemeChoice, check_labels, parse_schemes, try_out
+from sparsync.lab.netlab import MAX_RANKS, parse_link, restart_with_rights
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, parse_schemes, try_out
+from sparsync.lab.workers.process import Emit, Place
 
 WARMUP = 3  # rounds: thresholds settle, connections find their window
 BATCH = 4
 OWN = "DDP's own"
-TOLERANCES = {OWN: 1e-6, "dense": 1e-6, "bf16": 2.0**-7}  # of what should be the mean, relative, in the 2-norm
+TOLERANCES = {OWN: 1e-6, "dense": 1e-6, "bf16": 2.0**-7}  # of the mean, relative, in the 2-norm
 
 
 @dataclass
@@ -57,12 +59,11 @@ class Case:
     model: DistributedDataParallel
     reduce: Callable[[Sequence[Tensor], int], None]
     payload_nbytes: Callable[[], int]  # that this rank has sent in the last backward pass
-    rounds: list["Round"] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One turn of a case: seconds as means over ranks."""
+    """One measurement of a case: seconds as means over ranks."""
 
     backward_s: float
     reduction_s: float
@@ -71,30 +72,48 @@ class Round:
 
     @property
     def hidden(self) -> float:
-        """The part of what could be hidden at best that was; noise may put it beyond [0, 1]."""
+        """The hidden fraction of the shorter of the two; noise may put it beyond [0, 1]."""
         return (self.backward_s + self.reduction_s - self.step_s) / min(self.backward_s, self.reduction_s)
 
     @property
     def all_hidden_s(self) -> float:
-        """What a step would take if everything were hidden."""
+        """The time of a step if everything were hidden."""
         return max(self.backward_s, self.reduction_s)
 
     def bound_s(self, buckets: int) -> float:
-        """The least a step can take: nothing to send before the first bucket, nothing to hide the last one behind."""
+        """Return the least time of a step: nothing to send before the first bucket, nothing left to hide the last one behind."""
         return self.all_hidden_s + min(self.backward_s, self.reduction_s) / buckets
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, prints JSON lines and a table, and ends the process. Raises ValueError for a scheme that cannot run."""
+    """Measure, write JSON lines, and print a table on standard error. Raises ValueError for a scheme that cannot run."""
     options = _options(arguments)
     choices = parse_schemes(options.schemes, options.density)
-    rate = None if options.link == UNLIMITED else parse_rate(options.link)
-    if started_as_rank():
-        _work(options, choices, rate)
+    rate = parse_link(options.link)
     check_labels(choices)
     for choice in choices:
         try_out(choice, options.ranks)
-    launch("sparsync.lab.bench.overlap", arguments, options.ranks, rate)
+    if rate is not None:
+        restart_with_rights("sparsync.lab.cli", ["bench", "overlap", *arguments])
+    rows = rows_of_ranks("sparsync.lab.bench.overlap:measure", options)
+    print(_table(rows), file=sys.stderr)
+    write(rows, options.json)
+
+
+def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: the options
+    """Measure all cases on this rank; the task of every worker."""
+    options = argparse.Namespace(**spec)
+    choices = parse_schemes(options.schemes, options.density)
+    cases = [_own(options), *(_attached(choice, options) for choice in choices)]
+
+    def once(case: Case, number: int) -> Round:
+        emit({"kind": "alive"})
+        return _round(case, number, _width(options), place)
+
+    found = interleaved(cases, once, options.rounds, WARMUP)
+    if place.rank == 0:
+        for case, rounds in zip(cases, found, strict=True):
+            emit({"kind": "row", "row": _row(case, rounds, options)})
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -108,7 +127,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--density", type=float, default=0.01, help="of the sparse schemes (default: 0.01)")
     add("--mbytes", type=float, default=4.0, help="size of the gradient, float32 (default: 4)")
     add("--buckets", type=int, default=8, help="and layers, of equal size (default: 8)")
-    add("--backward-s", type=float, default=0.4, help="what the layers' backward passes sleep in all (default: 0.4)")
+    add("--backward-s", type=float, default=0.4, help="that the layers' backward passes sleep, in total (default: 0.4)")
     add("--rounds", type=int, default=9, help="in which every case is measured once, 4 or more (default: 9)")
     add("--json", default="-", help="file for the JSON lines, - for standard output")
     options = parser.parse_args(arguments)
@@ -125,21 +144,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _work(options: argparse.Namespace, choices: Sequence[SchemeChoice], rate: float | None) -> NoReturn:
-    join(options.ranks)
-    cases = [_own(options), *(_attached(choice, options) for choice in choices)]
-    for number in range(WARMUP + options.rounds):
-        for case in cases if number % 2 else reversed(cases):
-            case.rounds.append(_turn(case, number, _width(options)))
-    if dist.get_rank() == 0:
-        rows = [_row(case, options, rate) for case in cases]
-        print(_table(rows), file=sys.stderr)
-        write(rows, options.json)
-    leave(0)
-
-
 class _Slow(torch.autograd.Function):
-    """Passes on what it gets, and takes its time on the way back."""
+    """The identity, whose backward pass sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # Any: torch does not say
@@ -153,11 +159,11 @@ class _Slow(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A linear layer whose weight's gradient is there `seconds` after the gradient of what it returned."""
+    """A linear layer whose weight's gradient is ready `seconds` after the gradient of its output."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)  # keeps the size of what goes through
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)  # keeps the norm of the activations
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,11 +175,11 @@ def _width(options: argparse.Namespace) -> int:
 
 
 def _model(options: argparse.Namespace) -> DistributedDataParallel:
-    """One bucket for each layer, the last layer's first; the same model on every call."""
+    """Return a model with one bucket for each layer, the last layer's first; the same on every call."""
     torch.manual_seed(0)
     width = _width(options)
     layers = [_Layer(width, options.backward_s / options.buckets) for _ in range(options.buckets)]
-    # A bucket is closed once it has as much as this, so half a layer makes every layer one.
+    # DDP closes a bucket once it holds as much as this, so half a layer gives every layer a bucket of its own.
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=width**2 * 4 / 2**20 / 2)
     model(torch.ones(1, width)).sum().backward()  # DDP keeps to bucket_cap_mb after a first pass with a single bucket
     model.zero_grad()
@@ -181,20 +187,20 @@ def _model(options: argparse.Namespace) -> DistributedDataParallel:
 
 
 def _own(options: argparse.Namespace) -> Case:
-    """DDP without a hook; by itself, the same all-reduces."""
+    """Return the case of DDP without a hook; its `reduce` makes the same all-reduces."""
     nbytes = all_reduce_cost(_width(options) ** 2, 4, options.ranks, dist.get_rank()).nbytes * options.buckets
 
     def reduce(grads: Sequence[Tensor], step: int) -> None:
-        under_way = [dist.all_reduce(grad.mul_(1 / options.ranks), async_op=True) for grad in grads]
-        for each in under_way:
-            assert each is not None
-            each.wait()
+        works = [dist.all_reduce(grad.mul_(1 / options.ranks), async_op=True) for grad in grads]
+        for work in works:
+            assert work is not None
+            work.wait()
 
     return Case(OWN, _model(options), reduce, lambda: nbytes)
 
 
 def _attached(choice: SchemeChoice, options: argparse.Namespace) -> Case:
-    """A model with the hook; by itself, a scheme made alike on a dispatcher of its own, which gets the same buckets."""
+    """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on a dispatcher of its own."""
     model = _model(options)
     handle = attach(model, choice.make(), timeout_s=TIMEOUT_S)
     scheme, reports = choice.make(), list[Report]()
@@ -219,33 +225,33 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> Case:
     return Case(choice.label, model, reduce, payload_nbytes)
 
 
-def _turn(case: Case, number: int, width: int) -> Round:
-    """Measures all three, with the same gradients, the halves in changing order; and checks what came out."""
+def _round(case: Case, number: int, width: int, place: Place) -> Round:
+    """Return one measurement of a case, all times with the same gradients and in changing order, after a check of both results."""
     drawn = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
     x = torch.randn(BATCH, width, generator=drawn)
     if number % 2:
-        step_s, attached = _attached_step(case, x)
-        backward_s, reduction_s, alone = _one_after_the_other(case, x, number)
+        step_s, attached = _attached_step(case, x, place)
+        backward_s, reduction_s, alone = _one_after_the_other(case, x, number, place)
     else:
-        backward_s, reduction_s, alone = _one_after_the_other(case, x, number)
-        step_s, attached = _attached_step(case, x)
-    _check_alike(case.name, attached, alone)
+        backward_s, reduction_s, alone = _one_after_the_other(case, x, number, place)
+        step_s, attached = _attached_step(case, x, place)
+    _check_equal(case.name, attached, alone)
     return Round(backward_s, reduction_s, step_s, case.payload_nbytes())
 
 
-def _attached_step(case: Case, x: Tensor) -> tuple[float, list[Tensor]]:
+def _attached_step(case: Case, x: Tensor, place: Place) -> tuple[float, list[Tensor]]:
     loss = case.model(x).square().mean()
-    seconds, _ = clocked(loss.backward)
+    seconds, _ = clocked(loss.backward, place)
     return seconds, _taken(case.model)
 
 
-def _one_after_the_other(case: Case, x: Tensor, number: int) -> tuple[float, float, list[Tensor]]:
+def _one_after_the_other(case: Case, x: Tensor, number: int, place: Place) -> tuple[float, float, list[Tensor]]:
     with case.model.no_sync():
         loss = case.model(x).square().mean()
-        backward_s, _ = clocked(loss.backward)
+        backward_s, _ = clocked(loss.backward, place)
     grads = _taken(case.model)
     mean = _mean(grads) if number == 0 and case.name in TOLERANCES else None
-    reduction_s, _ = clocked(lambda: case.reduce(grads, number))
+    reduction_s, _ = clocked(lambda: case.reduce(grads, number), place)
     if mean is not None:
         error = float((torch.cat(grads) - mean).norm() / mean.norm())
         if error > TOLERANCES[case.name]:
@@ -254,7 +260,7 @@ def _one_after_the_other(case: Case, x: Tensor, number: int) -> tuple[float, flo
 
 
 def _taken(model: DistributedDataParallel) -> list[Tensor]:
-    """The gradients in the order in which they came, which the model has no longer."""
+    """Take the gradients out of the model, in the order in which they were ready."""
     grads = [parameter.grad for parameter in reversed(list(model.parameters()))]
     model.zero_grad()
     return [grad.flatten() for grad in grads if grad is not None]
@@ -266,20 +272,20 @@ def _mean(grads: Sequence[Tensor]) -> Tensor:
     return whole / dist.get_world_size()
 
 
-def _check_alike(name: str, attached: Sequence[Tensor], alone: Sequence[Tensor]) -> None:
-    """Raises RuntimeError unless what the hook made is the same on all ranks, and what the reduction by itself made."""
+def _check_equal(name: str, attached: Sequence[Tensor], alone: Sequence[Tensor]) -> None:
+    """Raise RuntimeError unless the result of the hook is that of the reduction by itself, and the same on all ranks."""
     if not all(torch.equal(one, other) for one, other in zip(attached, alone, strict=True)):
-        raise RuntimeError(f"{name}: the backward pass that reduces came to something else than the reduction after it")
+        raise RuntimeError(f"{name}: the backward pass that reduces and the reduction after it have different results")
     digest = hashlib.sha256(torch.cat(list(attached)).numpy().tobytes()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, mine)
-    if not all(torch.equal(each, mine) for each in all_of_them):
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, mine)
+    if not all(torch.equal(each, mine) for each in digests):
         raise RuntimeError(f"{name}: replicas differ")
 
 
-def _row(case: Case, options: argparse.Namespace, rate: float | None) -> dict[str, Any]:  # Any: JSON
-    rounds = case.rounds[WARMUP:]
+def _row(case: Case, rounds: Sequence[Round], options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
+    rate = parse_link(options.link)
     payload = percentiles([each.payload_nbytes for each in rounds])["p50"]
     measured = {
         name: percentiles([getattr(each, name) for each in rounds])
@@ -302,7 +308,7 @@ def _row(case: Case, options: argparse.Namespace, rate: float | None) -> dict[st
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:  # Any: JSON
-    """Medians, in milliseconds, for people."""
+    """Return a table of the medians in milliseconds."""
     columns = ("backward_s", "reduction_s", "step_s", "bound_s", "all_hidden_s")
     heads = ("backward", "reduction", "step", "bound", "all hidden")
     lines = [f"{'':<16}" + "".join(f"{head:>12}" for head in heads) + f"{'hidden':>10}{'p20..p80':>14}"]
@@ -313,10 +319,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:  # Any: JSON
             f"{row['case']:<16}{times}{hidden['p50']:>10.2f}" + f"{hidden['p20']:.2f}..{hidden['p80']:.2f}".rjust(14)
         )
     first = rows[0]
-    unlimited = " Without a limited link this says nothing of a network." if first["limit_s"] is None else ""
+    unlimited = " Without a limited link this says nothing about a network." if first["limit_s"] is None else ""
     lines.append(f"Of {first['buckets']} equal buckets {first['hideable']:.3f} can be hidden.{unlimited}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,78 +1,41 @@
-"""What benchmarks of several ranks share: one process a rank, each at its own link, and a clock that all of them stop."""
+"""Benchmarks of several ranks: one worker process per rank at its own link, and a clock that measures all ranks together."""
 
-import os
-import subprocess
-import sys
-import tempfile
+import argparse
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sparsync.lab.netlab import interface_counters, network, reexecution_prefix
+from sparsync.lab.netlab import interface_counters, network, parse_link
+from sparsync.lab.workers.group import worker_group
+from sparsync.lab.workers.process import Place
 
-TIMEOUT_S = 120.0  # of one operation
-
-
-def started_as_rank() -> bool:
-    """Whether this process is one of those that `launch` has started."""
-    return "RANK" in os.environ
+TIMEOUT_S = 120.0  # for one operation of a rank, and for the time between two messages
 
 
-def launch(module: str, arguments: Sequence[str], ranks: int, rate_bits_per_s: float | None) -> NoReturn:
-    """Runs `module` once for each rank, over links of that rate or, for None, loopback; ends the process with their worst exit status."""
-    again = [sys.executable, "-m", module, *arguments]
-    if rate_bits_per_s is not None and (prefix := reexecution_prefix()):
-        os.execv(prefix[0], [*prefix, *again])
-    with tempfile.TemporaryDirectory() as folder, network(ranks, rate_bits_per_s) as links:
-        shared = {
-            **os.environ,
-            "RENDEZVOUS": f"{folder}/rendezvous",
-            "GLOO_SOCKET_IFNAME": links.interface,
-            "OMP_NUM_THREADS": "1",
-        }
-        commands = [links.command(rank, again) for rank in range(ranks)]
-        started = [
-            subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank, command in enumerate(commands)
-        ]
-        try:
-            codes = [process.wait() for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-    raise SystemExit(max(map(abs, codes)))
+def rows_of_ranks(task: str, options: argparse.Namespace) -> list[dict[str, Any]]:  # Any: JSON
+    """Run `task` with `options` on `options.ranks` ranks over `options.link`; return the rows that rank 0 emits.
+
+    A row is the "row" of a message of kind "row"; messages of other kinds show that the ranks are alive. Raises RankFailedError.
+    """
+    rows: list[dict[str, Any]] = []
+    with (
+        network(options.ranks, parse_link(options.link)) as links,
+        worker_group(task, vars(options), links, TIMEOUT_S) as workers,
+    ):
+        rows += [message["row"] for message in workers.messages() if message["kind"] == "row"]
+    return rows
 
 
-def join(ranks: int) -> None:
-    """Makes this process one of the default group of `ranks`, on one thread."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['RENDEZVOUS']}",
-        rank=int(os.environ["RANK"]),
-        world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-
-
-def leave(status: int) -> NoReturn:
-    """Ends this rank's process once all have come here."""
+def clocked(run: Callable[[], object], place: Place) -> tuple[float, int]:
+    """Return the seconds that `run` takes, a mean over ranks that begin together, and the bytes that this interface sends for it."""
     dist.barrier()
-    dist.destroy_process_group()
-    raise SystemExit(status)
-
-
-def clocked(run: Callable[[], object]) -> tuple[float, int]:
-    """The mean over ranks of the seconds `run` took, all having begun together, and the bytes this rank's interface has sent for it."""
-    dist.barrier()
-    before = interface_counters(os.environ["GLOO_SOCKET_IFNAME"]).sent_bytes
+    before = interface_counters(place.interface).sent_bytes
     began = time.perf_counter()
     run()
     seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(seconds)  # all that was sent has arrived: nobody answers earlier
-    sent = interface_counters(os.environ["GLOO_SOCKET_IFNAME"]).sent_bytes - before
+    dist.all_reduce(seconds)  # all bytes have arrived after this: no rank answers earlier
+    sent = interface_counters(place.interface).sent_bytes - before
     return float(seconds) / dist.get_world_size(), sent

@@ -1,37 +1,40 @@
-"""A slow network on one machine: every rank of a run gets a network stack of its own, and a link of a chosen rate to a common switch.
+"""A slow network on one machine: every rank gets a network stack of its own, and a link of a chosen rate to a common switch.
 
     from sparsync.lab.netlab import network, parse_rate
 
     with network(4, parse_rate("100mbit")) as links:
         workers = [subprocess.Popen(links.command(rank, [sys.executable, "worker.py"])) for rank in range(4)]
 
-What is emulated: the rate, in both directions, of each rank's link, shared by all it sends (or receives); frames of 1514 bytes that
-carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine. What is not: delay (a round trip
-takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `link.burst_bytes` pass at once: at
+Emulated: the rate, in both directions, of each rank's link, shared by everything it sends (or receives); frames of 1514 bytes that
+carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine. Not emulated: delay (a round
+trip takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `link.burst_bytes` pass at once: at
 100 Mbit/s these are 9278 bytes or 0.74 ms; longer transfers keep the rate within a few per cent.
 
 A worker reads its own traffic by `interface_counters`. A one-way stream counts 1514/1448 = 1.0456 bytes sent per byte of payload, and
-its receiver 0.023 for acknowledgements of 66 bytes, one for two frames; so a rank that sends and receives alike counts 1.068 per byte
-of payload, and at most 93.6 % of a link is payload. tests/test_netlab.py measures these.
+its receiver 0.023 for acknowledgements of 66 bytes, one for two frames; so a rank that sends and receives equally much counts 1.068 per
+byte of payload, and at most 93.6 % of a link is payload. tests/test_netlab.py measures these.
 
-It needs Linux, iproute2, util-linux, and root or a user namespace (`reexecution_prefix`). Nothing is left behind, however the program
-ends, and runs beside each other do not meet: see `namespaces`.
+It needs Linux, iproute2, util-linux, and root or a user namespace (`restart_with_rights`). Nothing is left behind, however the program
+ends, and runs at the same time do not interfere: see `namespaces`.
 """
 
 from sparsync.lab.netlab.counters import Counters, interface_counters
-from sparsync.lab.netlab.rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, TokenBucket, parse_rate
-from sparsync.lab.netlab.rights import NetworkUnavailableError, reexecution_prefix
-from sparsync.lab.netlab.topology import Network, network
+from sparsync.lab.netlab.rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, TokenBucket, parse_link, parse_rate
+from sparsync.lab.netlab.rights import NetworkUnavailableError, reexecution_prefix, restart_with_rights
+from sparsync.lab.netlab.topology import MAX_RANKS, Network, network
 
 __all__ = [
     "FRAME_BYTES",
     "FRAME_PAYLOAD_BYTES",
+    "MAX_RANKS",
     "Counters",
     "Network",
     "NetworkUnavailableError",
     "TokenBucket",
     "interface_counters",
     "network",
+    "parse_link",
     "parse_rate",
     "reexecution_prefix",
+    "restart_with_rights",
 ]

@@ -1,4 +1,4 @@
-"""What an interface has carried, as the kernel counts it: frames with their headers, acknowledgements and retransmissions included."""
+"""The traffic of a network interface as the kernel counts it: frames with headers, acknowledgements and retransmissions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ NET_DEV = Path("/proc/self/net/dev")  # of the network namespace of the process 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes and packets an interface has sent and received since it was made; a difference of two says what passed between them."""
+    """The bytes and packets that an interface has sent and received since it was created. The difference of two is the traffic between."""
 
     sent_bytes: int
     received_bytes: int
@@ -25,7 +25,7 @@ class Counters:
 
 
 def interface_counters(interface: str) -> Counters:
-    """The counters of an interface in the network namespace of the calling process. Raises ValueError for one that is not there."""
+    """Return the counters of an interface in the network namespace of this process. Raises ValueError when there is no such interface."""
     lines = NET_DEV.read_text().splitlines()[2:]
     fields = {name.strip(): numbers.split() for name, numbers in (line.split(":", 1) for line in lines)}
     if interface not in fields:

@@ -1,9 +1,9 @@
-"""Network namespaces that live exactly as long as the program that asked for them. What is put into them is `network`'s business.
+"""Network namespaces that live exactly as long as the program that asked for them; `topology` puts interfaces into them.
 
 Each is held alive by an anchor: a `cat` that reads a pipe of which only this program holds the write end. However the program ends
 (return, exception, SIGINT, SIGTERM, SIGKILL), the kernel closes that end, `cat` reads end-of-file and exits, and the kernel removes
 the namespace with every interface and queue in it. PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the anchor
-ends. Named namespaces (`ip netns add`) would not do: they are mounts, which outlive everybody and clash between runs.
+ends. Named namespaces (`ip netns add`) would not do: they are mounts, which outlive every process and clash between runs.
 """
 
 import select
@@ -18,7 +18,7 @@ Batch = tuple[int, str, Sequence[str]]  # process id of the anchor, "ip" or "tc"
 
 @contextmanager
 def namespaces(count: int) -> Iterator[tuple[int, ...]]:
-    """`count` fresh network namespaces until the block ends, each given by the process id of its anchor.
+    """Yield the process ids of the anchors of `count` new network namespaces, which exist until the block ends.
 
     Processes still running inside a namespace keep it, without its cable to the others, until they end.
     Raises NetworkUnavailableError when the machine refuses one.
@@ -38,22 +38,22 @@ def namespaces(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def inside(anchor: int, argv: Sequence[str]) -> list[str]:
-    """The argv that runs `argv` in the namespace of that anchor, as the same process: nsenter replaces itself."""
+    """Return the argv that runs `argv` in the namespace of that anchor, as the same process: nsenter replaces itself."""
     return [tool("nsenter"), "--target", str(anchor), "--net", "--", *argv]
 
 
 def run_batches(batches: Sequence[Batch]) -> None:
-    """Runs every batch of `ip` or `tc` commands in its namespace, all batches at the same time.
+    """Run every batch of `ip` or `tc` commands in its namespace, all batches at the same time.
 
-    Raises NetworkUnavailableError with what the tool said about the first batch that failed.
+    Raises NetworkUnavailableError with the tool's message for the first batch that failed.
     """
     started = [_start_batch(anchor, name) for anchor, name, _ in batches]
     try:
         for process, (_, name, lines) in zip(started, batches, strict=True):
-            said = _said(process, lines)
+            message = _message(process, lines)
             if process.returncode != 0:
                 raise NetworkUnavailableError(
-                    f"{name} refused to set up the rate-limited network: {said}; its commands were: {'; '.join(lines)}; "
+                    f"{name} refused to set up the rate-limited network: {message}; its commands were: {'; '.join(lines)}; "
                     f"the kernel needs veth, bridge, sch_tbf and tcp_cubic, {CURE}"
                 )
     finally:
@@ -62,7 +62,7 @@ def run_batches(batches: Sequence[Batch]) -> None:
             process.communicate()
 
 
-def _said(process: subprocess.Popen[str], lines: Sequence[str]) -> str:
+def _message(process: subprocess.Popen[str], lines: Sequence[str]) -> str:
     try:
         return process.communicate("\n".join(lines) + "\n", timeout=TIMEOUT_S)[1].strip()
     except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ def _start_anchor() -> subprocess.Popen[bytes]:
 
 
 def _await_anchor(anchor: subprocess.Popen[bytes]) -> None:
-    """Returns when `cat` echoes a byte: then unshare has made the namespace and replaced itself."""
+    """Wait until `cat` echoes a byte: then unshare has made the namespace and replaced itself."""
     assert anchor.stdin and anchor.stdout and anchor.stderr
     with suppress(BrokenPipeError):  # unshare has failed already; its reason is read below
         anchor.stdin.write(b"\n")

@@ -1,4 +1,4 @@
-"""Rates as users write them, and the token bucket that enforces them. Nothing here touches an interface."""
+"""Rates as users write them, and the token bucket that enforces them. No interface is touched here."""
 
 import re
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ LOWEST_BITS_PER_S, HIGHEST_BITS_PER_S = 1e3, 1e11
 CATCH_UP_S = 500e-6
 QUEUE_BYTES_PER_RANK = 4 << 20
 ABOVE_ANY_RATE = "1tbit"
+UNLIMITED = "none"
 
 
 def parse_rate(text: str) -> float:
-    """The rate in bits per second: "100mbit" is 1e8. Units are bit, kbit, mbit and gbit (per second), with decimal factors.
+    """Return the rate in bits per second: "100mbit" is 1e8. Units are bit, kbit, mbit and gbit (per second), with decimal factors.
 
     Raises ValueError for anything else, and for a rate outside 1kbit to 100gbit.
     """
@@ -26,8 +27,13 @@ def parse_rate(text: str) -> float:
     return checked_rate(float(match[1]) * BITS_PER_S_OF[match[2]])
 
 
+def parse_link(text: str) -> float | None:
+    """Return the rate of a link in bits per second; None for "none", a link without limit. Raises ValueError as `parse_rate`."""
+    return None if text == UNLIMITED else parse_rate(text)
+
+
 def checked_rate(rate_bits_per_s: float) -> float:
-    """The rate itself. Raises ValueError when a token bucket cannot hold it."""
+    """Return the rate itself. Raises ValueError for a rate that a token bucket cannot enforce."""
     if not LOWEST_BITS_PER_S <= rate_bits_per_s <= HIGHEST_BITS_PER_S:
         raise ValueError(f"a link's rate must be between 1kbit and 100gbit per second, got {rate_bits_per_s:g} bit/s")
     return rate_bits_per_s
@@ -42,24 +48,24 @@ class TokenBucket:
 
     rate_bits_per_s: float
     burst_bytes: int
-    queue_bytes: int  # what may wait; beyond it frames are dropped
+    queue_bytes: int  # how much may wait; beyond it frames are dropped
     splits_batches: bool  # batches of frames leave the stack as one packet; split them here, so that each is counted
 
     def arguments(self) -> str:
-        """What follows `tc qdisc add dev NAME`."""
+        """Return the text that follows `tc qdisc add dev NAME`."""
         bucket = f"root tbf rate {round(self.rate_bits_per_s)}bit burst {self.burst_bytes} limit {self.queue_bytes}"
-        # A second bucket of one frame at a rate nobody reaches delays nothing; but tbf splits what is longer than a bucket.
+        # A second bucket of one frame, at a rate that is never reached, delays nothing; but tbf splits packets longer than a bucket.
         return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if self.splits_batches else "")
 
 
 def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
-    """The bucket that keeps a rate closely: it lets at most the rate through, and little less.
+    """Return the bucket for a rate: it lets at most the rate through, and little less.
 
     Burst: two of the longest packets, so that one is never held up by its own length, and CATCH_UP_S of the rate, so that a timer that
     fires late loses nothing. With nothing for late timers one stream reached 95.2 % of 100 Mbit/s while four processes kept two cores
     busy, with 500 us 97.6 %, with 1 ms 99.2 %, but 12.5 kB more pass free each time.
-    Queue: what every sender's socket buffer may hold (tcp_wmem, 4 MiB), so that all may send to one and none is dropped. TCP's own delay
-    measurement keeps it far below: three senders to one rank at 100 Mbit/s stood at 0.4 MB.
+    Queue: as much as the socket buffers of all senders hold (tcp_wmem, 4 MiB), so that all may send to one without loss. TCP's own
+    delay measurement keeps it far below: three senders to one rank at 100 Mbit/s stood at 0.4 MB.
     """
     longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
     return TokenBucket(

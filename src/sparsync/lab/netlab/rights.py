@@ -1,4 +1,4 @@
-"""What the emulated network needs from the machine, and how an ordinary user gets it. Nothing here builds a network."""
+"""The commands and rights that the emulated network needs, and the way an ordinary user gets them. No network is built here."""
 
 import os
 import shutil
@@ -13,11 +13,11 @@ USER_NAMESPACE = ("--user", "--map-root-user")
 
 
 class NetworkUnavailableError(RuntimeError):
-    """The rate-limited network cannot be had on this machine, or not by this user; the message says what is missing and the cure."""
+    """The rate-limited network cannot be built on this machine, or not by this user; the message says what is missing and the cure."""
 
 
 def tool(name: str) -> str:
-    """The path of a command the network needs. Raises NetworkUnavailableError, naming every missing one and its package."""
+    """Return the path of a command that the network needs. Raises NetworkUnavailableError that names every missing one and its package."""
     found = {each: _which(each) for each in PACKAGE_OF}
     path = found[name]
     if path is None:
@@ -31,12 +31,11 @@ def tool(name: str) -> str:
 
 
 def reexecution_prefix() -> list[str]:
-    """What must stand before the program's own argv so that `network` works in it: empty where it already does.
+    """Return the command that must stand before the program's own argv so that `network` works in it: empty where it already does.
 
-    Root needs nothing. An ordinary user becomes root of a user namespace, where every file still belongs to the same user, home and
-    environment stay, and ending the program ends it alike (the prefix replaces itself, it does not fork). The caller runs
-    `os.execv(prefix[0], [*prefix, *argv])`, once: inside, the answer is empty.
-    Raises NetworkUnavailableError when neither way is open here.
+    Root needs none. An ordinary user becomes root of a user namespace, where every file still belongs to the same user, and home and
+    environment stay. The prefix replaces itself by the program, it does not fork, so signals still reach the program. The caller runs
+    `os.execv(prefix[0], [*prefix, *argv])`, once: inside, the prefix is empty. Raises NetworkUnavailableError where neither way is allowed.
     """
     if not sys.platform.startswith("linux"):
         raise NetworkUnavailableError(
@@ -56,9 +55,16 @@ def reexecution_prefix() -> list[str]:
     )
 
 
+def restart_with_rights(module: str, arguments: Sequence[str]) -> None:
+    """Start `python -m module arguments` in place of this process where only that gives it the rights; else return."""
+    prefix = reexecution_prefix()
+    if prefix:
+        os.execv(prefix[0], [*prefix, sys.executable, "-m", module, *arguments])
+
+
 def _refusal(unshare: Sequence[str]) -> str | None:
-    """None if a namespace made by `unshare` takes a veth pair, else what the machine answered. The pair dies with its namespace."""
-    # Some systems grant the namespace but no rights in it, so the probe does what needs the rights.
+    """Return None if a namespace made by `unshare` takes a veth pair, else the error message. The pair is removed with its namespace."""
+    # Some systems grant the namespace but no rights in it, so the probe uses them.
     pair = ["link", "add", "probe0", "type", "veth", "peer", "name", "probe1"]
     try:
         done = subprocess.run(

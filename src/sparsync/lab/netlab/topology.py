@@ -14,28 +14,28 @@ INTERFACE = "eth0"
 
 @dataclass(frozen=True)
 class Network:
-    """How the ranks of one run reach each other: where each listens, through which interface, and how its process is started.
+    """The network of one run: the address and the interface of each rank, and the command that starts a process there.
 
     Without a limit (`limited` is False) the ranks talk over loopback as fast as the machine copies: times measured there prove nothing
     about a network, and `interface` counts the traffic of all ranks together.
     """
 
-    interface: str  # what each rank sends and receives through, under the same name in all; gloo: GLOO_SOCKET_IFNAME
+    interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
-    prefixes: tuple[tuple[str, ...], ...]  # what stands before a command to run it as that rank
+    prefixes: tuple[tuple[str, ...], ...]  # stands before a command to run it as that rank
     link: TokenBucket | None  # each rank's link, the same in both directions
 
     @property
     def limited(self) -> bool:
-        """Whether the links are slowed down, so that times measured over them mean something."""
+        """True where the links are limited, so that times measured over them mean something."""
         return self.link is not None
 
     def address(self, rank: int) -> str:
-        """The IPv4 address of a rank, as every rank sees it."""
+        """Return the IPv4 address of a rank, as every rank sees it."""
         return self.addresses[self._checked(rank)]
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The argv that runs `argv` as that rank. The process id is the command's own, so signals and exit status reach it directly."""
+        """Return the argv that runs `argv` as that rank, in a process of its own id: signals and exit status reach it directly."""
         return [*self.prefixes[self._checked(rank)], *argv]
 
     def _checked(self, rank: int) -> int:
@@ -46,7 +46,7 @@ class Network:
 
 @contextmanager
 def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = True) -> Iterator[Network]:
-    """A network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
+    """Yield a network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
 
     `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers are
     counted once (1.012 bytes per byte of payload instead of 1.068); the limit still charges them all. That is less work for the
@@ -71,7 +71,7 @@ def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = Tru
 
 
 def _connect(switch: int, anchors: Sequence[int], link: TokenBucket) -> None:
-    """Lays a cable from the switch to every rank and limits both of its ends, each of which limits what leaves it."""
+    """Connect every rank to the switch by a cable, and limit both ends of it: each end limits the traffic that leaves it."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
     outward = [f"qdisc add dev port{rank} {link.arguments()}" for rank in range(len(anchors))]
@@ -80,7 +80,7 @@ def _connect(switch: int, anchors: Sequence[int], link: TokenBucket) -> None:
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:
-    # Nothing but the ranks' own traffic shall be counted: no IPv6 address (addrgenmode none, set before the switch comes up), hence no
+    # Only the ranks' own traffic is to be counted: no IPv6 address (addrgenmode none, set before the switch comes up), hence no
     # neighbour discovery; no snooping, for which the switch would announce itself to multicast groups.
     lines = [
         "link add switch0 type bridge mcast_snooping 0",
@@ -100,7 +100,7 @@ def _rank_lines(rank: int) -> list[str]:
         f"address add {_address(rank)}/24 dev {INTERFACE}",
         f"link set {INTERFACE} up",
         # TCP as Linux ships it, whatever this machine's default is: with bbr an all-to-all reached 81 % of the link, with cubic 93 %.
-        # By the route, because the sysctl of a namespace accepts only what the administrator has released to everybody.
+        # By the route, because the sysctl of a namespace accepts only algorithms that the administrator has released to all users.
         f"route change 10.77.0.0/24 dev {INTERFACE} src {_address(rank)} congctl cubic",
     ]
 

@@ -1,1 +1,1 @@
-"""What schemes send, select and keep back on a reproducible stream of gradients, in this process: no network, no training."""
+"""The traffic, selections and residuals of schemes on a reproducible stream of gradients, in this process: no network, no training."""

@@ -1,20 +1,33 @@
-"""The commands `sparsync traffic` and `sparsync gradients`: what they print, where it goes, and what a user watches meanwhile."""
+"""The commands `sparsync traffic` and `sparsync gradients`: their output, its destination, and the progress bar."""
 
+import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.report.format import significant
+from sparsync.lab.report.tables import NOTHING, WIDTH
 from sparsync.lab.traffic.observe import Record
 from sparsync.lab.traffic.study import Study
 
 STANDARD_OUTPUT = "-"
 
+_COLUMNS = (  # heading, name of the value in a window, and its unit
+    ("density error\nmean", "density_error_mean", 0.01),
+    ("%\nworst", "density_error_worst", 0.01),
+    ("kB a rank\nmean", "bytes_mean", 1e3),
+    ("\nmax", "bytes_max", 1e3),
+    ("imbalance\nmean", "imbalance_mean", 1.0),
+    ("energy %\nwritten", "captured_mean", 0.01),
+    ("longest\nwait", "staleness_max", 1),
+)
+
 
 def traffic(study: Study, title: str, out: str | None, plot: Path | None, every: int) -> None:
-    """Runs the study; JSON lines go to `out`, "-" for standard output, the picture to `plot`, and a table to the terminal."""
+    """Run the study: JSON lines go to `out`, "-" for standard output, the picture to `plot`, and a table to the terminal."""
     if every < 1:
         raise ValueError(f"--every must be at least 1, got {every}")
     if plot is not None and plot.suffix != ".png":
@@ -22,7 +35,7 @@ def traffic(study: Study, title: str, out: str | None, plot: Path | None, every:
     records: list[Record] = []
     with ExitStack() as stack:
         write = _writer(out, stack)
-        for record in _watched(study):
+        for record in _with_progress(study):
             records.append(record)
             if record["step"] % every == 0:
                 write(record)
@@ -32,15 +45,33 @@ def traffic(study: Study, title: str, out: str | None, plot: Path | None, every:
     if plot is not None:
         from sparsync.lab.traffic.plot import picture
 
-        _write(plot, picture(records, "What the schemes send, write and keep back", title))
+        _write_bytes(plot, picture(records, "What the schemes send, write and leave in the residual", title))
     if out != STANDARD_OUTPUT:
-        from sparsync.lab.traffic.table import as_text
+        print(table(summaries, title, ascii_only="utf" not in (sys.stdout.encoding or "").lower()), end="")
 
-        print(as_text(summaries, title, ascii_only="utf" not in (sys.stdout.encoding or "").lower()), end="")
+
+def table(summaries: Sequence[Record], title: str, width: int = WIDTH, ascii_only: bool = False) -> str:
+    """Return a table with a row for each scheme, over the steps after the first 50, or after the first where there are no more."""
+    with lab_extra("rich"):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    lines = io.StringIO()
+    start = "after_50" if summaries[0]["after_50"] else "after_1"
+    shown = Table(box=box.ASCII if ascii_only else box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("scheme", overflow="fold", min_width=5)
+    for head, _, _ in _COLUMNS:
+        shown.add_column(head, justify="right", no_wrap=True)
+    for summary in summaries:
+        window = summary[start] or {}
+        shown.add_row(summary["scheme"], *(_cell(window.get(name), unit) for _, name, unit in _COLUMNS))
+    Console(file=lines, width=width, highlight=False, markup=False, emoji=False).print(shown)
+    heading = f"{title}; after step {start.removeprefix('after_')}"
+    return "\n".join([heading, *(line.rstrip() for line in lines.getvalue().splitlines() if line.strip()), ""])
 
 
 def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
-    """What takes a record to where it is asked for."""
+    """Return the function that writes a record to its destination."""
     if out is None:
         return lambda record: None
     if out == STANDARD_OUTPUT:
@@ -52,15 +83,15 @@ def _writer(out: str | None, stack: ExitStack) -> Callable[[Record], None]:
     return lambda record: print(json.dumps(record), file=file)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_bytes(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
         raise RuntimeError(f"cannot write {path}: {error}; choose a folder that exists") from error
 
 
-def _watched(study: Study) -> Iterator[Record]:
-    """The records, with a bar on standard error while it is a terminal."""
+def _with_progress(study: Study) -> Iterator[Record]:
+    """Yield the records; show a bar on standard error where that is a terminal."""
     records: Iterable[Record] = study.records()
     if not sys.stderr.isatty():
         yield from records
@@ -70,3 +101,9 @@ def _watched(study: Study) -> Iterator[Record]:
         from rich.progress import track
     total = study.steps * len(study.schemes)
     yield from track(records, "traffic", total=total, console=Console(stderr=True), transient=True)
+
+
+def _cell(value: int | float | None, unit: int | float) -> str:
+    if isinstance(value, int) and unit == 1:
+        return str(value)
+    return NOTHING if value is None else significant(value / unit)

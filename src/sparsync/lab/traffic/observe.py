@@ -1,4 +1,4 @@
-"""One scheme on all ranks of a LocalWorld: what it sent, selected, wrote and left out at each step, seen from outside."""
+"""One scheme on all ranks of a LocalWorld: its traffic, selections, result and residual at each step, seen from outside."""
 
 import math
 from collections.abc import Sequence
@@ -12,47 +12,47 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Cost, ParameterSpan, Report
-from sparsync.lab.settings import SchemeChoice
+from sparsync.lab.scheme_choice import SchemeChoice
 from sparsync.selection.density import count_for
 
 WORD_NBYTES = 4
 KEY = "traffic"  # of the one bucket
 
-Record = dict[str, Any]  # Any: what JSON takes
+Record = dict[str, Any]  # Any: JSON
 
 
 @dataclass
-class _Kept:
-    """What all ranks together keep back after a step."""
+class _Residual:
+    """The residuals of all ranks together after a step."""
 
     total: Tensor  # [n], the sum over ranks, float64
-    age: Tensor  # [n], steps since an element was last written, or nothing of it was kept back; int32
+    age: Tensor  # [n], steps since an element was last written or had no residual; int32
     square: float = 0.0  # the sum of squares over ranks and elements
 
 
 @dataclass
 class Observed:
-    """One scheme at work: a scheme object a rank, and what has been seen of them."""
+    """One scheme under observation: a scheme object for each rank, and the state of the observation."""
 
     choice: SchemeChoice
     ranks: int
     layout: tuple[ParameterSpan, ...]
     _schemes: list[Scheme] = field(init=False, repr=False)
-    _kept: _Kept = field(init=False, repr=False)
+    _residual: _Residual = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         n = self.layout[-1].span.stop
         self._schemes = [self.choice.make() for _ in range(self.ranks)]
-        self._kept = _Kept(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int32))
+        self._residual = _Residual(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int32))
 
     @property
     def asked(self) -> int:
-        """k, the elements that the scheme was asked for; all of them where it takes no density."""
+        """k, the number of elements that the density asks for; n where the scheme takes no density."""
         n, density = self.layout[-1].span.stop, getattr(self._schemes[0], "density", None)
         return n if density is None else count_for(density, n)
 
     def reduce(self, step: int, gradients: Sequence[Tensor]) -> Record:
-        """The record of one step: every rank's gradient is reduced, and what came of it is measured. Gradients stay as they are."""
+        """Reduce every rank's gradient at one step, and return the record of it. The gradients are not changed."""
 
         def body(comm: LocalComm) -> tuple[Report, Cost, Tensor]:
             metered = MeteredComm(comm)
@@ -62,10 +62,10 @@ class Observed:
 
         seen = LocalWorld(self.ranks).run(body)
         reports, sent, written = [report for report, _, _ in seen], [cost for _, cost, _ in seen], seen[0][2]
-        before = self._kept.total.clone()
+        before = self._residual.total.clone()
         for gradient in gradients:
             before += gradient
-        self._keep(written)
+        self._update_residual(written)
         counts = self._counts(step, reports) | _traffic(sent)
         return counts | _quality(before.div_(self.ranks), written, reports[0].union) | self._waiting()
 
@@ -89,26 +89,26 @@ class Observed:
             "imbalance": _number(_detail(first, "imbalance", "padding") or even),
         }
 
-    def _keep(self, written: Tensor) -> None:
-        """Looks at every rank's residual, and counts the steps elements have been waiting."""
-        kept, waiting = self._kept, torch.zeros_like(written, dtype=torch.bool)
-        kept.total.zero_()
-        kept.square = 0.0
+    def _update_residual(self, written: Tensor) -> None:
+        """Read every rank's residual, and count the steps that elements have been waiting."""
+        all_ranks, waiting = self._residual, torch.zeros_like(written, dtype=torch.bool)
+        all_ranks.total.zero_()
+        all_ranks.square = 0.0
         for scheme in self._schemes:
-            residual = _residual(scheme, self.layout)
+            residual = _residual_of(scheme, self.layout)
             if residual is not None:
-                kept.total += residual
-                kept.square += float(torch.linalg.vector_norm(residual, dtype=torch.float64)) ** 2
+                all_ranks.total += residual
+                all_ranks.square += float(torch.linalg.vector_norm(residual, dtype=torch.float64)) ** 2
                 waiting |= residual != 0
         waiting &= written == 0
-        kept.age.add_(1).mul_(waiting)
+        all_ranks.age.add_(1).mul_(waiting)
 
     def _waiting(self) -> Record:
-        kept = self._kept
+        residual = self._residual
         return {
-            "residual_norm": _number(math.sqrt(kept.square)),
-            "staleness_max": int(kept.age.max()),
-            "staleness_mean": float(kept.age.double().mean()),
+            "residual_norm": _number(math.sqrt(residual.square)),
+            "staleness_max": int(residual.age.max()),
+            "staleness_mean": float(residual.age.double().mean()),
         }
 
 
@@ -122,7 +122,7 @@ def _traffic(sent: Sequence[Cost]) -> Record:
 
 
 def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
-    """How much of `mean` [n], the mean over ranks of gradient and residual, was written; None where there is nothing to write."""
+    """Return how much of `mean` [n], the mean over ranks of gradient and residual, was written; None where there is nothing to write."""
     energy = float(mean.square().sum())
     if not energy or not math.isfinite(energy):
         return {"error": None, "captured": None, "best": None}
@@ -135,10 +135,10 @@ def _quality(mean: Tensor, written: Tensor, union: int) -> Record:
     }
 
 
-def _residual(scheme: Scheme, layout: Sequence[ParameterSpan]) -> Tensor | None:
-    """What this rank keeps back, [n], zero for parameters of which it keeps nothing; None where it keeps nothing of any."""
-    kept = scheme.state_dict().get("residual")
-    return torch.cat([kept.get(slot.name, torch.zeros(len(slot.span))) for slot in layout]) if kept else None
+def _residual_of(scheme: Scheme, layout: Sequence[ParameterSpan]) -> Tensor | None:
+    """Return the residual of one rank, [n], zero for parameters without one; None where no parameter has one."""
+    found = scheme.state_dict().get("residual")
+    return torch.cat([found.get(each.name, torch.zeros(len(each.span))) for each in layout]) if found else None
 
 
 def _detail(report: Report, *names: str) -> Any:  # Any: a detail of some scheme
@@ -146,5 +146,5 @@ def _detail(report: Report, *names: str) -> Any:  # Any: a detail of some scheme
 
 
 def _number(value: int | float | None) -> int | float | None:
-    """The value, or None where JSON has no word for it."""
+    """Return the value, or None where JSON cannot express it."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,12 +1,12 @@
-"""The picture of a study: six panels over the steps, one line a scheme."""
+"""The picture of a study: six panels over the steps, one line for each scheme."""
 
 import io
 from collections.abc import Callable, Sequence
 
-from sparsync.lab.curves import FAINT, INK
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.format import byte_unit
-from sparsync.lab.plots import STYLE, hues_of
+from sparsync.lab.report.curves import FAINT, INK
+from sparsync.lab.report.format import byte_unit
+from sparsync.lab.report.plots import STYLE, hues_of
 from sparsync.lab.traffic.observe import Record
 
 with lab_extra("matplotlib"):
@@ -26,7 +26,7 @@ Value = Callable[[Record], int | float | None]
 
 
 def picture(records: Sequence[Record], title: str, subtitle: str) -> bytes:
-    """A PNG image of all step records."""
+    """Return a PNG image of all step records."""
     series: dict[str, list[Record]] = {}
     for record in records:
         series.setdefault(record["scheme"], []).append(record)
@@ -70,7 +70,7 @@ def _draw(figure: Figure, series: dict[str, list[Record]], hues: dict[str, str])
 
 
 def _line(axes: Axes, records: Sequence[Record], value: Value, hue: str, width: float) -> list[float]:
-    """The values of a line that was drawn; none where the scheme has no such value."""
+    """Draw a line, and return its values; none where the scheme has no such value."""
     found = [(record["step"], float(y)) for record in records if (y := value(record)) is not None]
     if found:
         axes.plot(*zip(*found, strict=True), color=hue, linewidth=width)
@@ -78,7 +78,7 @@ def _line(axes: Axes, records: Sequence[Record], value: Value, hue: str, width: 
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """From zero, or logarithmic where the lines would otherwise lie on each other."""
+    """Let the y axis begin at zero, or make it logarithmic where the lines would otherwise overlap."""
     above = [value for value in values if value > 0]
     if above and len(above) == len(values) and max(above) > _LOG_FROM * min(above):
         axes.set_yscale("log")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from sparsync.lab import one_process
 from sparsync.lab.traffic.stream import FORMAT
+from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload, share
 
 Precision = Literal["bfloat16", "float32"]
@@ -14,8 +15,8 @@ Precision = Literal["bfloat16", "float32"]
 
 def record(
     workload: Workload, seed: int, ranks: int, steps: int, every: int = 1, precision: Precision = "bfloat16"
-) -> dict[str, Any]:  # Any: a tensor and what describes it, as torch.load(weights_only=True) accepts them
-    """The gradients [T, P, n] of every `every`-th of `steps` training steps, as the ranks have them before they are averaged.
+) -> dict[str, Any]:  # Any: a tensor and its description, as torch.load(weights_only=True) accepts them
+    """Return the gradients [T, P, n] of every `every`-th of `steps` training steps, as the ranks have them before they are averaged.
 
     The training is that of `ranks` ranks with the dense mean: each step computes every rank's share of the batch on the same weights.
     """
@@ -27,24 +28,24 @@ def record(
     share(getattr(workload, "batch_size", ranks), 0, ranks)
     workload.prepare()
     model = workload.model(seed)
-    optimizer, schedule = workload.optimizer(model, steps)
     layout = one_process.layout(model)
-    kept = torch.empty(-(-steps // every), ranks, layout[-1].span.stop, dtype=getattr(torch, precision))
-    for step in range(steps):
-        gradients = [one_process.gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
+    recorded = torch.empty(-(-steps // every), ranks, layout[-1].span.stop, dtype=getattr(torch, precision))
+
+    def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
+        stacked = torch.stack(gradients)  # [P, n]
         if step % every == 0:
-            kept[step // every].copy_(torch.stack(gradients))
-        one_process.write(model, torch.stack(gradients).mean(0))
-        workload.clip(model)
-        optimizer.step()
-        schedule.step()
-    spans = [(slot.name, slot.span.start, slot.span.stop) for slot in layout]
-    about = {"workload": workload.name, "seed": seed, "ranks": ranks, "steps": steps, "every": every}
-    return {"format": FORMAT, "gradients": kept, "layout": spans, "about": about}
+            recorded[step // every].copy_(stacked)
+        return stacked.mean(0)
+
+    one_process.train(workload, model, seed, steps, ranks, reduce)
+    spans = [(each.name, each.span.start, each.span.stop) for each in layout]
+    name = workload.describe()["workload"]
+    about = {"workload": name, "seed": seed, "ranks": ranks, "steps": steps, "every": every}
+    return {"format": FORMAT, "gradients": recorded, "layout": spans, "about": about}
 
 
 def save(recorded: dict[str, Any], path: Path) -> None:  # Any: as `record`
-    """Writes the file; RuntimeError where that cannot be done."""
+    """Write the file. Raises RuntimeError where that cannot be done."""
     try:
         torch.save(recorded, path)
     except (OSError, RuntimeError) as error:

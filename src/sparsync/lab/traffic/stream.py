@@ -24,7 +24,7 @@ _DRIFT = 0.5  # standard deviation of the drift of a scale's logarithm
 
 
 class Stream(Protocol):
-    """What comes in at every step: one gradient a rank, all of the same parameters."""
+    """A source of gradients: at every step one for each rank, all of the same parameters."""
 
     @property
     def ranks(self) -> int: ...
@@ -33,18 +33,18 @@ class Stream(Protocol):
     def layout(self) -> tuple[ParameterSpan, ...]: ...
 
     def gradients(self, step: int) -> list[Tensor]:
-        """One float32 gradient [n] a rank, for reading only."""
+        """Return one float32 gradient [n] for each rank, for reading only."""
         ...
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Gradients of a made-up network: layers of very different size and scale, heavy tails, and ranks that agree in part.
+    """Gradients of an imaginary network: layers of very different size and scale, heavy tails, and ranks with a common signal.
 
     One rank's gradient is scale * (sqrt(signal) * common + sqrt(1 - signal) * own), with common and own of unit variance and Student's t
-    with 4 degrees of freedom. The common part turns into another one within 20 steps. Every parameter has a scale of its own, e^N(0, 1),
+    with 4 degrees of freedom. The common signal changes into another within 20 steps. Every parameter has a scale of its own, e^N(0, 1),
     which drifts by about a half of its size within 400 steps. At step 0 a gradient's root of the expected squared norm is 1, as the start
-    thresholds of MiCRO and ExDyna suppose. All of it is a function of (seed, rank, step): rank r's gradient is the same among any number.
+    thresholds of MiCRO and ExDyna suppose. All of it is a function of (seed, rank, step): rank r's gradient does not depend on P.
     """
 
     ranks: int
@@ -52,7 +52,7 @@ class Synthetic:
     seed: int = 0
     jump: int | None = None  # the step from which on everything is 10 times as large
     signal: float = 0.2  # share of a rank's energy that all ranks have in common
-    _kept: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _drawn: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("ranks", self.ranks), ("elements", self.elements)):
@@ -74,20 +74,20 @@ class Synthetic:
         return [each.mul_(math.sqrt(1 - self.signal)).add_(common).mul_(scale) for each in own]
 
     def _common(self, step: int) -> Tensor:
-        def drawn(part: int) -> Tensor:
-            if part not in self._kept:
-                for old in [key for key in self._kept if key < part - 1]:
-                    del self._kept[old]
-                self._kept[part] = heavy_tailed(self.elements, self.seed, "signal", part)
-            return self._kept[part]
+        def signal(period: int) -> Tensor:
+            if period not in self._drawn:
+                for old in [key for key in self._drawn if key < period - 1]:
+                    del self._drawn[old]
+                self._drawn[period] = heavy_tailed(self.elements, self.seed, "signal", period)
+            return self._drawn[period]
 
-        return _between(drawn, step, _SIGNAL_STEPS)
+        return _between(signal, step, _SIGNAL_STEPS)
 
     def _scale(self, step: int) -> Tensor:
-        lengths = torch.tensor([len(slot.span) for slot in self.layout])
+        lengths = torch.tensor([len(each.span) for each in self.layout])
 
-        def drift(part: int) -> Tensor:
-            return torch.randn(len(lengths), generator=generator(self.seed, "traffic/drift", part))
+        def drift(period: int) -> Tensor:
+            return torch.randn(len(lengths), generator=generator(self.seed, "traffic/drift", period))
 
         first = torch.randn(len(lengths), generator=generator(self.seed, "traffic/scale", 0))
         start = (first + _DRIFT * drift(0)).exp()
@@ -116,11 +116,11 @@ class Recorded:
 
 
 def recorded(path: Path) -> Recorded:
-    """The gradients in `path`, mapped into memory; raises ValueError where it is no file of ours."""
+    """Return the gradients in `path`, mapped into memory. Raises ValueError where it is not a file of `sparsync gradients`."""
     if not path.is_file():
         raise ValueError(f"--gradients: there is no file {path}; `sparsync gradients --out {path}` makes one")
     try:
-        found: Any = torch.load(path, weights_only=True, mmap=True)  # Any: whatever the file holds
+        found: Any = torch.load(path, weights_only=True, mmap=True)  # Any: any object in a file
     except Exception as error:  # torch raises many kinds for a file that is none of its own
         raise ValueError(f"--gradients: {path} cannot be read ({error}); make it by `sparsync gradients`") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -129,7 +129,7 @@ def recorded(path: Path) -> Recorded:
 
 
 def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
-    """Parameters "layer0.weight", "layer0.bias", ... of `n` elements in all; sizes grow geometrically, their order is drawn.
+    """Return parameters "layer0.weight", "layer0.bias", ... of `n` elements in total; sizes grow geometrically, their order is drawn.
 
     A bias has as many elements as a square weight has rows.
     """
@@ -139,34 +139,33 @@ def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
     share = [_GROWTH**place for place in range(count)]
     stops = [round(n * sum(share[: place + 1]) / sum(share)) for place in range(count)]
     sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
-    slots: list[ParameterSpan] = []
+    layout: list[ParameterSpan] = []
     start = 0
     for number, place in enumerate(torch.randperm(count, generator=generator(seed, "traffic/order", 0)).tolist()):
         stop = start + sizes[place]
         bias = stop - (math.isqrt(sizes[place]) if sizes[place] > 1 else 0)
-        slots += [
+        layout += [
             ParameterSpan(f"layer{number}.weight", Span(start, bias)),
             ParameterSpan(f"layer{number}.bias", Span(bias, stop)),
         ]
         start = stop
-    return tuple(slots)
+    return tuple(layout)
 
 
 def heavy_tailed(n: int, seed: int, key: str, step: int) -> Tensor:
-    """`n` numbers, float32, of Student's t distribution with 4 degrees of freedom, scaled to unit variance.
+    """Return `n` numbers, float32, of Student's t distribution with 4 degrees of freedom, scaled to unit variance.
 
     Its quantile function is closed: t(u) = sign(u - 1/2) 2 sqrt(cos(arccos(sqrt a) / 3) / sqrt a - 1) with a = 4 u (1 - u).
     """
-    u = torch.rand(n, generator=generator(seed, f"traffic/{key}", step)).clamp_(
-        min=2**-25
-    )  # never 0, which is infinite
+    u = torch.rand(n, generator=generator(seed, f"traffic/{key}", step))
+    u.clamp_(min=2**-25)  # never 0, whose quantile is infinite
     root = (u * (1 - u)).mul_(4).sqrt_()
     size = root.acos().div_(3).cos_().div_(root).sub_(1).clamp_(min=0).sqrt_()
     return size.mul_(math.sqrt(2)).copysign_(u.sub_(0.5))
 
 
 def _between(draw: Callable[[int], Tensor], step: int, period: int) -> Tensor:
-    """A mixture of two neighbouring draws that turns from one into the other within `period` steps, at constant variance."""
-    part, rest = divmod(step, period)
+    """Return a mixture of two successive draws that changes from one into the other within `period` steps, at constant variance."""
+    number, rest = divmod(step, period)
     angle = math.pi / 2 * rest / period
-    return draw(part).mul(math.cos(angle)).add_(draw(part + 1), alpha=math.sin(angle))
+    return draw(number).mul(math.cos(angle)).add_(draw(number + 1), alpha=math.sin(angle))

@@ -1,4 +1,4 @@
-"""Several schemes on one stream, step by step side by side, and what their steps amount to."""
+"""Several schemes on one stream, step by step side by side, and a summary of their steps."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsync.lab.settings import SchemeChoice, check_labels, try_out
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
 from sparsync.lab.traffic.observe import Observed, Record
 from sparsync.lab.traffic.stream import Stream, Synthetic, recorded
 
@@ -16,7 +16,7 @@ RANKS, ELEMENTS, STEPS = 4, 100_000, 300
 
 @dataclass(frozen=True)
 class Study:
-    """What to look at: schemes, a stream, and how many steps of it. Raises ValueError for what does not fit together."""
+    """Schemes, a stream of gradients, and the number of steps. Raises ValueError where they do not fit together."""
 
     schemes: tuple[SchemeChoice, ...]
     stream: Stream
@@ -34,7 +34,7 @@ class Study:
         return self.stream.layout[-1].span.stop
 
     def records(self) -> Iterator[Record]:
-        """A record for each step and scheme, step by step."""
+        """Yield a record for each step and scheme, step by step."""
         observed = [Observed(choice, self.stream.ranks, self.stream.layout) for choice in self.schemes]
         for step in range(self.steps):
             gradients = self.stream.gradients(step)
@@ -42,7 +42,7 @@ class Study:
                 yield each.reduce(step, gradients)
 
     def summary(self, label: str, records: Sequence[Record]) -> Record:
-        """What all the steps of one scheme amount to, as a whole and without the first ones."""
+        """Return the summary of one scheme: over all steps but the first, and but the first 50."""
         mine = [record for record in records if record["scheme"] == label]
         about = {"ranks": self.stream.ranks, "elements": self.elements, "asked": mine[0]["asked"], "steps": len(mine)}
         windows = {name: _window(mine[start:]) for name, start in WINDOWS.items()}
@@ -57,7 +57,7 @@ def synthetic_study(
     seed: int = 0,
     jump: int | None = None,
 ) -> Study:
-    """A study of drawn gradients; what is None takes its default."""
+    """Return a study of drawn gradients; arguments that are None take their defaults."""
     steps = STEPS if steps is None else steps
     if jump is not None and jump >= steps:
         raise ValueError(
@@ -74,13 +74,13 @@ def recorded_study(
     elements: int | None = None,
     steps: int | None = None,
 ) -> Study:
-    """A study of recorded gradients; raises ValueError where what is asked for is not what was recorded. None: as recorded."""
+    """Return a study of recorded gradients. None: as recorded. Raises ValueError where an argument differs from the recording."""
     stream = recorded(path)
     T, P, n = stream.values.shape
-    for name, asked, had in (("ranks", ranks, P), ("elements", elements, n)):
-        if asked is not None and asked != had:
+    for name, asked, found in (("ranks", ranks, P), ("elements", elements, n)):
+        if asked is not None and asked != found:
             raise ValueError(
-                f"--{name} must be {had}, as in {path}, got {asked}; leave it out, or record anew by `sparsync gradients`"
+                f"--{name} must be {found}, as in {path}, got {asked}; leave it out, or record again by `sparsync gradients`"
             )
     if steps is not None and steps > T:
         raise ValueError(f"--steps must be at most {T}, as many as {path} has, got {steps}")
@@ -88,7 +88,7 @@ def recorded_study(
 
 
 def _window(records: Sequence[Record]) -> Record | None:
-    """Means and extremes over some steps; None over none."""
+    """Return means and extremes over some steps; None over none."""
     if not records:
         return None
     off = [abs(record["union"] / record["asked"] - 1) for record in records if record["asked"]]
@@ -111,6 +111,6 @@ def _window(records: Sequence[Record]) -> Record | None:
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:
-    """Over the steps that have a value; None where none has."""
+    """Return the mean over the steps that have a value; None where none has."""
     found: list[Any] = [record[name] for record in records if record[name] is not None]  # Any: JSON
     return statistics.fmean(found) if found else None

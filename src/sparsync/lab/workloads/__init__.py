@@ -1,97 +1,117 @@
-"""The training jobs of the lab by name. Importing this loads neither torch nor data: listing the names is instant."""
+"""The training jobs of the lab by name, by module or by file. Importing this loads neither torch nor data: listing the names is instant."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sparsync.base.locate import installed, locate
 from sparsync.lab.workloads.store import DataMissingError as DataMissingError
 
 if TYPE_CHECKING:
     from sparsync.lab.workloads.base import Workload as Workload
 
-Option = int | float | str
+Option = int | float | str | bool
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a workload lives, one line about it, and the options that make it differ from its class's defaults."""
+    """A workload of the lab: its class as "module:Class", one line about it, and options that differ from the defaults of its class."""
 
-    module: str
-    kind: str
+    spec: str
     summary: str
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
 WORKLOADS: dict[str, Entry] = {
     "shakespeare": Entry(
-        "sparsync.lab.workloads.shakespeare",
-        "Shakespeare",
+        "sparsync.lab.workloads.shakespeare:Shakespeare",
         "word-level LSTM language model on Shakespeare's works, 5.66 M parameters, perplexity",
     ),
     "shakespeare-small": Entry(
-        "sparsync.lab.workloads.shakespeare",
-        "Shakespeare",
+        "sparsync.lab.workloads.shakespeare:Shakespeare",
         "the same with 2,000 words and width 192, 1.07 M parameters: minutes on two cores",
         {"vocabulary": 2_000, "width": 192},
     ),
     "fashion": Entry(
-        "sparsync.lab.workloads.fashion",
-        "Fashion",
+        "sparsync.lab.workloads.fashion:Fashion",
         "ResNet classifier on Fashion-MNIST, 1.23 M parameters, accuracy",
     ),
     "fashion-mlp": Entry(
-        "sparsync.lab.workloads.fashion",
-        "Fashion",
+        "sparsync.lab.workloads.fashion:Fashion",
         "multi-layer perceptron on Fashion-MNIST, 1.86 M parameters, accuracy",
         {"network": "mlp"},
     ),
 }
 
 
-def names() -> tuple[str, ...]:
-    """The names that `get` knows, in the order of the registry."""
-    return tuple(WORKLOADS)
+def summaries() -> dict[str, str]:
+    """Return one line about each workload by its name: those of the lab, then those of installed packages."""
+    others = {name: f"installed, {spec}" for name, spec in installed("workload").items() if name not in WORKLOADS}
+    return {name: entry.summary for name, entry in WORKLOADS.items()} | others
 
 
 def get(name: str, **options: Option) -> "Workload":
-    """The workload called `name`, with `options` in place of its defaults; no data is touched before its `prepare`.
+    """Return a new workload with `options` in place of its defaults; no data is touched before its `prepare`.
 
-    An option given as text is converted to the type of its default. Raises ValueError for an unknown name or option, with
-    the nearest known one, and for a value that the workload refuses.
+    `name` is one of `summaries`, "package.module:Class" or "path/to/file.py:Class". An option given as text is converted to the type
+    of its default. Raises ValueError for an unknown name or option, with the nearest known one, for a value that the workload
+    refuses, and for a class that lacks a method of `sparsync.lab.workloads.base.Workload`.
     """
-    if name not in WORKLOADS:
-        raise ValueError(f"unknown workload {name!r}{_nearest(name, WORKLOADS)}; there are {', '.join(WORKLOADS)}")
-    entry = WORKLOADS[name]
-    kind = getattr(import_module(entry.module), entry.kind)
-    defaults: dict[str, Option] = {each.name: getattr(kind, each.name) for each in fields(kind)}
+    entry = WORKLOADS.get(name)
+    if entry is None and ":" not in name and name not in installed("workload"):
+        known = summaries()
+        raise ValueError(
+            f"unknown workload {name!r}{_nearest(name, known)}; there are {', '.join(known)}, and others are given as "
+            "package.module:Class or path/to/file.py:Class"
+        )
+    kind = locate(entry.spec if entry else name, "workload")
+    import_module("sparsync.lab.workloads.base").check_class(kind, name)
+    defaults = _defaults(kind)
     for option in options:
         if option not in defaults:
-            raise ValueError(
-                f"workload {name!r} has no option {option!r}{_nearest(option, defaults)}; it has {', '.join(defaults)}"
-            )
+            known = ", ".join(defaults) or "none"
+            raise ValueError(f"workload {name!r} has no option {option!r}{_nearest(option, defaults)}; it has {known}")
     given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
-    return kind(**{**entry.options, **given})
+    try:
+        return kind(**{**(entry.options if entry else {}), **given})
+    except TypeError as error:
+        raise ValueError(
+            f"workload {name!r} cannot be made: {error}; give its options by --option KEY=VALUE"
+        ) from error
 
 
 def __getattr__(name: str) -> object:
-    """The protocol, fetched when first asked for, because its module imports torch."""
+    """Fetch the base class when it is first used, because its module imports torch."""
     if name == "Workload":
         return import_module("sparsync.lab.workloads.base").Workload
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean ...?" with the known name closest to `name`, empty when none is close."""
+    """Return ", did you mean ...?" with the known name closest to `name`; empty when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def _converted(option: str, value: Option, default: Option) -> Option:
-    """`value` in the type of `default`; whole numbers pass as floats, nothing else changes its type but text."""
+def _defaults(kind: Callable[..., "Workload"]) -> dict[str, Any]:  # Any: defaults of any type
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def _converted(option: str, value: Option, default: Any) -> Any:  # Any: the option's type, which is that of its default
+    """Return `value` in the type of `default`: text is converted, and whole numbers pass as floats; nothing else changes its type."""
     kind = type(default)
-    if isinstance(value, str) or (kind is float and type(value) is int):
+    if kind not in (int, float, str, bool):  # no default, or one that says nothing about the type
+        return value
+    if kind is bool and value in ("true", "false"):
+        return value == "true"
+    if kind is not bool and (isinstance(value, str) or (kind is float and type(value) is int)):
         try:
             return kind(value)
         except ValueError:

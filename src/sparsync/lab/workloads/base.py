@@ -1,12 +1,14 @@
-"""What a training job offers the lab, and the few rules that all jobs share: equal shares, exact sums, seeded weights.
+"""The base class of training jobs, and the few rules that all jobs share: equal shares, exact sums, seeded weights.
 
-The training loop knows nothing of a job but `Workload`; data, models and hyperparameters live in the other files here.
+The training loop uses a job only through `Workload`; data, models and hyperparameters live in the other files here.
 """
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -17,80 +19,122 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync.core import Span, generator, spans
 
-Metric = Literal["perplexity", "accuracy"]
 Better = Literal["lower", "higher"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's samples of one step: what the model is given, and what it should say to it."""
+    """One rank's samples of one step: the input of the model, and the target of its output."""
 
     input: Tensor
     target: Tensor
 
 
-@runtime_checkable
-class Workload(Protocol):
-    """A training job on real data. All of it is a function of the options, the seed and the step; nothing communicates."""
+class Workload(ABC):
+    """A training job: subclass it, name its metric, and write `model`, `batch`, `loss`, `optimizer`, `evaluate` and `quality`.
 
-    name: ClassVar[str]
-    metric: ClassVar[Metric]
-    better: ClassVar[Better]
-    unit: ClassVar[str]  # the quality with its unit, as an axis of a plot says it
+    Everything is a function of the options, the seed and the step; nothing communicates. Options are the arguments of the constructor,
+    such as the fields of a frozen dataclass. A job with an option `batch_size` is checked for equal shares before it starts.
+    """
+
+    name: ClassVar[str] = ""  # in results; empty: the name of the class
+    metric: ClassVar[str]  # of the quality, such as "perplexity"
+    better: ClassVar[Better]  # which quality is better
+    unit: ClassVar[str]  # the quality with its unit, as a label of an axis
 
     def prepare(self) -> None:
-        """Leaves the data checked and in place; called once, before any worker starts.
+        """Check the data and put it in place. Called once, before any worker starts.
 
-        Raises DataMissingError, which lists every cure, where the data cannot be had.
+        Raises DataMissingError, with every cure, where the data cannot be found.
         """
-        ...
+        return
 
+    @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """A new model in training mode, with the same weights for the same seed.
+        """Return a new model in training mode, with the same weights for the same seed.
 
-        torch's global generator is neither used nor moved. The model has no buffers: it is its parameters.
+        torch's global generator is neither used nor changed (see `seeded`). The model has no buffers: its parameters are all its state.
         """
-        ...
 
+    @abstractmethod
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        """Rank `rank`'s share of global batch `step`; the shares in rank order are the same batch for any number of ranks.
+        """Return the share of rank `rank` of global batch `step`; all shares in rank order are the same batch for any number of ranks.
 
-        Raises ValueError where the ranks cannot have equal shares.
+        Raises ValueError where the ranks cannot have equal shares (see `share`).
         """
-        ...
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the share, so that the mean over ranks is the mean over the global batch."""
-        ...
+        """Return the mean loss over the share, so that the mean over ranks is the mean over the global batch."""
 
+    @abstractmethod
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        """The optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each."""
-        ...
+        """Return the optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each step."""
 
     def clip(self, model: nn.Module) -> None:
-        """Limits the reduced gradient, in place, before the optimizer's step."""
-        ...
+        """Limit the reduced gradient in place, before the optimizer's step."""
+        return
 
+    @abstractmethod
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """This rank's part of the validation: (sum, count).
+        """Return the sum and the count over the share of rank `rank` of the validation data.
 
-        Added in float64, in any order and for any number of ranks, the parts give the same total to the last bit, provided
-        that the ranks hold the same parameters.
+        Added in float64, in any order and for any number of ranks, the sums give the same total to the last bit, provided that the
+        ranks hold the same parameters (see `chunks` and `exactly_addable`).
         """
-        ...
 
+    @abstractmethod
     def quality(self, total: float, count: int) -> float:
-        """The figure in `unit` that all ranks' sums and counts amount to."""
-        ...
+        """Return the quality in `unit` from the sums and counts of all ranks."""
 
-    # Any: nested dicts of numbers and strings, as JSON takes them.
-    def describe(self) -> dict[str, Any]:
-        """The whole configuration, the number of parameters and the fingerprint of the data, for the results file."""
-        ...
+    def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them
+        """Return the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
+        options = {key: value for key, value in vars(self).items() if isinstance(value, int | float | str)}
+        return {
+            "workload": self.name or type(self).__qualname__,
+            "metric": self.metric,
+            "options": asdict(self) if is_dataclass(self) else options,
+            "parameters": parameter_count(self.model(seed=0)),
+        }
+
+
+def check_class(kind: object, name: str) -> None:
+    """Raise ValueError unless `kind` is a subclass of Workload that has every method and attribute, with parameters in the same order.
+
+    `name` is what the user gave, for the message.
+    """
+    if not inspect.isclass(kind) or not issubclass(kind, Workload):
+        shown = f"class {kind.__qualname__}" if inspect.isclass(kind) else repr(kind)
+        raise ValueError(f"workload {name!r} must be a subclass of {Workload.__module__}.Workload, got {shown}")
+    where = f"workload {name!r}: class {kind.__qualname__}"
+    for method, function in vars(Workload).items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        expected = inspect.signature(function)
+        wanted = f"def {method}{expected}".replace("sparsync.lab.workloads.base.", "")
+        found = getattr(kind, method)
+        if getattr(found, "__isabstractmethod__", False):
+            raise ValueError(f"{where} has no method {method!r}; write it as: {wanted}")
+        if not callable(found) or not _accepts(found, list(expected.parameters)):
+            raise ValueError(f"{where} has a method {method!r} with other parameters; write it as: {wanted}")
+    for attribute, example in (("metric", "perplexity"), ("better", "lower"), ("unit", "validation perplexity")):
+        if not isinstance(getattr(kind, attribute, None), str):
+            raise ValueError(
+                f'{where} has no text {attribute!r}; write it in the class, such as: {attribute} = "{example}"'
+            )
+
+
+def _accepts(function: Callable[..., object], names: list[str]) -> bool:
+    """Return whether a call with the parameters in order is possible; those of the standard contract are positional."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        return False
+    return True
 
 
 def share(batch: int, rank: int, ranks: int) -> Span:
-    """Which samples of a global batch are rank `rank`'s: equal, adjacent, in rank order. Raises ValueError where they cannot be."""
+    """Return the span of rank `rank` in a global batch: equal, adjacent, in rank order. Raises ValueError where they cannot be equal."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be in [0, {ranks}) for {ranks} ranks, got {rank}")
     if batch % ranks:
@@ -102,7 +146,7 @@ def share(batch: int, rank: int, ranks: int) -> Span:
 
 
 def chunks(count: int, size: int, rank: int, ranks: int) -> Iterator[Span]:
-    """Rank `rank`'s spans of [0, count), cut every `size` however many ranks there are; a rank may have none.
+    """Yield the spans of rank `rank` in [0, count), cut every `size` for any number of ranks; a rank may have none.
 
     The cuts do not depend on the ranks, because a matrix product may round a row differently in a batch of other height.
     """
@@ -111,12 +155,12 @@ def chunks(count: int, size: int, rank: int, ranks: int) -> Iterator[Span]:
 
 
 def exactly_addable(x: Float[Tensor, " n"]) -> float:
-    """The sum of `x` to the nearest 2**-20: such sums add without rounding, so in any order, up to 2**33. NaN stays NaN."""
+    """Return the sum of `x` to the nearest 2**-20: such sums add without rounding, so in any order, up to 2**33. NaN stays NaN."""
     return float(torch.round(x.double().sum() * 2**20) / 2**20)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What `build` makes when torch's global generator is seeded by `seed`; the generator is afterwards as it was before."""
+    """Return the result of `build` with torch's global generator seeded by `seed`; the generator is afterwards as it was before."""
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which reseeds accelerators as well, outside the fork.
         torch.default_generator.manual_seed(generator(seed, "model", 0).initial_seed())
@@ -124,13 +168,13 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside a DistributedDataParallel, whose forward may communicate; any other model itself."""
+    """Return the model inside a DistributedDataParallel, whose forward may communicate; any other model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is in evaluation mode and nothing records gradients; afterwards its mode is what it was."""
+    """Put `model` into evaluation mode, without gradients, until the block ends; afterwards its mode is as before."""
     training = model.training
     model.eval()
     try:
@@ -141,12 +185,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of trained elements of `model`."""
+    """Return the number of trained elements of `model`."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def require_positive(**values: int | float) -> None:
-    """Raises ValueError naming the first value that is not above zero."""
+    """Raise ValueError that names the first value that is not above zero."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}")

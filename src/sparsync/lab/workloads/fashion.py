@@ -1,6 +1,6 @@
 """The image classification job: Fashion-MNIST with a small residual network or a multi-layer perceptron."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,11 +16,10 @@ from sparsync.lab.workloads import networks
 from sparsync.lab.workloads.base import (
     Batch,
     Better,
-    Metric,
+    Workload,
     bare,
     chunks,
     evaluating,
-    parameter_count,
     require_positive,
     seeded,
     share,
@@ -29,15 +28,15 @@ from sparsync.lab.workloads.fashion_images import SHA256, Images, images
 
 NETWORKS = {"resnet": networks.resnet, "mlp": networks.mlp}
 CHUNK = 125  # test images in one forward pass
-POPULATION = 1024  # training images that stand for all where batch normalisation needs the mean and variance
+POPULATION = 1024  # training images from which batch normalisation takes mean and variance in an evaluation
 MEAN, DEVIATION = 0.2860, 0.3530  # of the pixels of the training images, in [0, 1]
 
 
 @dataclass(frozen=True)
-class Fashion:
+class Fashion(Workload):
     """Pictures of clothes of ten kinds, without augmentation.
 
-    An epoch is a random order of the training images, cut into batches; what does not fill a last batch is left out of it.
+    An epoch is a random order of the training images, cut into batches; images that do not fill a last batch are left out.
     The recipe of both networks is SGD with Nesterov momentum and one cycle of the learning rate (arXiv:1708.07120).
     """
 
@@ -49,7 +48,7 @@ class Fashion:
     data: str = ""  # a folder with the four IDX files instead of the Debian package's, or the internet's
 
     name: ClassVar[str] = "fashion"
-    metric: ClassVar[Metric] = "accuracy"
+    metric: ClassVar[str] = "accuracy"
     better: ClassVar[Better] = "higher"
     unit: ClassVar[str] = "test accuracy in percent"
 
@@ -93,43 +92,34 @@ class Fashion:
         )
         return optimizer, OneCycleLR(optimizer, max_lr=self.learning_rate, total_steps=steps, cycle_momentum=False)
 
-    def clip(self, model: nn.Module) -> None:
-        """Nothing: this recipe does not clip."""
-
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """How many of this rank's test images are classified rightly, and how many there are."""
+        """Return how many of this rank's test images are classified correctly, and how many there are."""
         data = self._images()
         model = bare(model)
         population = _pixels(data.training.images[:POPULATION])
-        right, count = 0, 0
+        correct, count = 0, 0
         with evaluating(model), networks.population_statistics(model, population):
             for chunk in chunks(len(data.test.classes), CHUNK, rank, ranks):
                 score = model(_pixels(chunk.of(data.test.images)))
-                right += int((score.argmax(1) == chunk.of(data.test.classes)).sum())
+                correct += int((score.argmax(1) == chunk.of(data.test.classes)).sum())
                 count += len(chunk)
-        return float(right), count
+        return float(correct), count
 
     def quality(self, total: float, count: int) -> float:
-        """The accuracy in percent."""
+        """Return the accuracy in percent."""
         require_positive(count=count)
         return 100 * total / count
 
     def describe(self) -> dict[str, Any]:
-        data = self._images()
-        options = asdict(self)
-        options.pop("data")
-        return {
-            "workload": self.name,
-            "metric": self.metric,
-            "options": options,
-            "parameters": parameter_count(self.model(seed=0)),
-            "data": {
-                "source": data.source,
-                "sha256": dict(data.sha256),
-                "is_fashion_mnist": data.sha256 == SHA256,
-                "images": {"training": len(data.training.classes), "test": len(data.test.classes)},
-            },
+        data, described = self._images(), super().describe()
+        del described["options"]["data"]
+        found = {
+            "source": data.source,
+            "sha256": dict(data.sha256),
+            "is_fashion_mnist": data.sha256 == SHA256,
+            "images": {"training": len(data.training.classes), "test": len(data.test.classes)},
         }
+        return {**described, "data": found}
 
     def _images(self) -> Images:
         return images(self.data)
@@ -137,7 +127,7 @@ class Fashion:
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> Int[Tensor, " count"]:
-    """The order of the training images in an epoch."""
+    """Return the order of the training images in an epoch."""
     return torch.randperm(count, generator=generator(seed, "fashion/epoch", epoch))
 
 

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Zalando Research, MIT licence) as tensors: of the Debian package, a named folder, or the internet.
+"""Fashion-MNIST (Zalando Research, MIT licence) as tensors: from the Debian package, a given folder, or the internet.
 
 60,000 training and 10,000 test images of 28 x 28 grey pixels in ten classes; arXiv:1708.07747.
 """
@@ -22,7 +22,7 @@ UPSTREAM = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 DOWNLOAD_TIMEOUT_S = 60  # without a byte
 TRAINING = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-# Of the uncompressed files: Debian compresses them anew, so the .gz differ from the ones upstream.
+# Of the uncompressed files: Debian compresses them again, so the .gz differ from the ones upstream.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -41,7 +41,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Images:
-    """The training and the test part, where they come from, and the digests of the uncompressed files."""
+    """The training and the test images, their source, and the digests of the uncompressed files."""
 
     training: Labelled
     test: Labelled
@@ -51,10 +51,10 @@ class Images:
 
 @lru_cache(maxsize=2)
 def images(data: str) -> Images:
-    """The data in folder `data`; where that is empty, of the Debian package, else of the cache, else from the internet.
+    """Return the data in folder `data`; where that is empty, of the Debian package, else of the cache, else from the internet.
 
-    A named folder may hold other images of the same form, as the digests then show; all else must be Fashion-MNIST to the bit.
-    Raises DataMissingError when the data cannot be had, ValueError when the files in a named folder are not what they should be.
+    A given folder may hold other images of the same form, as the digests then show; all others must be Fashion-MNIST to the bit.
+    Raises DataMissingError when the data cannot be found or fetched, ValueError when the files in a given folder are not of that form.
     """
     if data:
         files, source = from_folder(Path(data)), data
@@ -67,7 +67,7 @@ def images(data: str) -> Images:
 
 
 def from_folder(folder: Path) -> dict[str, bytes]:
-    """The uncompressed content of the four files, which lie in `folder` compressed (name.gz) or not."""
+    """Return the uncompressed content of the four files, which lie in `folder` compressed (name.gz) or not."""
     if not folder.is_dir():
         raise ValueError(f"--data must name a folder with the four files of Fashion-MNIST, {folder} is none")
     content = {}
@@ -80,7 +80,7 @@ def from_folder(folder: Path) -> dict[str, bytes]:
 
 
 def _from_debian() -> dict[str, bytes]:
-    """The uncompressed content of the Debian package's four files, which must be Fashion-MNIST."""
+    """Return the uncompressed content of the Debian package's four files, which must be Fashion-MNIST."""
     try:
         content = from_folder(DEBIAN_FOLDER)
         for name, digest in SHA256.items():
@@ -94,7 +94,7 @@ def _from_debian() -> dict[str, bytes]:
 
 
 def from_internet(address: str, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """The uncompressed content of the files named in `digests`, from the cache or `address`, each checked by its SHA-256."""
+    """Return the uncompressed content of the files named in `digests`, from the cache or `address`, each checked by its SHA-256."""
     content = {}
     for name, digest in digests.items():
         packed = cached(
@@ -107,7 +107,7 @@ def from_internet(address: str, digests: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def labelled(files: Mapping[str, bytes], names: tuple[str, str]) -> Labelled:
-    """The images and classes in the two files called `names`. Raises ValueError where they do not belong together."""
+    """Return the images and classes in the two files called `names`. Raises ValueError where they do not belong together."""
     pictures = idx.parse(files[names[0]], names[0], dimensions=3)
     classes = idx.parse(files[names[1]], names[1], dimensions=1).long()
     if pictures.shape[1:] != (SIDE, SIDE):

@@ -17,13 +17,13 @@ UNSIGNED_BYTE = 0x08
 
 
 def read(path: Path) -> bytes:
-    """The uncompressed content of a file, compressed where its name ends in .gz. Raises ValueError when it is damaged."""
+    """Return the uncompressed content of a file, which is compressed where its name ends in .gz. Raises ValueError when it is damaged."""
     content = path.read_bytes()
     return unpacked(content, str(path)) if path.suffix == ".gz" else content
 
 
 def unpacked(content: bytes, name: str) -> bytes:
-    """The bytes that gzip made `content` from. Raises ValueError, naming the file, where it is cut off or damaged."""
+    """Return the bytes that gzip compressed to `content`. Raises ValueError, naming the file, where it is cut off or damaged."""
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
@@ -31,7 +31,7 @@ def unpacked(content: bytes, name: str) -> bytes:
 
 
 def parse(content: bytes, name: str, dimensions: int) -> UInt8[Tensor, "..."]:
-    """The array in an IDX file of unsigned bytes with that many dimensions. Raises ValueError, naming the file, otherwise."""
+    """Return the array in an IDX file of unsigned bytes with that many dimensions. Raises ValueError, naming the file, otherwise."""
     header = 4 + 4 * dimensions
     magic = bytes([0, 0, UNSIGNED_BYTE, dimensions])
     if content[:4] != magic:

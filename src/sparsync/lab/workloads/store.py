@@ -1,4 +1,4 @@
-"""Data files in the user's cache: checked whenever they are read, put there in one step, fetched again when damaged."""
+"""Data files in the user's cache: checked at every read, written in one step, fetched again when damaged."""
 
 import hashlib
 import os
@@ -8,24 +8,25 @@ from pathlib import Path
 
 
 class DataMissingError(RuntimeError):
-    """A data set is neither installed nor named nor to be had; the message lists every cure."""
+    """A data set is neither installed nor given nor can be fetched; the message lists every cure."""
 
 
 def cache_folder() -> Path:
-    """Where fetched data is kept: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
+    """Return the folder of fetched data: sparsync under XDG_CACHE_HOME, or under ~/.cache where that is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsync"
 
 
 def sha256(content: bytes) -> str:
-    """The SHA-256 digest of `content`, in hexadecimal."""
+    """Return the SHA-256 digest of `content` in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def cached(path: Path, check: Callable[[bytes], None], fetch: Callable[[], bytes]) -> bytes:
-    """The content of `path`, fetched and put there first when absent or damaged; `check` raises ValueError for damaged content.
+    """Return the content of `path`, fetched and written there first when it is absent or damaged.
 
-    Processes may do this at the same time: each reads a whole file or none, and the last to finish leaves its own. Raises
-    what `fetch` raises, DataMissingError when what it returns is damaged too, RuntimeError when the cache cannot be written.
+    `check` raises ValueError for damaged content. Processes may do this at the same time: each reads a whole file or none, and the last
+    to finish leaves its own. Passes on the errors of `fetch`; raises DataMissingError when the fetched content is damaged too, and
+    RuntimeError when the cache cannot be written.
     """
     if path.is_file():
         content = path.read_bytes()
@@ -35,7 +36,9 @@ def cached(path: Path, check: Callable[[bytes], None], fetch: Callable[[], bytes
     try:
         check(content)
     except ValueError as error:
-        raise DataMissingError(f"what was fetched for {path} is not what it should be: {error}") from None
+        raise DataMissingError(
+            f"the content fetched for {path} is damaged: {error}; try again, or put a good copy there"
+        ) from None
     _replace(path, content)
     return content
 
@@ -49,7 +52,7 @@ def _passes(check: Callable[[bytes], None], content: bytes) -> bool:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Makes `content` the content of `path`; another process sees all of it or nothing."""
+    """Write `content` to `path` so that another process reads all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
@@ -61,5 +64,5 @@ def _replace(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RuntimeError(
-            f"cannot keep data at {path}: {error}; make the folder writable or set XDG_CACHE_HOME to one that is"
+            f"cannot write data to {path}: {error}; make the folder writable or set XDG_CACHE_HOME to one that is"
         ) from error

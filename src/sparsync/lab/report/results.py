@@ -1,7 +1,7 @@
-"""results.jsonl: what a comparison leaves behind, one JSON object a line, written as it happens and read back whole.
+"""results.jsonl, the records of a comparison: one JSON object per line, appended as it happens, and read back whole.
 
 Five kinds of record, each a dataclass here: run, scheme, step, quality, end. One file holds any number of runs, each
-under its own id. Numbers made from the records are in summary.py.
+under its own id. summary.py makes numbers from the records.
 """
 
 import json
@@ -16,22 +16,20 @@ FILE_NAME = "results.jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the program: what was asked for, and on what. First of its records in the file."""
+    """One start of the program: its settings, versions and machine. The first of its records in the file."""
 
     kind: ClassVar[str] = "run"
     run: str
     time: str  # ISO 8601
     command: tuple[str, ...]  # argv
-    # Any: these four are JSON objects that are shown as they are; what is computed with is checked below.
+    # Any: these four are JSON objects, shown as they are; the entries used in computations are checked below.
     config: Mapping[str, Any]  # at least: ranks, link, rate_bits_per_s, target, steps
-    workload: Mapping[
-        str, Any
-    ]  # at least: metric, better ("lower" or "higher"), parameters (how many, so n of the dense gradient)
+    # At least: metric, better ("lower" or "higher"), parameters (how many: n of the dense gradient).
+    workload: Mapping[str, Any]
     versions: Mapping[str, Any]
     machine: Mapping[str, Any]
-    limited: (
-        bool  # whether the links really were rate-limited; if not, no time in this run says anything about a network
-    )
+    # True where the links were in fact rate-limited; if not, no time in this run says anything about a network.
+    limited: bool
 
     def __post_init__(self) -> None:
         for where, key, convert in (
@@ -64,7 +62,7 @@ class Run:
 
     @property
     def target(self) -> float | None:
-        """The quality to reach, in the unit of the metric; None where the run had no target."""
+        """The quality to reach, in the unit of the metric; None in a run without target."""
         target = self.config["target"]
         return None if target is None else float(target)
 
@@ -83,7 +81,7 @@ class SchemeStart:
 
     kind: ClassVar[str] = "scheme"
     run: str
-    scheme: str  # the label in tables and pictures; "dense" and "bf16" are what the others are compared with
+    scheme: str  # the label in tables and pictures; the others are compared with "dense" and "bf16"
     config: Mapping[str, Any]  # Any: shown as it is
     seed: int
     compute_s: float
@@ -91,7 +89,7 @@ class SchemeStart:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. Bytes are means over the ranks; `interface_bytes` is None where no interface is ours."""
+    """One training step. Bytes are means over the ranks; `interface_bytes` is None where ranks share an interface."""
 
     kind: ClassVar[str] = "step"
     run: str
@@ -107,7 +105,8 @@ class Step:
     interface_bytes: float | None  # everything the network interface sent
     messages: float
     union_density: float
-    accumulate_s: float = 0.0  # of what is inside the scheme and not the communicator, the part of each phase
+    # Of the time inside the scheme, without the communicator, that of each phase.
+    accumulate_s: float = 0.0
     select_s: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
@@ -116,7 +115,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Quality:
-    """One evaluation, after `step` steps. `bytes`: what the interface of a rank has sent so far; None as in Step."""
+    """One evaluation, after `step` steps. `bytes`: those that the interface of a rank has sent so far; None as in Step."""
 
     kind: ClassVar[str] = "quality"
     run: str
@@ -146,7 +145,7 @@ _KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart
 
 @dataclass
 class Trace:
-    """Everything one scheme left behind with one seed, in the order of the file."""
+    """All records of one scheme with one seed, in the order of the file."""
 
     start: SchemeStart
     steps: list[Step]
@@ -164,7 +163,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Results:
-    """What a results file says. `notes` are sentences a reader of any output has to see."""
+    """The content of a results file. `notes` are sentences that every output must show."""
 
     path: Path
     runs: tuple[RunRecords, ...]
@@ -172,9 +171,9 @@ class Results:
 
 
 def append(folder: Path, *records: Record) -> None:
-    """The records stand at the end of results.jsonl in `folder`, which is made if need be, and flushed.
+    """Append the records to results.jsonl in `folder`, which is created if necessary, and flush the file.
 
-    A line that an earlier run left unfinished is closed first, so that it spoils nothing but itself.
+    A line that an earlier run left unfinished is closed first, so that it damages no other line.
     Raises RuntimeError when the folder or the file cannot be written.
     """
     text = "".join(json.dumps(_as_json(record), allow_nan=False) + "\n" for record in records)
@@ -191,10 +190,10 @@ def append(folder: Path, *records: Record) -> None:
 
 
 def read(folder: Path) -> Results:
-    """The runs in results.jsonl of `folder`, oldest first.
+    """Return the runs in results.jsonl of `folder`, oldest first.
 
-    A line that breaks off is left out, with a note, where a crash can have put it: at the end, or before the next run.
-    Records of unknown kind are passed over. Raises ValueError, with the line's number, for whatever else does not fit.
+    A line that breaks off is left out, with a note, where a crash can have caused it: at the end, or before the next run.
+    Records of unknown kind are ignored. Raises ValueError, with the line's number, for any other line that is not a valid record.
     """
     path = Path(folder) / FILE_NAME
     try:
@@ -216,7 +215,7 @@ def read(folder: Path) -> Results:
 
 
 def _parsed(path: Path, lines: Sequence[bytes], notes: list[str]) -> Iterator[tuple[int, object]]:
-    """Line numbers and JSON values; adds a note for each line that breaks off where a crash can have put it."""
+    """Yield line numbers and JSON values; add a note for each line that breaks off where a crash can have caused it."""
     broken: int | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -238,7 +237,7 @@ def _parsed(path: Path, lines: Sequence[bytes], notes: list[str]) -> Iterator[tu
 
 
 def _json(line: bytes) -> object:
-    """The value, or None for what is not JSON (and for null, which is no record either)."""
+    """Return the value, or None for invalid JSON (and for null, which is not a record either)."""
     try:
         return json.loads(line)
     except ValueError:
@@ -256,7 +255,7 @@ def _not_json(path: Path, number: int) -> str:
 
 
 def _add(runs: dict[str, RunRecords], data: object) -> None:
-    """Puts one line's record where it belongs in `runs`."""
+    """Add the record of one line to its run in `runs`."""
     if not isinstance(data, dict) or "kind" not in data:
         raise ValueError("a record must be a JSON object with a 'kind'")
     if data["kind"] not in _KINDS:
@@ -303,7 +302,7 @@ def _as_json(record: Record) -> dict[str, Any]:  # Any: JSON
 
 
 def _plain(value: Any) -> Any:  # Any: JSON
-    """The value as strict JSON, which has no infinity or not-a-number: they become the strings "inf", "-inf", "nan"."""
+    """Return the value as strict JSON, which has no infinity or not-a-number: they become the strings "inf", "-inf", "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -373,7 +372,7 @@ def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
 
-# By annotation, so that a record's fields say everything there is to check.
+# By annotation, so that the fields of a record define all checks.
 _CONVERT: dict[Any, Callable[[Any], Any]] = {
     str: _text,
     bool: _truth,

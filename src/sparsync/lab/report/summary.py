@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, get_args
 
-from sparsync.lab.results import Quality, Run, RunRecords, Trace
+from sparsync.lab.report.results import Quality, Run, RunRecords, Trace
 from sparsync.phases import Phase
 
-RESTLESS = 1.25  # a run whose computing-only steps differ by more was disturbed: all its schemes compute the same
-BASELINES = ("dense", "bf16")  # the labels everything else is compared with
+DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
+BASELINES = ("dense", "bf16")  # the labels that every scheme is compared with
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class SeedFigures:
-    """One scheme with one seed. Seconds and bytes are those of one rank; None where the records do not tell."""
+    """One scheme with one seed. Seconds and bytes are those of one rank; None where the records do not contain them."""
 
     seed: int
     status: str  # of the end record; "interrupted" without one
@@ -56,7 +56,7 @@ class SeedFigures:
     wait_s: float | None  # in the communicator
     messages: float | None  # a step
     union_density: float | None
-    accumulate_s: float | None  # of scheme_s, what each phase took
+    accumulate_s: float | None  # this and the next four: of scheme_s, the time of each phase
     select_s: float | None
     encode_s: float | None
     decode_s: float | None
@@ -68,7 +68,7 @@ class SeedFigures:
 
     @property
     def rest_s(self) -> float | None:
-        """What is left of a step; negative where the scheme ran while the model computed."""
+        """The rest of a step; negative where the scheme ran while the model computed."""
         if self.step_s is None or self.scheme_s is None or self.wait_s is None:
             return None
         return self.step_s - self.compute_s - self.scheme_s - self.wait_s
@@ -87,7 +87,7 @@ class SchemeFigures:
 
     @property
     def reached(self) -> int:
-        """How many seeds reached the target."""
+        """The number of seeds that reached the target."""
         return sum(figures.target_s is not None for figures in self.seeds)
 
     @property
@@ -111,7 +111,7 @@ class SchemeFigures:
         return spread(seed.step_s / seed.compute_s for seed in self.seeds if seed.step_s is not None and seed.compute_s)
 
     def over_seeds(self, name: str) -> Spread | None:
-        """The spread of the field or property `name` of SeedFigures."""
+        """Return the spread of the field or property `name` of SeedFigures."""
         return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
 
     def _arrival(self, name: str) -> Spread | None:
@@ -122,12 +122,12 @@ class SchemeFigures:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. `notes` are sentences that no output may leave out."""
+    """One run in numbers. `notes` are sentences that every output must show."""
 
     run: Run
     schemes: tuple[SchemeFigures, ...]
     dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
-    interface_counted: bool  # whether bytes over a run are those of the interface; if not, of the payload
+    interface_counted: bool  # True: bytes over a run are those of the interface; False: of the payload
     notes: tuple[str, ...]
 
     def scheme(self, label: str) -> SchemeFigures | None:
@@ -135,7 +135,7 @@ class Summary:
 
 
 def summarise(records: RunRecords, notes: Iterable[str] = ()) -> Summary:
-    """The numbers of one run; `notes` of the file come first, those that follow from the records after them."""
+    """Return the numbers of one run; `notes` of the file come first, those that follow from the records after them."""
     run = records.run
     counted = all(point.bytes is not None for trace in records.traces.values() for point in trace.quality)
     by_label: dict[str, list[Trace]] = {}
@@ -157,7 +157,7 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> Summary:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Median and range of the values; None of none, not-a-number of any such value."""
+    """Return median and range of the values; None of no values, not-a-number where any value is."""
     ordered = sorted(values)
     if any(math.isnan(value) for value in ordered):
         return Spread(math.nan, math.nan, math.nan)
@@ -167,7 +167,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 def reaching(
     quality: Sequence[Quality], target: float | None, lower_is_better: bool
 ) -> tuple[float, float | None] | None:
-    """Seconds and bytes at which the target is first reached, interpolated between two evaluations; None if never.
+    """Return seconds and bytes at which the target is first reached, interpolated between two evaluations; None if never.
 
     Where the evaluation before is not finite there is nothing to interpolate from: the time is that of the evaluation.
     """
@@ -178,17 +178,17 @@ def reaching(
         if now.value <= target if lower_is_better else now.value >= target:
             if before is None or not math.isfinite(before.value) or not math.isfinite(now.value):
                 return now.seconds, now.bytes
-            part = (before.value - target) / (before.value - now.value)
-            seconds = before.seconds + part * (now.seconds - before.seconds)
+            share = (before.value - target) / (before.value - now.value)
+            seconds = before.seconds + share * (now.seconds - before.seconds)
             if before.bytes is None or now.bytes is None:
                 return seconds, None
-            return seconds, before.bytes + part * (now.bytes - before.bytes)
+            return seconds, before.bytes + share * (now.bytes - before.bytes)
         before = now
     return None
 
 
 def _by_payload(trace: Trace) -> Trace:
-    """The trace with each evaluation's bytes replaced by the payload of the steps before it."""
+    """Return the trace with each evaluation's bytes replaced by the payload of the steps before it."""
     sent = {step.step: step.sent_bytes for step in trace.steps}
     quality = [
         replace(point, bytes=math.fsum(nbytes for step, nbytes in sent.items() if step <= point.step))
@@ -226,7 +226,7 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
 
 
 def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio | None:
-    """How many times sooner than the baseline, seed by seed; None if one seed cannot tell, or seeds bound both ways."""
+    """Return how many times sooner than the baseline, seed by seed; None if it is unknown for a seed, or seeds bound both ways."""
     by_seed = {figures.seed: figures for figures in base}
     pairs = [_seed_speedup(figures, by_seed.get(figures.seed)) for figures in seeds]
     known = [pair for pair in pairs if pair is not None]
@@ -238,10 +238,10 @@ def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio
 
 
 def _seed_speedup(scheme: SeedFigures, base: SeedFigures | None) -> tuple[float, str] | None:
-    """The ratio of the times to the target, and its bound where only one of the two reached it."""
+    """Return the ratio of the times to the target, and its bound where only one of the two reached it."""
     if base is None:
         return None
-    # Nothing is said of a target reached after no time at all, and nothing follows from a side that failed before its end.
+    # There is no ratio for a target reached after no time at all, and nothing follows from a scheme that failed before its end.
     if scheme.target_s and base.target_s is not None:
         return base.target_s / scheme.target_s, ""
     if scheme.target_s and base.finished and base.evaluated_s:
@@ -258,13 +258,13 @@ def _link_s(run: Run, nbytes: Spread | None) -> float | None:
 
 
 def _dense_link_s(run: Run) -> float | None:
-    """2 (P-1)/P times 4 bytes an element is what any rank sends in a ring all-reduce, and no all-reduce sends less."""
+    """Return the least time of a dense step: in a ring each rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
     nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
     return _link_s(run, Spread(nbytes, nbytes, nbytes))
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
-    """What has to be said about runs that did not end as they should."""
+    """Return the notes about trainings that failed, were interrupted or were disturbed."""
     notes = []
     for scheme in schemes:
         for seed in scheme.seeds:
@@ -276,7 +276,7 @@ def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
             if seed.replicas_identical is False:
                 notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
     compute = [seed.compute_s for scheme in schemes for seed in scheme.seeds]
-    if compute and max(compute) > RESTLESS * min(compute):
+    if compute and max(compute) > DISTURBED * min(compute):
         notes.append(
             f"A step that only computes took between {1e3 * min(compute):.3g} and {1e3 * max(compute):.3g} ms, though all "
             "schemes compute the same: something else kept the machine busy, and the times of this run are uncertain."

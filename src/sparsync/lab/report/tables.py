@@ -1,4 +1,4 @@
-"""The tables of a report, as cells of text and on a terminal: what each scheme reached, sent, and spent its time on."""
+"""The tables of a report, as cells of text and on a terminal: the quality, the traffic and the time of each scheme."""
 
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.format import (
+from sparsync.lab.report.format import (
     banner,
     byte_unit,
     paragraph,
@@ -16,18 +16,18 @@ from sparsync.lab.format import (
     seconds_text,
     significant,
 )
-from sparsync.lab.summary import SchemeFigures, Spread, Summary
+from sparsync.lab.report.summary import SchemeFigures, Spread, Summary
 from sparsync.phases import Phase
 
 WIDTH = 120  # columns
 NOTHING = "-"
 
-Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and what stands under it
+Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a heading a column and a row a scheme. Over several seeds a cell has a second line with the range."""
+    """A title, a heading for each column and a row for each scheme. Over several seeds a cell has a second line with the range."""
 
     title: str
     heads: tuple[str, ...]
@@ -35,26 +35,26 @@ class Table:
 
 
 def tables(summary: Summary) -> tuple[Table, ...]:
-    """What was reached, what was sent for it, and where the time went."""
+    """Return the tables of quality, traffic and time, and of the phases where any were recorded."""
     inside = _inside(summary)
     return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []))
 
 
 def remarks(summary: Summary) -> tuple[str, ...]:
-    """What stands under the tables: the physical limit, how several seeds are told, then every note."""
-    told = []
+    """Return the lines under the tables: the physical limit, how several seeds are shown, then every note."""
+    lines = []
     if summary.dense_link_s is not None:
-        told.append(
+        lines.append(
             f"No dense float32 all-reduce can take less than {seconds_text(summary.dense_link_s)} a step on these links: "
             f"2 (P-1)/P x 4 bytes x {summary.run.workload['parameters']} parameters."
         )
     if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
-        told.append("Over several seeds: the median, and under it the lowest and the highest.")
-    return (*told, *summary.notes)
+        lines.append("Over several seeds: the median, and under it the lowest and the highest.")
+    return (*lines, *summary.notes)
 
 
 def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Sentence, tables and remarks in lines of at most `width` columns, of which the tables need about 80.
+    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 80.
 
     `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
     """
@@ -140,16 +140,15 @@ def _spent(summary: Summary) -> Table:
 
 
 def _inside(summary: Summary) -> Table | None:
-    """None where no scheme has told of its phases."""
-    told = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in get_args(Phase))]
+    """Return the table of phases; None where no scheme recorded any."""
+    recorded = [scheme for scheme in summary.schemes if any(_seconds(scheme, name) for name in get_args(Phase))]
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.label),
         ("in the scheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
-        *[(name, _station(name)) for name in get_args(Phase)],
+        *[(name, _phase(name)) for name in get_args(Phase)],
     ]
-    return (
-        _table("Where the time inside a scheme goes, in ms (medians over the steps)", columns, told) if told else None
-    )
+    title = "Where the time inside a scheme goes, in ms (medians over the steps)"
+    return _table(title, columns, recorded) if recorded else None
 
 
 def _seconds(scheme: SchemeFigures, phase: str) -> float:
@@ -157,7 +156,7 @@ def _seconds(scheme: SchemeFigures, phase: str) -> float:
     return spread.median if spread else 0.0
 
 
-def _station(name: str) -> Callable[[SchemeFigures], str]:
+def _phase(name: str) -> Callable[[SchemeFigures], str]:
     return lambda scheme: _middle(scheme.over_seeds(f"{name}_s"), 1e-3)
 
 
@@ -167,7 +166,7 @@ def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigure
 
 
 def _cell(spread: Spread | None, text: Callable[[float], str]) -> str:
-    """The median, and the range where there is one."""
+    """Return the median, and the range where there is one."""
     if spread is None:
         return NOTHING
     middle = text(spread.median)
@@ -193,7 +192,7 @@ def _range(values: Iterable[int]) -> str:
 
 
 def _arrival(summary: Summary, scheme: SchemeFigures, spread: Spread | None, size: float) -> str:
-    """When the target was reached, in `size`s; how many seeds did so where not all did."""
+    """Return when the target was reached, in `size`s; how many seeds did so where not all did."""
     if summary.run.target is None:
         return NOTHING
     if scheme.reached == len(scheme.seeds):

@@ -1,4 +1,4 @@
-"""Quality curves on matplotlib axes: medians over seeds, the target as a line, every name on a flag at its curve's end."""
+"""Quality curves on matplotlib axes: medians over seeds, the target as a line, every name on a pole at its curve's end."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.format import percent, quality_axis
-from sparsync.lab.results import Quality, Run
-from sparsync.lab.summary import SchemeFigures
+from sparsync.lab.report.format import percent, quality_axis
+from sparsync.lab.report.results import Quality, Run
+from sparsync.lab.report.summary import SchemeFigures
 
 with lab_extra("matplotlib"):
     from matplotlib.axes import Axes
@@ -17,8 +17,8 @@ with lab_extra("matplotlib"):
 
 INK, FAINT = "#222222", "#777777"
 _LOG_FROM = 25.0  # the x axis is logarithmic where the longest curve is this many times the shortest
-_LOG_QUALITY_FROM = 2.0  # the same for y, and only where lower is better: a perplexity's logarithm is the loss
-_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those, curves come in from beyond
+_LOG_QUALITY_FROM = 2.0  # the same for y, and only where lower is better: the logarithm of a perplexity is the loss
+_SETTLED = 1 / 6  # of the evaluations: the y axis begins with the worst value after those
 _LOG_TICKS = [digits * 10.0**power for power in range(-3, 7) for digits in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
 _POLE, _GAP, _LINE = 6.0, 14.0, 1.5  # pixels: pole to name, name to name; a line of names in heights of their type
 
@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn for one scheme: the medians over its seeds and, where there are several, each seed."""
+    """The curve of one scheme: the medians over its seeds and, where there are several, each seed."""
 
     name: str
     hue: str
@@ -39,13 +39,13 @@ class Curve:
         return self.middle[-1]
 
     def divided(self, size: float) -> "Curve":
-        """The curve with x in another unit."""
+        """Return the curve with x in another unit."""
         middle, *seeds = (tuple((x / size, y) for x, y in row) for row in (self.middle, *self.seeds))
         return replace(self, middle=middle, seeds=tuple(seeds))
 
 
 def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str, hue: str) -> Curve:
-    """The scheme's finite evaluations over `position`; the middle has the steps at which every seed was evaluated."""
+    """Return the scheme's finite evaluations over `position`; the middle has the steps at which every seed was evaluated."""
     by_step = [{point.step: point for point in row if math.isfinite(point.value)} for row in scheme.curve]
     shared = sorted(set.intersection(*(set(points) for points in by_step))) if by_step else []
     middle = tuple(
@@ -57,7 +57,7 @@ def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str
 
 
 def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
-    """Draws the curves, the target, a dot where a curve first meets it, and the names."""
+    """Draw the curves, the target, a dot where a curve first meets it, and the names."""
     axes.set_ylabel(quality_axis(run))
     curves = [each for each in curves if each.middle]
     if not curves:
@@ -73,7 +73,7 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
         for points in each.seeds:
             axes.plot(*zip(*points, strict=True), color=each.hue, linewidth=0.8, alpha=0.4)
         crossing = _crossing(each.middle, run)
-        # On logarithmic axes the straight line between two evaluations is not the linear one, so it is led through the dot.
+        # On logarithmic axes the straight line between two evaluations is not the linear one, so it is drawn through the dot.
         line = each.middle if crossing is None else sorted([*each.middle, crossing])
         axes.plot(*zip(*line, strict=True), color=each.hue, linewidth=2)
         axes.plot(*zip(*each.middle, strict=True), color=each.hue, linewidth=0, marker="o", markersize=3)
@@ -85,51 +85,51 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
 
 
 def size(axes: Axes, text: str) -> tuple[float, float]:
-    """Width and height of the text as a name, in pixels."""
-    words = axes.text(0, 0, text, weight="bold")
-    box = words.get_window_extent()
-    words.remove()
+    """Return width and height of the text as a name, in pixels."""
+    drawn = axes.text(0, 0, text, weight="bold")
+    box = drawn.get_window_extent()
+    drawn.remove()
     return box.width, box.height
 
 
 def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None:
-    """An x axis long enough for every name to stand to the right of its curve's end."""
+    """Make the x axis long enough for every name to stand to the right of its curve's end."""
     ends = [each.end[0] for each in curves]
     positive = [x for each in curves for x, _ in each.middle if x > 0] or [1.0]
-    # The part of the axis that is left of each name; a name wider than half the picture has to be cut off somewhere.
+    # The share of the axis to the left of each name; a name wider than half the picture is cut off.
     left = [max(0.5, 1 - (width + _POLE + _GAP) / axes.bbox.width) for width in widths]
     if min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM:
         first = min(positive)
         axes.set_xscale("log")
-        axes.set_xlim(first, max(first * (end / first) ** (1 / part) for end, part in zip(ends, left, strict=True)))
+        axes.set_xlim(first, max(first * (end / first) ** (1 / share) for end, share in zip(ends, left, strict=True)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     else:
-        axes.set_xlim(0, max(end / part for end, part in zip(ends, left, strict=True)) or max(positive))
+        axes.set_xlim(0, max(end / share for end, share in zip(ends, left, strict=True)) or max(positive))
 
 
 def _set_y(axes: Axes, run: Run, curves: Sequence[Curve], room: float) -> None:
-    """A y axis that shows where the curves differ, beyond the first steep part; `room` pixels stay free for the names."""
+    """Make the y axis show where the curves differ, after the first steep fall; `room` pixels stay free for the names."""
     settled = int(max(len(each.middle) for each in curves) * _SETTLED)
     shown = [y for each in curves for _, y in each.middle[min(settled, len(each.middle) - 1) :]]
     shown += [] if run.target is None else [run.target]
     low, high = min(shown), max(shown)
-    part = min(room / axes.bbox.height, 0.6)
+    free = min(room / axes.bbox.height, 0.6)
     if run.lower_is_better and low > 0 and high / low > _LOG_QUALITY_FROM:
-        bottom = low / (high / low) ** (part / (1 - part))
+        bottom = low / (high / low) ** (free / (1 - free))
         axes.set_yscale("log", subs=())
         axes.set_yticks([tick for tick in _LOG_TICKS if 0.95 * low <= tick <= high])
         axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.set_ylim(bottom, high)
     else:
-        margin = (high - low or abs(high) or 1.0) * part / (1 - part)
+        margin = (high - low or abs(high) or 1.0) * free / (1 - free)
         axes.set_ylim((low - margin, high) if run.lower_is_better else (low, high + margin))
         # No ticks among the names: an accuracy of 110 % looks like a mistake.
         axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
 
 
 def _rows(ends: Sequence[float], widths: Sequence[float]) -> list[int]:
-    """The line each name stands in, 0 next to the curves, so that no name covers another and no pole crosses a name.
+    """Return the line of each name, 0 next to the curves, so that no name covers another and no pole crosses a name.
 
     From right to left, each in the first line where it fits: all names in nearer lines start to the right of its pole.
     """
@@ -142,14 +142,14 @@ def _rows(ends: Sequence[float], widths: Sequence[float]) -> list[int]:
     return rows
 
 
-def _draw_target(axes: Axes, words: str, target: float) -> None:
+def _draw_target(axes: Axes, text: str, target: float) -> None:
     axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1.5)
     place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-    axes.annotate(words, (1, target), (0, 3), color=INK, **place)
+    axes.annotate(text, (1, target), (0, 3), color=INK, **place)
 
 
 def _draw_names(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[int], spacing: float) -> None:
-    """Names in lines beyond the best value, each on a thin pole that stands on the end of its curve."""
+    """Draw names in lines beyond the best value, each on a thin pole that stands on the end of its curve."""
     page = [axes.transData.transform(each.end) for each in curves]
     lowest, highest = min(y for _, y in page), max(y for _, y in page)
     for each, (x, y), row in zip(curves, page, rows, strict=True):
@@ -161,7 +161,7 @@ def _draw_names(axes: Axes, run: Run, curves: Sequence[Curve], rows: Sequence[in
 
 
 def _crossing(points: Sequence[Point], run: Run) -> Point | None:
-    """Where the drawn line first meets the target."""
+    """Return where the drawn line first meets the target."""
     target = run.target
     for (x, y), (next_x, next_y) in pairwise(points):
         if target is not None and (next_y <= target < y if run.lower_is_better else y < target <= next_y):

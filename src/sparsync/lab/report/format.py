@@ -1,14 +1,14 @@
-"""Numbers as words: units, the sentence that says what a run showed, and the warning no output may leave out."""
+"""Text from numbers: units, the sentence that sums up a run, and the warning that every output must show."""
 
 import math
 from collections.abc import Iterable
 
-from sparsync.lab.results import Run
-from sparsync.lab.summary import Ratio, SchemeFigures, Summary
+from sparsync.lab.report.results import Run
+from sparsync.lab.report.summary import Ratio, SchemeFigures, Summary
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """The value with so many significant digits, never as a power of ten: 0.0123, 1.20, 35.1, 1012."""
+    """Return the value with so many significant digits, never as a power of ten: 0.0123, 1.20, 35.1, 1012."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
@@ -18,7 +18,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in words: 43.0 ms, 3.30 s, 1012 s, 5.30 h."""
+    """Return seconds as text: 43.0 ms, 3.30 s, 1012 s, 5.30 h."""
     for unit, size, below in (("ms", 1e-3, 1.0), ("s", 1.0, 1e4)):
         if seconds < below:
             return f"{significant(seconds / size)} {unit}"
@@ -26,7 +26,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def byte_unit(values: Iterable[float | None]) -> tuple[str, float]:
-    """The unit, and its size, in which the largest of the values is easy to read; decimal, as link rates are."""
+    """Return the unit, and its size, in which the largest of the values is easy to read; decimal, as link rates are."""
     largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
     return next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= size), ("B", 1.0))
 
@@ -37,14 +37,14 @@ def bytes_text(nbytes: float) -> str:
 
 
 def rate_text(bits_per_s: float) -> str:
-    """A link rate: 100 Mbit/s, 2.5 Gbit/s."""
+    """Return a link rate as text: 100 Mbit/s, 2.5 Gbit/s."""
     units = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
     unit, size = next((unit, size) for unit, size in units if bits_per_s >= size or size == 1.0)
     return f"{bits_per_s / size:g} {unit}"
 
 
 def ratio_text(value: float, bound: str = "") -> str:
-    """A ratio to two digits, from 10 on to three: 0.96x, 7.4x, > 16.4x."""
+    """Return a ratio to two digits, from 10 on to three: 0.96x, 7.4x, > 16.4x."""
     return f"{bound} {_times(value)}x".strip()
 
 
@@ -53,12 +53,12 @@ def speedup_text(ratio: Ratio | None) -> str:
 
 
 def percent(run: Run) -> str:
-    """The sign that stands behind a quality: "%" where the workload's unit is percent, else nothing."""
+    """Return the sign behind a quality: "%" where the workload's unit is percent, else nothing."""
     return "%" if "percent" in quality_axis(run) else ""
 
 
 def quality_axis(run: Run) -> str:
-    """The quality with its unit, as the workload words it."""
+    """Return the name of the quality with its unit, as the workload gives it."""
     return str(run.workload.get("unit") or run.metric)
 
 
@@ -67,19 +67,19 @@ def quality_text(run: Run, value: float) -> str:
 
 
 def target_text(run: Run) -> str:
-    """What there was to reach: "perplexity 135", or "accuracy 92%"."""
+    """Return the target as text: "perplexity 135", or "accuracy 92%"."""
     return f"{run.metric} {run.target:g}{percent(run)}"
 
 
 def place_text(run: Run) -> str:
-    """Where the run took place: workload, ranks and links."""
+    """Return workload, ranks and links of the run as text."""
     links = f"{rate_text(run.rate_bits_per_s)} links" if run.limited and run.rate_bits_per_s else "links without limit"
     workload = run.config.get("workload", "workload")
     return f"{workload}, {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}, {links}"
 
 
 def banner(run: Run) -> str | None:
-    """The loud warning over everything that shows times of a run over links without limit; None over limited links."""
+    """Return the warning above every output with times of a run over links without limit; None over limited links."""
     if run.limited:
         return None
     asked = "" if run.config["link"] == "none" else f" ({run.config['link']} was asked for)"
@@ -87,7 +87,7 @@ def banner(run: Run) -> str | None:
 
 
 def headline(summary: Summary) -> str | None:
-    """What the run showed in a few words, for over a picture: the fastest scheme beside dense; None if dense was faster."""
+    """Return the result of the run as a title of a picture: the fastest scheme beside dense; None if dense was faster."""
     best, dense = fastest(summary), summary.scheme("dense")
     ratio = best.speedup["dense"] if best else None
     if best is None or best.target_s is None or dense is None or ratio is None:
@@ -103,14 +103,14 @@ def headline(summary: Summary) -> str | None:
 
 
 def fastest(summary: Summary) -> SchemeFigures | None:
-    """The scheme, dense apart, that reached the target first; None if none did."""
+    """Return the scheme, other than dense, that reached the target first; None if none did."""
     arrived = [(found.median, scheme) for scheme in summary.schemes if (found := scheme.target_s) is not None]
     others = [(target_s, scheme) for target_s, scheme in arrived if scheme.label != "dense"]
     return min(others, key=lambda pair: pair[0])[1] if others else None
 
 
 def paragraph(summary: Summary) -> str:
-    """What the run showed, in full sentences made from its numbers."""
+    """Return the result of the run in full sentences made from its numbers."""
     run, best = summary.run, fastest(summary)
     sentences = []
     if not run.limited:
@@ -139,7 +139,7 @@ def _times(value: float) -> str:
 
 
 def _arrival(summary: Summary, best: SchemeFigures) -> str:
-    """When the fastest scheme was there, and how much sooner than the baselines."""
+    """Return when the fastest scheme reached the target, and how much sooner than the baselines."""
     run, found = summary.run, best.target_s
     assert found is not None
     over = [
@@ -156,7 +156,7 @@ def _arrival(summary: Summary, best: SchemeFigures) -> str:
 
 
 def _traffic(summary: Summary, best: SchemeFigures) -> list[str]:
-    """How much the fastest scheme sent, beside dense."""
+    """Return how much the fastest scheme sent, beside dense."""
     dense, sent = summary.scheme("dense"), best.over_seeds("sent_bytes")
     dense_sent = dense.over_seeds("sent_bytes") if dense else None
     if sent is None or dense_sent is None or not sent.median or not dense_sent.median:
@@ -168,7 +168,7 @@ def _traffic(summary: Summary, best: SchemeFigures) -> list[str]:
 
 
 def _fell_short(scheme: SchemeFigures) -> bool:
-    """Whether a seed ran to its end without reaching the target; of those that did not run to their end the notes tell."""
+    """Return whether a seed ran to its end without reaching the target; seeds that did not run to their end are in the notes."""
     return any(seed.finished and seed.target_s is None for seed in scheme.seeds)
 
 
@@ -181,7 +181,7 @@ def _missed(run: Run, scheme: SchemeFigures) -> str:
 
 
 def _ends(summary: Summary) -> str:
-    """The quality of every scheme at its last evaluation."""
+    """Return the quality of every scheme at its last evaluation."""
     ends = [(scheme.label, scheme.over_seeds("quality")) for scheme in summary.schemes]
-    told = [f"{quality_text(summary.run, end.median)} with {label}" for label, end in ends if end is not None]
-    return f"At the end the {summary.run.metric} was {', '.join(told)}." if told else "Nothing was evaluated."
+    known = [f"{quality_text(summary.run, end.median)} with {label}" for label, end in ends if end is not None]
+    return f"At the end the {summary.run.metric} was {', '.join(known)}." if known else "Nothing was evaluated."

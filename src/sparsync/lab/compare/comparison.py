@@ -1,16 +1,18 @@
-"""The main job: the same training with each scheme, over links as slow as asked for, written down as it happens."""
+"""The comparison itself: starts the ranks, shows their progress, and writes every record to results.jsonl as it comes."""
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from sparsync.lab import environment, progress, results
+from sparsync.lab import environment
+from sparsync.lab.compare import progress
+from sparsync.lab.compare.settings import Settings
 from sparsync.lab.netlab import network
-from sparsync.lab.settings import Settings
-from sparsync.lab.worker_group import RankFailedError, fleet
+from sparsync.lab.report import results
+from sparsync.lab.workers.group import RankFailedError, worker_group
+from sparsync.lab.workers.process import Message
 from sparsync.lab.workloads.base import Workload
 
 _RECORDS: dict[str, type] = {
@@ -22,37 +24,36 @@ _RECORDS: dict[str, type] = {
 
 
 def compare(settings: Settings, out: Path, command: Sequence[str]) -> None:
-    """Trains with every scheme and seed, one after the other on the same ranks, and appends all records to results.jsonl in `out`.
+    """Train with every scheme and seed, one after the other on the same ranks; append all records to results.jsonl in `out`.
 
-    Raises ValueError for settings that cannot run and RuntimeError when the network cannot be had, a rank ends early or replicas
-    differ; what was recorded until then stays. Nothing is left running or configured afterwards, whatever ends it.
+    Raises ValueError for settings that cannot run, and RuntimeError when the network cannot be built, a rank ends early or replicas
+    differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
     """
     workload = settings.check()
     run = _run_record(settings, workload, command)
     results.append(out, run)
-    under_way: dict[str, Any] | None = None
-    runs = len(settings.schemes) * len(settings.seeds)
+    current: Message | None = None  # the start of the scheme that trains now
+    trainings = len(settings.schemes) * len(settings.seeds)
     try:
         with (
-            network(settings.ranks, settings.rate_bits_per_s) as net,
-            fleet(settings, net) as ranks,
-            progress.shown(runs, settings.steps, workload.metric) as display,
+            network(settings.ranks, settings.rate_bits_per_s) as links,
+            worker_group(
+                "sparsync.lab.compare.train:train_all", asdict(settings), links, settings.timeout_s
+            ) as workers,
+            progress.shown(trainings, settings.steps, workload.metric) as display,
         ):
-            for message in ranks.messages():
-                display.hear(message)
+            for message in workers.messages():
+                display.update(message)
                 if message["kind"] == "scheme":
-                    under_way = message
+                    current = message
                 if message["kind"] == "end":
-                    under_way = None
+                    current = None
                 if message["kind"] in _RECORDS:
                     results.append(out, _record(run.run, message))
     except (RankFailedError, KeyboardInterrupt) as error:
-        if under_way is not None:
+        if current is not None:
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error).splitlines()[0]
-            results.append(
-                out,
-                results.End(run.run, under_way["scheme"], under_way["seed"], None, f"failed: {why}"),
-            )
+            results.append(out, results.End(run.run, current["scheme"], current["seed"], None, f"failed: {why}"))
         raise
 
 
@@ -71,6 +72,6 @@ def _run_record(settings: Settings, workload: Workload, command: Sequence[str]) 
     )
 
 
-def _record(run: str, message: dict[str, Any]) -> results.Record:  # Any: JSON
+def _record(run: str, message: Message) -> results.Record:
     content = {key: value for key, value in message.items() if key != "kind"}
     return _RECORDS[message["kind"]](run=run, **content)

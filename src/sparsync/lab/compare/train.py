@@ -1,10 +1,10 @@
-"""Training with one scheme on one rank, timed and counted step by step. Knows nothing of processes, namespaces or files."""
+"""The training of one rank with one scheme after the other, timed and counted step by step."""
 
 import copy
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, get_args
@@ -18,24 +18,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync.integrations.ddp import attach
 from sparsync.integrations.handle import Handle
+from sparsync.lab import workloads
+from sparsync.lab.compare.settings import Settings, settings_from_json
 from sparsync.lab.netlab import interface_counters
-from sparsync.lab.settings import SchemeChoice, Settings
+from sparsync.lab.scheme_choice import SchemeChoice
+from sparsync.lab.workers.process import Emit, Place
 from sparsync.lab.workloads.base import Workload
 from sparsync.phases import Phase
 
-COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is held against
+COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is compared with
 COMPUTE_WARMUP = 3
-
-Emit = Callable[[dict[str, Any]], None]  # takes one message; only rank 0's are listened to
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank this is, and the interface its traffic leaves by; None where the interface is not this rank's alone."""
-
-    rank: int
-    ranks: int
-    interface: str | None
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,17 @@ class _Measured:
     apply_s: float
 
 
+def train_all(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
+    """Train with every seed and scheme of the settings in `spec`; the task of every worker of a comparison."""
+    settings = settings_from_json(dict(spec))
+    workload = workloads.get(settings.workload, **settings.options)
+    for seed in settings.seeds:
+        for choice in settings.schemes:
+            train(workload, choice, seed, settings, place, emit)
+
+
 def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Settings, place: Place, emit: Emit) -> None:
-    """Trains the workload's model for all steps, evaluates it now and then, and tells `emit` of everything.
+    """Train the workload's model for all steps, evaluate it at intervals, and emit the records and the progress.
 
     Collective over the default process group. The clock stands still during evaluation. Raises RuntimeError when replicas differ.
     """
@@ -66,9 +67,10 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     about = {"scheme": choice.label, "seed": seed}
     compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
+    # No initial broadcast: the weights are the same by their seed.
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=settings.bucket_mb, init_sync=False, gradient_as_bucket_view=True
-    )  # same weights by seed
+    )
     optimizer, schedule = workload.optimizer(ddp, settings.steps)
     handle = attach(ddp, choice.make(), timeout_s=settings.timeout_s)
     seconds = sent = 0.0
@@ -76,22 +78,21 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
         steps = range(start, min(start + settings.eval_every, settings.steps))
         _rendezvous(settings.timeout_s)
         measured: list[_Measured] = []
-        gone = _interface_sent(place)
+        counted = _interface_sent(place)
         for step in steps:
             done = _step(workload, ddp, optimizer, schedule, handle, seed, step, place)
             emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
             if step == steps[-1]:
-                _rendezvous(
-                    settings.timeout_s
-                )  # a step may end before its last bytes have left the queues; after this they have
-            before, gone = gone, _interface_sent(place)
-            measured.append(replace(done, interface_bytes=gone - before))
+                # A step may end before its last bytes have left the queues; after this they have.
+                _rendezvous(settings.timeout_s)
+            before, counted = counted, _interface_sent(place)
+            measured.append(replace(done, interface_bytes=counted - before))
         for step, mean in zip(steps, _mean_over_ranks(measured), strict=True):
             seconds += mean.step_s
             sent += mean.interface_bytes
             emit({"kind": "step", **about, "step": step + 1, "seconds": seconds, **_step_record(mean, place)})
         value = _quality(workload, ddp, place)
-        traffic = sent if place.interface else None
+        traffic = sent if place.own_interface else None
         emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "bytes": traffic, "value": value})
     different = _different_replicas(ddp.module)
     status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
@@ -124,7 +125,7 @@ def _step(
         wait_s=sum(report.wait_s or 0.0 for report in reports),
         reduce_s=sum(report.seconds or 0.0 for report in reports),
         sent_bytes=sum(report.sent.nbytes for report in reports if report.sent),
-        interface_bytes=0.0,  # read by the caller, who knows what came before
+        interface_bytes=0.0,  # set by the caller, which reads the counters
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
         **{f"{name}_s": sum(report.phases.get(name, 0.0) for report in reports) for name in get_args(Phase)},
@@ -141,7 +142,7 @@ def _forward_backward(
 
 
 def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit) -> float:
-    """The median step, in seconds, of a copy that never communicates: all ranks begin together, and the slowest ends it."""
+    """Return the median step, in seconds, of a copy that never communicates; the slowest rank counts, and all begin together."""
     alone = copy.deepcopy(model)
     optimizer, schedule = workload.optimizer(alone, steps)
     times: list[float] = []
@@ -174,11 +175,11 @@ def _mean_over_ranks(measured: list[_Measured]) -> list[_Measured]:
 
 
 def _step_record(mean: _Measured, place: Place) -> dict[str, Any]:  # Any: numbers, and None
-    return {**asdict(mean), "interface_bytes": mean.interface_bytes if place.interface else None}
+    return {**asdict(mean), "interface_bytes": mean.interface_bytes if place.own_interface else None}
 
 
 def _different_replicas(model: nn.Module) -> list[int]:
-    """The ranks whose parameters and buffers are not, bit for bit, those of rank 0."""
+    """Return the ranks whose parameters and buffers are not, bit for bit, those of rank 0."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -189,12 +190,12 @@ def _different_replicas(model: nn.Module) -> list[int]:
 
 
 def _rendezvous(timeout_s: float) -> None:
-    """All ranks are here, or an error that names those that are not."""
+    """Wait for all ranks. Raises RuntimeError that names those that do not come in time."""
     dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
 
 
 def _interface_sent(place: Place) -> int:
-    return interface_counters(place.interface).sent_bytes if place.interface else 0
+    return interface_counters(place.interface).sent_bytes if place.own_interface else 0
 
 
 def _described(choice: SchemeChoice) -> dict[str, Any]:  # Any: JSON

@@ -6,10 +6,10 @@ Made with matplotlib figures alone, without its global state, so that the same r
 import io
 from collections.abc import Callable, Mapping, Sequence
 
-from sparsync.lab import curves
-from sparsync.lab.curves import FAINT, INK
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.format import (
+from sparsync.lab.report import curves
+from sparsync.lab.report.curves import FAINT, INK
+from sparsync.lab.report.format import (
     banner,
     byte_unit,
     bytes_text,
@@ -19,8 +19,8 @@ from sparsync.lab.format import (
     ratio_text,
     seconds_text,
 )
-from sparsync.lab.results import Quality
-from sparsync.lab.summary import SchemeFigures, Summary
+from sparsync.lab.report.results import Quality
+from sparsync.lab.report.summary import SchemeFigures, Summary
 
 with lab_extra("matplotlib"):
     from matplotlib import rc_context
@@ -34,8 +34,8 @@ with lab_extra("matplotlib"):
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for a line on white.
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # what is compared with stands back
-_ALARM = "#b00020"
+_BASELINE_HUES = {"dense": "#3d3d3d", "bf16": "#8a8a8a"}  # grey, so that the compared schemes stand out
+_WARNING = "#b00020"
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
@@ -51,8 +51,8 @@ STYLE = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
 }
-# What the seconds of a step go into, in the order of a bar.
-_PART_HUES = {
+# The components of the time of a step, in the order of a bar.
+_COMPONENT_HUES = {
     "computing": "#b5b5b5",
     "in the scheme": "#E69F00",
     "link's least time": "#0072B2",
@@ -63,13 +63,13 @@ _PART_HUES = {
 _SIZE, _DPI = (9.0, 5.0), 160  # inches
 _WIDEST = 0.94  # of the width of a picture: as wide as a line of text may be
 _LONGEST = 30  # characters of a label
-_BESIDE = 20.0  # pixels between a bar and its words, and beyond them
+_BESIDE = 20.0  # pixels between a bar and its text, and beyond it
 _RIGHT = 0.975  # of the width of a picture: where all axes end
-_VISIBLE = 0.02  # of a step: the medians of its parts do not add up exactly, and a smaller difference is not drawn
+_VISIBLE = 0.02  # of a step: the medians of its components do not add up exactly, and a smaller difference is not drawn
 
 
 def pictures(summary: Summary) -> dict[str, bytes]:
-    """PNG images by file name; over links without limit each bears the warning."""
+    """Return PNG images by file name; over links without limit each shows the warning."""
     return {
         "quality_over_time.png": _png(summary, quality_over_time),
         "quality_over_bytes.png": _png(summary, quality_over_bytes),
@@ -78,18 +78,18 @@ def pictures(summary: Summary) -> dict[str, bytes]:
 
 
 def hues(summary: Summary) -> dict[str, str]:
-    """A colour for each scheme, the same in every picture and table: grey for the baselines, then by order in the run."""
+    """Return a colour for each scheme, the same in every picture and table: grey for the baselines, then by order in the run."""
     return hues_of([scheme.label for scheme in summary.schemes])
 
 
 def hues_of(labels: Sequence[str]) -> dict[str, str]:
-    """A colour for each of these labels of schemes, and for the baselines."""
+    """Return a colour for each of these labels of schemes, and for the baselines."""
     others = [label for label in labels if label not in _BASELINE_HUES]
     return _BASELINE_HUES | {label: _HUES[number % len(_HUES)] for number, label in enumerate(others)}
 
 
 def quality_over_time(summary: Summary, figure: Figure) -> None:
-    """Draws quality over training time, with the target and when each scheme reached it."""
+    """Draw quality over training time, with the target and when each scheme reached it."""
     run, hue = summary.run, hues(summary)
     title = headline(summary) or f"{quality_axis(run)} over training time"
     axes = _axes(summary, figure, title, f"{place_text(run)}; evaluations do not count as training time")
@@ -99,10 +99,10 @@ def quality_over_time(summary: Summary, figure: Figure) -> None:
 
 
 def quality_over_bytes(summary: Summary, figure: Figure) -> None:
-    """Draws quality over the bytes a rank has sent: by its interface, or as payload where no interface was counted."""
+    """Draw quality over the bytes a rank has sent: by its interface, or as payload where no interface was counted."""
     run, hue = summary.run, hues(summary)
-    what = "all that left its network interface" if summary.interface_counted else "payload, without framing"
-    axes = _axes(summary, figure, f"{quality_axis(run)} over bytes sent", f"{place_text(run)}; {what}")
+    counted = "all bytes that left its network interface" if summary.interface_counted else "payload, without framing"
+    axes = _axes(summary, figure, f"{quality_axis(run)} over bytes sent", f"{place_text(run)}; {counted}")
     drawn = [curves.curve(each, _nbytes, _name_with_bytes(summary, each), hue[each.label]) for each in summary.schemes]
     unit, size = byte_unit(x for each in drawn for x, _ in each.middle)
     axes.set_xlabel(f"{unit} sent by one rank")
@@ -110,13 +110,13 @@ def quality_over_bytes(summary: Summary, figure: Figure) -> None:
 
 
 def step_breakdown(summary: Summary, figure: Figure) -> None:
-    """Draws where the time of a step goes, a bar a scheme; what the link needs at least stands out."""
+    """Draw where the time of a step goes, one bar for each scheme, with the least time of the link in a strong colour."""
     title = "Where the time of a training step goes"
     axes = _axes(summary, figure, title, f"{place_text(summary.run)}; medians over the steps")
-    rows = [(scheme, parts) for scheme in summary.schemes if (parts := _parts(scheme))]
+    rows = [(scheme, components) for scheme in summary.schemes if (components := _components(scheme))]
     labels = [_short(scheme.label) for scheme, _ in rows]
     _make_room(axes, labels)
-    # The axis ends where the words beside the longest bar still fit.
+    # The axis ends where the text beside the longest bar still fits.
     axes.set_xlim(0, max((_draw_bar(axes, place, *row) for place, row in enumerate(rows)), default=1.0))
     axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0)
@@ -139,11 +139,11 @@ def _png(summary: Summary, draw: Callable[[Summary, Figure], None]) -> bytes:
 
 
 def _axes(summary: Summary, figure: Figure, title: str, subtitle: str) -> Axes:
-    """Axes under a title, a line that says where and how, and the warning where the links had no limit."""
+    """Return axes under a title, a line with workload and links, and the warning where the links had no limit."""
     warning = banner(summary.run)
     top = 0.925 if warning is None else 0.855
     if warning is not None:
-        box = {"facecolor": _ALARM, "edgecolor": _ALARM, "boxstyle": "square,pad=0.6"}
+        box = {"facecolor": _WARNING, "edgecolor": _WARNING, "boxstyle": "square,pad=0.6"}
         _fit(figure.text(0.5, 0.955, warning, ha="center", va="center", weight="bold", color="white", bbox=box))
     _fit(figure.text(0.02, top, title[:1].upper() + title[1:], fontsize=14, weight="bold", color=INK))
     _fit(figure.text(0.02, top - 0.052, subtitle, color=FAINT))
@@ -151,13 +151,13 @@ def _axes(summary: Summary, figure: Figure, title: str, subtitle: str) -> Axes:
 
 
 def _fit(text: Text) -> None:
-    """Makes the type of a line smaller where it is wider than the picture, as with a long name of a scheme."""
+    """Make the type of a line smaller where it is wider than the picture, as with a long name of a scheme."""
     width = text.get_window_extent().width
     text.set_fontsize(float(text.get_fontsize()) * min(1.0, _WIDEST * _SIZE[0] * _DPI / width))
 
 
 def _make_room(axes: Axes, labels: Sequence[str]) -> None:
-    """Moves the left side of the axes to make room for the labels, and the upper one for a legend."""
+    """Move the left side of the axes to make room for the labels, and the upper one for a legend."""
     box = axes.get_position()
     width = max((curves.size(axes, label)[0] for label in labels), default=0.0)
     left = min(0.4, box.width * (width + _BESIDE) / axes.bbox.width + 0.02)
@@ -174,7 +174,7 @@ def _nbytes(point: Quality) -> float:
 
 
 def _name_with_time(summary: Summary, scheme: SchemeFigures) -> str:
-    """The scheme, when it reached the target, and how many times as fast as dense."""
+    """Return the scheme, when it reached the target, and how many times as fast as dense."""
     if summary.run.target is None:
         return _short(scheme.label)
     found, ratio = scheme.target_s, scheme.speedup["dense"]
@@ -185,7 +185,7 @@ def _name_with_time(summary: Summary, scheme: SchemeFigures) -> str:
 
 
 def _name_with_bytes(summary: Summary, scheme: SchemeFigures) -> str:
-    """The scheme, and what a rank had sent when it reached the target."""
+    """Return the scheme, and the bytes that a rank had sent when it reached the target."""
     if summary.run.target is None:
         return _short(scheme.label)
     found = scheme.target_bytes
@@ -193,40 +193,40 @@ def _name_with_bytes(summary: Summary, scheme: SchemeFigures) -> str:
 
 
 def _short(label: str) -> str:
-    """The label, its middle left out where it would take half of a picture; tables have it whole."""
+    """Return the label, its middle left out where it would take half of a picture; tables have it whole."""
     return label if len(label) <= _LONGEST else f"{label[: _LONGEST // 2]}…{label[-_LONGEST // 3 :]}"
 
 
-def _parts(scheme: SchemeFigures) -> dict[str, float]:
-    """Seconds of a step by name, in the order of the bar; empty where no step was recorded. Over seeds: medians."""
+def _components(scheme: SchemeFigures) -> dict[str, float]:
+    """Return seconds of a step by name, in the order of the bar; empty where no step was recorded. Over seeds: medians."""
     found = {name: scheme.over_seeds(name) for name in ("step_s", "compute_s", "scheme_s", "wait_s", "rest_s")}
     middle = {name: each.median for name, each in found.items() if each is not None}
     if "step_s" not in middle:
         return {}
-    parts = {"computing": middle["compute_s"], "in the scheme": middle["scheme_s"]}
+    components = {"computing": middle["compute_s"], "in the scheme": middle["scheme_s"]}
     if scheme.link_s is None:
-        parts["communicating"] = middle["wait_s"]
+        components["communicating"] = middle["wait_s"]
     else:
-        # A queue may take in the end of a step's bytes before the link has carried them.
-        parts["link's least time"] = min(scheme.link_s, middle["wait_s"])
-        parts["communicating beyond it"] = max(0.0, middle["wait_s"] - scheme.link_s)
+        # A queue may hold the last bytes of a step before the link has carried them.
+        components["link's least time"] = min(scheme.link_s, middle["wait_s"])
+        components["communicating beyond it"] = max(0.0, middle["wait_s"] - scheme.link_s)
     if middle["rest_s"] > _VISIBLE * middle["step_s"]:
-        parts["other"] = middle["rest_s"]
-    return parts
+        components["other"] = middle["rest_s"]
+    return components
 
 
-def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, parts: Mapping[str, float]) -> float:
-    """The length of an axis on which the words beside the bar fit; draws both.
+def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, components: Mapping[str, float]) -> float:
+    """Draw a bar and the text beside it; return the length of an axis on which both fit.
 
-    Where the parts overlapped, so that they add up to more than the measured step, a mark shows where that ended.
+    Where the components overlapped, so that they add up to more than the measured step, a mark shows where the step ended.
     """
     start = 0.0
-    for name, seconds in parts.items():
-        axes.barh(place, 1e3 * seconds, left=1e3 * start, height=0.6, color=_PART_HUES[name])
+    for name, seconds in components.items():
+        axes.barh(place, 1e3 * seconds, left=1e3 * start, height=0.6, color=_COMPONENT_HUES[name])
         start += seconds
     step, over = scheme.over_seeds("step_s"), scheme.step_over_compute
-    assert step is not None  # it has parts
-    if _overlapped(scheme, parts):
+    assert step is not None  # it has components
+    if _overlapped(scheme, components):
         axes.plot([1e3 * step.median] * 2, [place - 0.4, place + 0.4], color=INK, linewidth=2.5)
     text = seconds_text(step.median) + (f", {ratio_text(over.median)} computing alone" if over else "")
     end = 1e3 * max(start, step.median)
@@ -234,14 +234,14 @@ def _draw_bar(axes: Axes, place: int, scheme: SchemeFigures, parts: Mapping[str,
     return end / (1 - (curves.size(axes, text)[0] + _BESIDE) / axes.bbox.width)
 
 
-def _overlapped(scheme: SchemeFigures, parts: Mapping[str, float]) -> bool:
+def _overlapped(scheme: SchemeFigures, components: Mapping[str, float]) -> bool:
     step = scheme.over_seeds("step_s")
-    return step is not None and sum(parts.values()) > (1 + _VISIBLE) * step.median
+    return step is not None and sum(components.values()) > (1 + _VISIBLE) * step.median
 
 
 def _draw_legend(figure: Figure, axes: Axes, rows: Sequence[tuple[SchemeFigures, Mapping[str, float]]]) -> None:
-    names = [name for name in _PART_HUES if any(name in parts for _, parts in rows)]
-    handles: list[Artist] = [Patch(color=_PART_HUES[name], label=name) for name in names]
+    names = [name for name in _COMPONENT_HUES if any(name in components for _, components in rows)]
+    handles: list[Artist] = [Patch(color=_COMPONENT_HUES[name], label=name) for name in names]
     if any(_overlapped(*row) for row in rows):
         handles.append(Line2D([], [], color=INK, linewidth=2.5, label="end of step"))
     axes.legend(

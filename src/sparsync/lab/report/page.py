@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.lab.extra import lab_extra
-from sparsync.lab.format import banner, paragraph, place_text
-from sparsync.lab.results import Results, read
-from sparsync.lab.summary import Summary, summarise
-from sparsync.lab.tables import WIDTH, as_text, remarks, tables
+from sparsync.lab.report.format import banner, paragraph, place_text
+from sparsync.lab.report.results import Results, read
+from sparsync.lab.report.summary import Summary, summarise
+from sparsync.lab.report.tables import WIDTH, as_text, remarks, tables
 
 PAGE = "report.html"
 _ALT = {  # in the order of the tables
@@ -31,17 +31,17 @@ _METHOD = (
     "Where one of the two did not reach the target, its whole training time bounds the ratio from one side (< or >).",
     "Compute is the median step of a copy of the model that does not communicate, measured in the same run. Communicate is "
     "the time inside the communicator, waiting for slower ranks included; scheme is the rest of the reduction. Other is "
-    "what is left of the median step; below zero, reduction and computing overlapped.",
-    "Payload is what the communicator was given to send; interface is what the kernel counted on the rank's network "
-    "interface, framing and acknowledgements included. What a link needs at least is payload x 8 / rate.",
+    "the rest of the median step; below zero, reduction and computing overlapped.",
+    "Payload counts the bytes that the communicator was given to send; interface counts those that left the rank's network "
+    "interface, framing and acknowledgements included. The least time of a link is payload x 8 / rate.",
 )
 
 
 def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
-    """The files written into `folder`: three PNG images and report.html. The tables go to standard output.
+    """Print the tables, write three PNG images and report.html into `folder`, and return their paths.
 
-    Tells of the newest run that trained anything, or of the one with the id `run`; runs are not mixed. Raises ValueError
-    when the folder holds no such results, RuntimeError when it cannot be written or a package of the extra [lab] is missing.
+    Shows the newest run that trained anything, or the one with the id `run`; runs are not mixed. Raises ValueError when the folder
+    holds no such results, RuntimeError when it cannot be written or a package of the extra [lab] is missing.
     """
     results = read(folder)
     summary = _chosen(results, run)
@@ -55,7 +55,7 @@ def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
         )
     )
     with lab_extra("matplotlib"):
-        from sparsync.lab.plots import hues, pictures
+        from sparsync.lab.report.plots import hues, pictures
     images = pictures(summary)
     page = render(summary, images, hues(summary), _others(results, summary))
     written = _write(Path(folder), {**images, PAGE: page.encode()})
@@ -65,12 +65,14 @@ def report(folder: Path, run: str | None = None) -> tuple[Path, ...]:
 
 
 def render(summary: Summary, images: Mapping[str, bytes], hues: Mapping[str, str], others: Sequence[Any] = ()) -> str:
-    """The page as HTML that stands alone: images inside, no script, nothing loaded from anywhere."""
+    """Return the page as HTML that needs no other file: images inside, no script, nothing loaded from anywhere."""
     with lab_extra("jinja2"):
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup, escape
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files("sparsync.lab").joinpath("templates/report.html.j2").read_text("utf-8"))
+    template = environment.from_string(
+        files("sparsync.lab.report").joinpath("templates/report.html.j2").read_text("utf-8")
+    )
     run = summary.run
     return template.render(
         place=place_text(run),
@@ -78,10 +80,10 @@ def render(summary: Summary, images: Mapping[str, bytes], hues: Mapping[str, str
         run=run.run,
         banner=banner(run),
         paragraph=paragraph(summary),
-        # Each table stands under the picture of the same thing; those after the pictures stand alone.
-        parts=zip_longest(tables(summary), _images(images)),
+        # Each table stands under the picture of the same subject; there are more tables than pictures.
+        tables_with_pictures=zip_longest(tables(summary), _images(images)),
         hues=hues,
-        lines=lambda head: Markup("<br>").join(escape(part) for part in head.split("\n")),
+        lines=lambda head: Markup("<br>").join(escape(line) for line in head.split("\n")),
         remarks=remarks(summary),
         notes=summary.notes,
         method=_METHOD,
@@ -92,7 +94,7 @@ def render(summary: Summary, images: Mapping[str, bytes], hues: Mapping[str, str
 
 
 def _chosen(results: Results, wanted: str | None) -> Summary:
-    """The run to tell of, with the notes of the file; a note says so when the newest run recorded no training."""
+    """Return the run to show, with the notes of the file, and a note when the newest run recorded no training."""
     if wanted is not None:
         found = [records for records in results.runs if records.run.run == wanted]
         if not found:
@@ -108,7 +110,7 @@ def _chosen(results: Results, wanted: str | None) -> Summary:
 
 
 def _others(results: Results, shown: Summary) -> list[dict[str, str]]:
-    """The other runs of the file, newest first, a sentence each."""
+    """Return the other runs of the file, newest first, with a sentence for each."""
     return [
         {"run": records.run.run, "text": f"{records.run.time}: {paragraph(summarise(records))}"}
         for records in reversed(results.runs)
@@ -135,7 +137,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command as one would type it: the program by its name, not by where it happened to be installed."""
+    """Return the command as a user types it: the program by its name, not by its path."""
     return shlex.join([Path(argv[0]).name, *argv[1:]]) if argv else ""
 
 
@@ -152,7 +154,7 @@ def _sections(summary: Summary) -> list[dict[str, Any]]:  # Any: a title and its
 
 
 def _flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
-    """The entries of a nested mapping by dotted name, as text."""
+    """Yield the entries of a nested mapping by dotted name, as text."""
     for key, value in mapping.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{key}.")

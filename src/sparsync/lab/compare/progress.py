@@ -1,4 +1,4 @@
-"""What a comparison shows while it runs: a live line on a terminal, plain lines elsewhere."""
+"""The display of a comparison while it runs: live bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.workers.process import Message
 
 
 class Progress(Protocol):
-    """Hears every message of a run, in order."""
+    """A display that is given every message of a comparison, in order."""
 
-    def hear(self, message: dict[str, Any]) -> None: ...  # Any: JSON
+    def update(self, message: Message) -> None: ...
 
 
 @contextmanager
-def shown(runs: int, steps: int, metric: str) -> Iterator[Progress]:
-    """A live display on standard error when that is a terminal, else a line for each evaluation."""
+def shown(trainings: int, steps: int, metric: str) -> Iterator[Progress]:
+    """Yield a live display on standard error when that is a terminal, else one that prints a line for each evaluation."""
     if not sys.stderr.isatty():
-        yield _Lines(runs, steps, metric)
+        yield _Lines(trainings, steps, metric)
         return
     with lab_extra("rich"):
         from rich.console import Console
@@ -34,14 +35,14 @@ def shown(runs: int, steps: int, metric: str) -> Iterator[Progress]:
         TextColumn("{task.fields[left]} left"),
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
-        yield _Bars(bars, runs, steps)
+        yield _Bars(bars, trainings, steps)
 
 
 class _Clock:
-    """Which of the runs is under way, and how long the rest of it may take."""
+    """Counts the trainings, and estimates how long the rest of the current one takes."""
 
-    def __init__(self, runs: int, steps: int) -> None:
-        self.runs = runs
+    def __init__(self, trainings: int, steps: int) -> None:
+        self.trainings = trainings
         self.steps = steps
         self.number = 0
         self._began = 0.0
@@ -51,18 +52,18 @@ class _Clock:
         self._began = time.monotonic()
 
     def left(self, step: int) -> str:
-        """The time left for this scheme at the pace so far; evaluations are part of the pace."""
+        """Return the time left for this scheme at the pace so far, evaluations included."""
         seconds = (time.monotonic() - self._began) / max(1, step) * (self.steps - step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
 
 
 class _Lines:
-    def __init__(self, runs: int, steps: int, metric: str) -> None:
-        self._clock = _Clock(runs, steps)
+    def __init__(self, trainings: int, steps: int, metric: str) -> None:
+        self._clock = _Clock(trainings, steps)
         self._metric = metric
         self._loss = float("nan")
 
-    def hear(self, message: dict[str, Any]) -> None:  # Any: JSON
+    def update(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "scheme":
             self._clock.begin()
@@ -70,25 +71,25 @@ class _Lines:
             self._loss = message["loss"]
         elif kind == "quality":
             print(
-                f"[{self._clock.number}/{self._clock.runs}] {message['scheme']}  step {message['step']}/{self._clock.steps}  "
-                f"loss {self._loss:.3f}  {self._metric} {message['value']:.2f}  {message['seconds']:.1f} s trained  "
-                f"{self._clock.left(message['step'])} left",
+                f"[{self._clock.number}/{self._clock.trainings}] {message['scheme']}  "
+                f"step {message['step']}/{self._clock.steps}  loss {self._loss:.3f}  {self._metric} {message['value']:.2f}  "
+                f"{message['seconds']:.1f} s trained  {self._clock.left(message['step'])} left",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 class _Bars:
-    def __init__(self, bars: Any, runs: int, steps: int) -> None:  # Any: rich's Progress, imported late
+    def __init__(self, bars: Any, trainings: int, steps: int) -> None:  # Any: rich's Progress, imported late
         self._bars = bars
-        self._clock = _Clock(runs, steps)
+        self._clock = _Clock(trainings, steps)
         self._task: Any = None
 
-    def hear(self, message: dict[str, Any]) -> None:  # Any: JSON
+    def update(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "scheme":
             self._clock.begin()
-            title = f"{self._clock.number}/{self._clock.runs} {message['scheme']}"
+            title = f"{self._clock.number}/{self._clock.trainings} {message['scheme']}"
             self._task = self._bars.add_task(title, total=self._clock.steps, loss="-", quality="-", left="-:--")
         elif kind == "progress":
             left = self._clock.left(message["step"])

@@ -1,0 +1,56 @@
+"""The settings of a comparison, checked in this process before anything is started."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsync.lab import workloads
+from sparsync.lab.netlab import parse_link
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+from sparsync.lab.workloads.base import Workload, share
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison. `check` raises ValueError for settings that could not run."""
+
+    schemes: tuple[SchemeChoice, ...]
+    workload: str = "shakespeare"  # a name, package.module:Class or path/to/file.py:Class
+    options: dict[str, Any] = field(default_factory=dict)  # Any: options of the workload, checked by its constructor
+    ranks: int = 4
+    link: str = "100mbit"  # each way, of every rank; "none": loopback without limits
+    density: float = 0.01  # for the schemes that take one
+    target: float | None = None  # quality to reach
+    steps: int = 300
+    eval_every: int = 10  # steps
+    seeds: tuple[int, ...] = (0,)
+    bucket_mb: float = 25.0  # DDP's bucket_cap_mb
+    timeout_s: float = 120.0  # for one operation of a rank
+
+    @property
+    def rate_bits_per_s(self) -> float | None:
+        """The rate of every link each way; None without limits."""
+        return parse_link(self.link)
+
+    def check(self) -> Workload:
+        """Check every setting, try every scheme once, and return the workload with its data prepared."""
+        for name, value in (("ranks", self.ranks), ("steps", self.steps), ("eval-every", self.eval_every)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if not self.schemes or not self.seeds:
+            raise ValueError("a comparison needs at least one scheme and one seed; see --schemes and --seeds")
+        check_labels(self.schemes)
+        if self.timeout_s <= 0 or self.bucket_mb <= 0:
+            raise ValueError(f"--timeout and --bucket-mb must be above 0, got {self.timeout_s} and {self.bucket_mb}")
+        parse_link(self.link)
+        for choice in self.schemes:
+            try_out(choice, self.ranks)
+        workload = workloads.get(self.workload, **self.options)
+        share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
+        workload.prepare()
+        return workload
+
+
+def settings_from_json(plain: dict[str, Any]) -> Settings:  # Any: JSON, as dataclasses.asdict makes it
+    """Return the settings that `asdict` turned into JSON; the inverse of it, in another process."""
+    choices = tuple(SchemeChoice(**each) for each in plain["schemes"])
+    return Settings(**{**plain, "schemes": choices, "seeds": tuple(plain["seeds"])})
