@@ -34,7 +34,7 @@ class Span:
 
 @lru_cache(maxsize=256)
 def spans(count: int, parts: int) -> tuple[Span, ...]:
-    """Return `parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer; some are empty when count < parts."""
+    """Return `parts` adjacent spans that cover [0, count); the first `count mod parts` are one longer, some perhaps empty."""
     short, longer = divmod(count, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(starts))
