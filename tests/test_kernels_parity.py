@@ -92,9 +92,9 @@ def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bound", [None, 0.0, 1.0, math.inf, math.nan])
+@pytest.mark.parametrize("bound", [None, 1.0, math.nan])
 def test_adding_and_selecting_outside_a_span_is_adding_and_then_selecting(kind: str, bound: float | None) -> None:
-    for n in (*SOME, 70_000):
+    for n in (0, 17, 1000, 70_000):
         residual, grad, out = made(kind, n), made("normal", n, 1), torch.empty(n)
         for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
             for k in (0, 1, n // 7, n):

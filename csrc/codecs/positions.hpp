@@ -39,9 +39,10 @@ Reason packed_decode(const uint8_t *packet, int64_t nbytes, int64_t k, int64_t s
     const int bits = packed_bits(span);
     if (nbytes != nbytes_of(k, bits)) return wrong_size;
     unpack_numbers(packet, nbytes, k, bits, reinterpret_cast<uint32_t *>(out));
+    if (check(out, k, span) == fine) return fine;
     for (int64_t i = 0; i < k; ++i)
         if (out[i] >= span) return outside;  // 31 bits at most, so none is negative
-    return check(out, k, span);
+    return wrong_order;
 }
 
 Reason bitmap_encode(const int32_t *index, int64_t k, int64_t span, uint8_t *out) {

@@ -7,7 +7,7 @@ elements selected, too. Without a GPU the same code runs in Triton's interpreter
 
 from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
-from sparsync.kernels.cuda.top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
+from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
 
 __all__ = [
     "accumulate",

@@ -40,7 +40,7 @@ COPYING = {"STEP": 128, "num_warps": 1}  # elements copied at once, and the size
 
 @dataclass(frozen=True)
 class Pool:
-    """The elements that the blocks of one pass collected: block b found `counts[b]` elements and has the pool from `offsets[b]` on for them.
+    """The elements collected by the blocks of one pass: block b found `counts[b]`, which lie in the pool from `offsets[b]` on.
 
     Only ranges that end inside the pool are in it. `state` [2]: how many were found in all, and whether something was not finite.
     """

@@ -134,6 +134,7 @@ def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
 def _cases(data: Data) -> list[Case]:
     target = TARGETS.get(kernels.backend())
     k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
+    warm_beside = WARM * float(data.beside.value.abs().min())
 
     def accumulate_and_select(bound: float | None) -> tuple[Sparse, bool]:
         finite = kernels.accumulate(residual, grad, residual)
@@ -166,7 +167,7 @@ def _cases(data: Data) -> list[Case]:
         ),
         Case(
             "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
-            lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm),
+            lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
             right_beside,
             target,
         ),
