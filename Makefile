@@ -11,7 +11,7 @@ setup: $(READY)
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
-$(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/kernels/*.?pp)
+$(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --editable ".[lab,dev]"
@@ -46,22 +46,27 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# Decoders under attack, with sanitizers: make fuzz EXECUTIONS=100000000 SEED=2. No clones: the sanitizers start before they are chosen.
+# Decoders under attack, with sanitizers, in every instruction set of the codecs: make fuzz EXECUTIONS=100000000 SEED=2.
 CXX        ?= g++
 EXECUTIONS ?= 10000000
 SEED       ?= 1
+AVX2       := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mbmi -mbmi2 -mpopcnt)
+FUZZED     := -std=c++17 -g -Wall -Wextra -Icsrc
+FUZZ_CHECKS := address,undefined -fno-sanitize-recover=all
 fuzz:
 	mkdir -p build
-	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wconversion -DSPARSYNC_NO_CLONES -fsanitize=address,undefined -fno-sanitize-recover=all \
-		-Icsrc csrc/tests/fuzz_codecs.cpp -o build/fuzz_codecs
+	$(CXX) $(FUZZED) -O2 -Wconversion -fsanitize=$(FUZZ_CHECKS) $(AVX2) -c csrc/codecs/avx2.cpp -o build/fuzz_avx2.o
+	$(CXX) $(FUZZED) -O2 -Wconversion -fsanitize=$(FUZZ_CHECKS) \
+		csrc/tests/fuzz_codecs.cpp csrc/codecs/scalar.cpp build/fuzz_avx2.o -o build/fuzz_codecs
 	build/fuzz_codecs $(EXECUTIONS) $(SEED)
 
 # The same decoders under libFuzzer, which wants clang and its runtime: make fuzz-coverage CLANGXX=clang++-14.
 CLANGXX ?= clang++
 fuzz-coverage:
 	mkdir -p build/corpus
-	$(CLANGXX) -std=c++17 -O1 -g -Wall -Wextra -DSPARSYNC_NO_CLONES -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-		-Icsrc csrc/tests/coverage_fuzz_codecs.cpp -o build/coverage_fuzz_codecs
+	$(CLANGXX) $(FUZZED) -O1 -fsanitize=fuzzer-no-link,$(FUZZ_CHECKS) $(AVX2) -c csrc/codecs/avx2.cpp -o build/coverage_avx2.o
+	$(CLANGXX) $(FUZZED) -O1 -fsanitize=fuzzer,$(FUZZ_CHECKS) \
+		csrc/tests/coverage_fuzz_codecs.cpp csrc/codecs/scalar.cpp build/coverage_avx2.o -o build/coverage_fuzz_codecs
 	build/coverage_fuzz_codecs -runs=$(EXECUTIONS) -seed=$(SEED) -max_len=600 -print_final_stats=1 build/corpus
 
 # The C++ kernels without Python, under the address and undefined-behaviour sanitizers.

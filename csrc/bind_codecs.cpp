@@ -1,106 +1,175 @@
-// The codecs as Python sees them: addresses and lengths, checked by the caller in sparsync/kernels/codecs.py; the GIL is released.
+// The codecs as Python sees them: checked tensors in, new tensors out, as in bind_kernels.cpp. The messages of errors are those of
+// sparsync/kernels/codec_reference.py.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <cstdint>
-#include <tuple>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
-#include "codecs.hpp"
-#include "value_codecs.hpp"
+#include "kernels/level.hpp"
+#include "tensors.hpp"
 
 namespace nb = nanobind;
-namespace codecs = sparsync::codecs;
+using namespace sparsync;
 
 namespace {
 
-using Address = uintptr_t;
-using Release = nb::call_guard<nb::gil_scoped_release>;
+constexpr int64_t kMaxSpan = INT32_MAX;
 
-const int32_t *index_at(Address address) { return reinterpret_cast<const int32_t *>(address); }
-const float *floats(Address address) { return reinterpret_cast<const float *>(address); }
-const uint8_t *bytes(Address address) { return reinterpret_cast<const uint8_t *>(address); }
-uint8_t *out_bytes(Address address) { return reinterpret_cast<uint8_t *>(address); }
-
-using Encode = codecs::Reason (*)(const int32_t *, int64_t, int64_t, int, uint8_t *, int64_t);
-using Decode = codecs::Reason (*)(const uint8_t *, int64_t, int64_t, int64_t, int32_t *);
-
-// What is wrong with the positions, 0 if nothing; `out` has room for `nbytes`, the bytes of a packet of k positions in the span.
-void def_encode(nb::module_ &m, const char *name, Encode encode) {
-    m.def(
-        name,
-        [encode](Address index, int64_t k, int64_t span, int bits, Address out, int64_t nbytes) {
-            return static_cast<int>(encode(index_at(index), k, span, bits, out_bytes(out), nbytes));
-        },
-        Release());
+Positions codec_of(const std::string &name) {
+    if (name == "packed") return Positions::packed;
+    if (name == "bitmap") return Positions::bitmap;
+    if (name == "elias_fano") return Positions::elias_fano;
+    throw nb::value_error(("a codec of positions is one of packed, bitmap, elias_fano, got '" + name + "'").c_str());
 }
 
-// What is wrong with the packet, 0 if nothing; `out` has room for k positions.
-void def_decode(nb::module_ &m, const char *name, Decode decode) {
-    m.def(
-        name,
-        [decode](Address packet, int64_t nbytes, int64_t k, int64_t span, Address out) {
-            return static_cast<int>(decode(bytes(packet), nbytes, k, span, reinterpret_cast<int32_t *>(out)));
-        },
-        Release());
+void expect_span(int64_t span) {
+    if (span < 0 || span > kMaxSpan)
+        throw nb::value_error(("positions are encoded inside spans of at most " + std::to_string(kMaxSpan) +
+                               " elements, got " + std::to_string(span) + "; use smaller buckets").c_str());
 }
+
+void expect_value_bits(int64_t bits) {
+    if (bits != 8 && bits != 4)
+        throw nb::value_error(("values are rounded to 8 or 4 bits, got " + std::to_string(bits)).c_str());
+}
+
+// Raises ValueError for the first of k positions that does not ascend inside the span.
+template <class Index>
+[[noreturn]] void refuse(const Index *index, int64_t k, int64_t span) {
+    int64_t i = 0;
+    while (i < k && index[i] >= 0 && index[i] < span && (i == 0 || index[i] > index[i - 1])) ++i;
+    throw nb::value_error(("positions to encode must ascend inside [0, " + std::to_string(span - 1) + "], each once, got " +
+                           std::to_string(index[i]) + " as number " + std::to_string(i)).c_str());
+}
+
+[[noreturn]] void refuse_packet(Reason reason, int64_t k, int64_t span, int64_t nbytes) {
+    const std::string count = std::to_string(k);
+    const std::string what = reason == wrong_size    ? "its " + std::to_string(nbytes) + " bytes are not what " + count + " positions take"
+                             : reason == wrong_count ? "it does not hold " + count + " positions"
+                             : reason == wrong_order ? "its " + count + " positions do not ascend"
+                                                     : "it has positions outside [0, " + std::to_string(span - 1) + "]";
+    throw std::runtime_error("a packet of positions cannot be decoded: " + what +
+                             "; sender and receiver must agree on codec, span and count");
+}
+
+void expect_nbytes(int64_t nbytes, int64_t k, int bits) {
+    const int64_t wanted = level().codecs->values_nbytes(k, bits);
+    if (k < 0 || nbytes != wanted)
+        throw std::runtime_error(std::to_string(k) + " values of " + std::to_string(bits) + " bits take " +
+                                 std::to_string(wanted) + " bytes with their scales, the packet has " + std::to_string(nbytes) +
+                                 "; sender and receiver must agree on codec and count");
+}
+
+// Positions as int32: those of 64 bits copied, where one that does not fit becomes -1, which no encoder takes.
+class Narrow {
+  public:
+    explicit Narrow(const Tensor &index) : index_(index) {
+        if (index.element == Element::int32) return;
+        copy_.reserve(static_cast<size_t>(index.length));
+        for (int64_t i = 0; i < index.length; ++i) {
+            const int64_t position = index.as<int64_t>()[i];
+            copy_.push_back(position < 0 || position > kMaxSpan ? -1 : static_cast<int32_t>(position));
+        }
+    }
+    const int32_t *data() const { return index_.element == Element::int32 ? index_.as<int32_t>() : copy_.data(); }
+
+    [[noreturn]] void refuse(int64_t span) const {
+        if (index_.element == Element::int32) ::refuse(index_.as<int32_t>(), index_.length, span);
+        ::refuse(index_.as<int64_t>(), index_.length, span);
+    }
+
+  private:
+    const Tensor index_;
+    std::vector<int32_t> copy_;
+};
 
 void bind_positions(nb::module_ &m) {
-    m.def(
-        "codec_check",
-        [](Address index, int64_t k, int64_t span) { return static_cast<int>(codecs::check(index_at(index), k, span)); },
-        Release());
-    m.def(
-        "codec_pack",
-        [](Address x, int64_t k, int bits, Address out) { codecs::pack(index_at(x), k, bits, out_bytes(out)); },
-        Release());
-    m.def(
-        "codec_unpack",
-        [](Address packet, int64_t k, int bits, Address out) {
-            codecs::unpack(bytes(packet), k, bits, reinterpret_cast<int32_t *>(out));
-        },
-        Release());
-    m.def(
-        "codec_measure",
-        [](Address index, int64_t k, int64_t span) {
-            const codecs::Measured seen = codecs::measure(index_at(index), k, span);
-            return std::make_tuple(static_cast<int>(seen.reason), seen.delta_nbytes, seen.rice_bits, seen.rice_nbytes);
-        },
-        Release());
-    def_encode(m, "codec_raw_encode", codecs::raw_encode);
-    def_encode(m, "codec_packed_encode", codecs::packed_encode);
-    def_encode(m, "codec_delta_encode", codecs::delta_encode);
-    def_encode(m, "codec_bitmap_encode", codecs::bitmap_encode);
-    def_encode(m, "codec_rice_encode", codecs::rice_encode);
-    def_encode(m, "codec_elias_fano_encode", codecs::elias_fano_encode);
-    def_decode(m, "codec_delta_decode", codecs::delta_decode);
-    def_decode(m, "codec_bitmap_decode", codecs::bitmap_decode);
-    def_decode(m, "codec_rice_decode", codecs::rice_decode);
-    def_decode(m, "codec_elias_fano_decode", codecs::elias_fano_decode);
+    m.def("encode_positions", [](const std::string &codec, nb::handle index, int64_t span) {
+        const Positions how = codec_of(codec);
+        expect_span(span);
+        const Tensor positions = read(index);
+        if (!positions.is_index()) return not_taken();
+        const int64_t k = positions.length;
+        const Narrow narrow(positions);
+        if (k > span) narrow.refuse(span);
+        const Made packet = make(level().codecs->nbytes(how, k, span), Element::uint8);
+        Reason reason;
+        {
+            const nb::gil_scoped_release release;
+            reason = level().codecs->encode(how, narrow.data(), k, span, packet.as<uint8_t>());
+        }
+        if (reason != fine) narrow.refuse(span);
+        return packet.object;
+    });
+    m.def("decode_positions", [](const std::string &codec, nb::handle packet, int64_t k, int64_t span) {
+        const Positions how = codec_of(codec);
+        const Tensor bytes = read(packet);
+        if (!bytes.is(Element::uint8)) return not_taken();
+        if (k < 0 || k > span || span > kMaxSpan) refuse_packet(wrong_count, k, span, bytes.length);
+        const Made index = make(k, Element::int32);
+        Reason reason;
+        {
+            const nb::gil_scoped_release release;
+            reason = level().codecs->decode(how, bytes.as<uint8_t>(), bytes.length, k, span, index.as<int32_t>());
+        }
+        if (reason != fine) refuse_packet(reason, k, span, bytes.length);
+        return index.object;
+    });
 }
 
 void bind_values(nb::module_ &m) {
-    m.def(
-        "codec_scaled_encode",
-        [](Address value, int64_t k, int bits, Address noise, Address out) {
-            codecs::scaled_encode(floats(value), k, bits, floats(noise), out_bytes(out));
-        },
-        Release());
-    m.def(
-        "codec_scaled_decode",
-        [](Address packet, int64_t k, int bits, Address out) {
-            codecs::scaled_decode(bytes(packet), k, bits, reinterpret_cast<float *>(out));
-        },
-        Release());
-    m.def(
-        "codec_sign_encode",
-        [](Address value, int64_t k, Address out) { codecs::sign_encode(floats(value), k, out_bytes(out)); },
-        Release());
-    m.def(
-        "codec_sign_decode",
-        [](Address packet, int64_t k, Address out) {
-            codecs::sign_decode(bytes(packet), k, reinterpret_cast<float *>(out));
-        },
-        Release());
+    m.def("scaled_encode", [](nb::handle value, int64_t bits, nb::handle noise) {
+        const Tensor content = read(value), random = noise.is_none() ? Tensor{} : read(noise);
+        if (!content.is(Element::float32) || (!noise.is_none() && !random.is(Element::float32))) return not_taken();
+        expect_value_bits(bits);
+        if (!noise.is_none() && random.length != content.length)
+            throw nb::value_error(("there must be a number for each of " + std::to_string(content.length) + " values, got " +
+                                   std::to_string(random.length)).c_str());
+        const Made packet = make(level().codecs->values_nbytes(content.length, static_cast<int>(bits)), Element::uint8);
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->scaled_encode(content.as<float>(), content.length, static_cast<int>(bits), random.as<float>(),
+                                          packet.as<uint8_t>());
+        }
+        return packet.object;
+    }, nb::arg(), nb::arg(), nb::arg().none());
+    m.def("scaled_decode", [](nb::handle packet, int64_t k, int64_t bits) {
+        const Tensor bytes = read(packet);
+        if (!bytes.is(Element::uint8)) return not_taken();
+        expect_value_bits(bits);
+        expect_nbytes(bytes.length, k, static_cast<int>(bits));
+        const Made value = make(k, Element::float32);
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->scaled_decode(bytes.as<uint8_t>(), k, static_cast<int>(bits), value.as<float>());
+        }
+        return value.object;
+    });
+    m.def("sign_encode", [](nb::handle value) {
+        const Tensor content = read(value);
+        if (!content.is(Element::float32)) return not_taken();
+        const Made packet = make(level().codecs->values_nbytes(content.length, 1), Element::uint8);
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->sign_encode(content.as<float>(), content.length, packet.as<uint8_t>());
+        }
+        return packet.object;
+    });
+    m.def("sign_decode", [](nb::handle packet, int64_t k) {
+        const Tensor bytes = read(packet);
+        if (!bytes.is(Element::uint8)) return not_taken();
+        expect_nbytes(bytes.length, k, 1);
+        const Made value = make(k, Element::float32);
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->sign_decode(bytes.as<uint8_t>(), k, value.as<float>());
+        }
+        return value.object;
+    });
 }
 
 }  // namespace

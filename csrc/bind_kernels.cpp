@@ -1,174 +1,359 @@
-// The kernels as Python sees them: addresses and lengths, checked by the caller in sparsync/kernels/cpu.py. The GIL is released.
+// The kernels as Python sees them: `sparsync.kernels.dispatch` registers these functions as they are.
 //
-// What a kernel selects stays in buffers of the calling thread until `take` copies it to tensors of just that length.
+// Every function checks the tensors it is given. For a type, a device or a shape that it does not take it returns NotImplemented, and
+// the caller asks the next implementation; numbers that would lead outside of the memory raise ValueError or IndexError. The GIL is
+// released while a kernel runs. What is found is collected in a buffer of the calling thread, then copied to tensors of just its length.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "kernels/core.hpp"
+#include "kernels/level.hpp"
 #include "kernels/move.hpp"
 #include "kernels/sparse.hpp"
+#include "tensors.hpp"
 
 namespace nb = nanobind;
 using namespace sparsync;
 
 namespace {
 
-using Address = uintptr_t;
-using Pieces = std::vector<std::tuple<Address, Address, int64_t>>;
+PyObject *sparse_class = nullptr;  // sparsync.core.Sparse, held as long as the process lives
 
-template <class Element>
-Element *at(Address address) {
-    return reinterpret_cast<Element *>(address);
+// Runs `work` without the GIL.
+template <class Work>
+auto unlocked(Work work) {
+    const nb::gil_scoped_release release;
+    return work();
 }
 
-const Kernels &level_of(const std::string &level) {
-    const Kernels *kernels = find(level);
-    if (!kernels) throw nb::value_error(("this machine has no kernels for " + level).c_str());
-    return *kernels;
+nb::object sparse(const nb::object &index, const nb::object &value, int64_t length) {
+    return nb::handle(sparse_class)(index, value, length);
 }
 
-Gradient gradient(Address grad, int type) { return {at<void>(grad), static_cast<Type>(type)}; }
-
-Parts &parts_of_this_thread() {
-    thread_local Parts parts;
-    return parts;
-}
-
-int64_t found() {
-    int64_t count = 0;
-    for (const Found &part : parts_of_this_thread()) count += part.count;
-    return count;
+Found &buffer() {
+    thread_local Found found;
+    found.count = 0;
+    return found;
 }
 
 template <class Index>
-void take(Address index, Address value) {
-    nb::gil_scoped_release release;
-    auto *next_index = at<Index>(index);
-    auto *next_value = at<float>(value);
-    for (Found &part : parts_of_this_thread()) {
-        next_index = std::copy(part.index(), part.index() + part.count, next_index);
-        if (next_value) next_value = std::copy(part.value(), part.value() + part.count, next_value);
-        part.release();
-    }
+nb::object indices_of(Found &found, Element element) {
+    const Made index = make(found.count, element);
+    std::copy(found.index(), found.index() + found.count, index.as<Index>());
+    return index.object;
 }
 
-std::vector<SparseView> views(const Pieces &pieces) {
-    std::vector<SparseView> result;
-    for (const auto &[index, value, count] : pieces) result.push_back({at<int32_t>(index), at<float>(value), count});
-    return result;
+nb::object sparse_of(Found &found, int64_t length) {
+    const nb::object index = indices_of<int32_t>(found, Element::int32);
+    const Made value = make(found.count, Element::float32);
+    std::copy(found.value(), found.value() + found.count, value.as<float>());
+    found.release();
+    return sparse(index, value.object, length);
+}
+
+void expect_equal(int64_t one, int64_t other, const char *what) {
+    if (one != other)
+        throw nb::value_error((std::string(what) + " must have one length, got " + std::to_string(one) + " and " +
+                               std::to_string(other)).c_str());
+}
+
+// k, or n if that is less: so many of n elements are to be selected.
+int64_t at_most(int64_t k, int64_t n) {
+    if (k < 0) throw nb::value_error(("k must be 0 or more, got " + std::to_string(k)).c_str());
+    return std::min(k, n);
+}
+
+// [n, n) for None.
+Span span_of(nb::handle skip, int64_t n) {
+    if (skip.is_none()) return {n, n};
+    const Span span{nb::cast<int64_t>(skip.attr("start")), nb::cast<int64_t>(skip.attr("stop"))};
+    if (span.start < 0 || span.stop < span.start || span.stop > n)
+        throw nb::value_error(("a span must lie in [0, " + std::to_string(n) + "], got [" + std::to_string(span.start) +
+                               ", " + std::to_string(span.stop) + ")").c_str());
+    return span;
+}
+
+// The bits of the float32 nearest to the magnitude, 0 for a negative one; not for NaN.
+uint32_t magnitude_bits(double magnitude) {
+    const float nearest = magnitude > 0.0 ? static_cast<float>(magnitude) : 0.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &nearest, sizeof bits);
+    return bits;
+}
+
+Top wanted(int64_t k, int32_t lowest, std::optional<double> bound) {
+    if (!bound || std::isnan(*bound)) return {k, Order::magnitude, lowest, false};
+    return {k, Order::magnitude, lowest, true, static_cast<int32_t>(std::min(magnitude_bits(*bound), kInfinity))};
+}
+
+Gradient gradient(const Tensor &grad) {
+    const Type type = grad.element == Element::float32    ? Type::float32
+                      : grad.element == Element::bfloat16 ? Type::bfloat16
+                                                          : Type::float16;
+    return {grad.data, type};
+}
+
+nb::object select_top(nb::handle x, int64_t k, nb::handle skip, int32_t lowest, std::optional<double> bound) {
+    const Tensor vector = read(x);
+    if (!vector.is(Element::float32)) return not_taken();
+    const int64_t n = vector.length, count = at_most(k, n);
+    const Span span = span_of(skip, n);
+    Found &found = buffer();
+    unlocked([&] {
+        top(*level().passes, vector.as<float>(), {{0, span.start}, {span.stop, n}}, wanted(count, lowest, bound), found);
+    });
+    return sparse_of(found, n);
+}
+
+nb::object accumulate_top(nb::handle residual, nb::handle grad, int64_t k, nb::handle out, nb::handle skip, int32_t lowest,
+                          std::optional<double> bound) {
+    const Tensor before = read(residual), added = read(grad), sum = read(out);
+    if (!before.is(Element::float32) || !added.is_gradient() || !sum.is(Element::float32)) return not_taken();
+    const int64_t n = sum.length;
+    expect_equal(before.length, n, "residual and result");
+    expect_equal(added.length, n, "gradient and result");
+    const int64_t count = at_most(k, n);
+    const Span span = span_of(skip, n);
+    Found &found = buffer();
+    const uint32_t greatest = unlocked([&] {
+        return add_top(*level().passes, before.as<float>(), gradient(added), sum.as<float>(), n, span,
+                       wanted(count, lowest, bound), found);
+    });
+    return nb::make_tuple(sparse_of(found, n), greatest < kInfinity);
+}
+
+// Positions, and the vector that they point into.
+struct Indexed {
+    Tensor x, index;
+
+    Indexed(nb::handle vector, nb::handle positions) : x(read(vector)), index(read(positions)) {}
+
+    bool taken() const { return x.is(Element::float32) && index.is_index(); }
+
+    // work(positions) for positions of either width, without the GIL. Raises IndexError where it returns false.
+    template <class Work>
+    void run(Work work) const {
+        const bool wide = index.element == Element::int64;
+        if (unlocked([&] { return wide ? work(index.as<int64_t>()) : work(index.as<int32_t>()); })) return;
+        const auto [low, high] = wide ? ends<int64_t>() : ends<int32_t>();
+        const std::string n = std::to_string(x.length);
+        throw nb::index_error(("positions must be in [0, " + n + ") for " + n + " elements, got " + std::to_string(low) +
+                               " to " + std::to_string(high)).c_str());
+    }
+
+  private:
+    template <class Index>
+    std::pair<int64_t, int64_t> ends() const {
+        const auto [low, high] = std::minmax_element(index.as<Index>(), index.as<Index>() + index.length);
+        return {*low, *high};
+    }
+};
+
+// The parts of a sequence of Sparse, and the sum of their lengths; whether they are taken.
+struct Parts {
+    std::vector<SparseView> views;
+    std::vector<nb::object> held;  // the tensors, whoever drops the sequence meanwhile
+    int64_t total = 0, length = 0;
+    bool taken = true;
+
+    explicit Parts(nb::handle sequence) {
+        for (const nb::handle part : nb::borrow<nb::sequence>(sequence)) add(part);
+        if (views.empty()) throw nb::value_error("there must be at least one sparse vector, got none");
+    }
+
+  private:
+    void add(nb::handle part) {
+        const nb::object index = part.attr("index"), value = part.attr("value");
+        const Tensor at = read(index), content = read(value);
+        taken = taken && at.is(Element::int32) && content.is(Element::float32);
+        if (taken) expect_equal(at.length, content.length, "positions and values");
+        if (views.empty()) length = nb::cast<int64_t>(part.attr("length"));
+        views.push_back({at.as<int32_t>(), content.as<float>(), at.length});
+        total += at.length;
+        held.push_back(index);
+        held.push_back(value);
+    }
+};
+
+nb::object merged(nb::handle sequence, bool add) {
+    const Parts parts(sequence);
+    if (!parts.taken) return not_taken();
+    if (parts.total >= int64_t{1} << 31) return not_taken();
+    const Made index = make(parts.total, Element::int32), value = make(parts.total, Element::float32);
+    const int64_t count = unlocked([&] {
+        merge(parts.views, index.as<int32_t>(), value.as<float>());
+        return add ? add_equal(index.as<int32_t>(), value.as<float>(), parts.total) : parts.total;
+    });
+    if (count == parts.total) return sparse(index.object, value.object, parts.length);
+    const nb::slice first{nb::none(), nb::int_(count), nb::none()};
+    return sparse(index.object[first], value.object[first], parts.length);
+}
+
+nb::object split_at(nb::handle part, nb::handle regions) {
+    const Parts parts(nb::make_tuple(part));
+    if (!parts.taken) return not_taken();
+    const SparseView whole = parts.views[0];
+    nb::list result;
+    const int32_t *from = whole.index, *end = whole.index + whole.count;
+    for (const nb::handle region : nb::borrow<nb::sequence>(regions)) {
+        const auto start = nb::cast<int64_t>(region.attr("start")), stop = nb::cast<int64_t>(region.attr("stop"));
+        const int32_t *until = std::lower_bound(from, end, stop);
+        const Made index = make(until - from, Element::int32), value = make(until - from, Element::float32);
+        std::transform(from, until, index.as<int32_t>(),
+                       [start](int32_t position) { return static_cast<int32_t>(position - start); });
+        std::copy(whole.value + (from - whole.index), whole.value + (until - whole.index), value.as<float>());
+        result.append(sparse(index.object, value.object, stop - start));
+        from = until;
+    }
+    return std::move(result);
 }
 
 void bind_passes(nb::module_ &m) {
-    m.def("plain", [](const std::string &level, Address a, Address b, int64_t n, int threads) {
-        nb::gil_scoped_release release;
-        plain(level_of(level), at<float>(a), at<float>(b), n, threads);
+    m.def("plain_", [](nb::handle a, nb::handle b) {
+        const Tensor from = read(a), to = read(b);
+        if (!from.is(Element::float32) || !to.is(Element::float32)) return not_taken();
+        expect_equal(from.length, to.length, "vectors");
+        unlocked([&] { level().passes->plain(from.as<float>(), to.as<float>(), to.length); });
+        return nb::object(nb::none());
     });
-    m.def("largest", [](const std::string &level, Address x, int64_t n) {
-        nb::gil_scoped_release release;
-        return largest(level_of(level), at<float>(x), n);
+    m.def("all_finite", [](nb::handle x) {
+        const Tensor vector = read(x);
+        if (!vector.is(Element::float32)) return not_taken();
+        const uint32_t greatest = unlocked([&] { return level().passes->max_magnitude(vector.as<float>(), vector.length); });
+        return nb::object(nb::bool_(greatest < kInfinity));
     });
-    m.def("add", [](const std::string &level, Address residual, Address grad, int type, Address out, int64_t n, int threads) {
-        nb::gil_scoped_release release;
-        return add(level_of(level), at<float>(residual), gradient(grad, type), at<float>(out), n, threads);
+    m.def("accumulate", [](nb::handle residual, nb::handle grad, nb::handle out) {
+        const Tensor before = read(residual), added = read(grad), sum = read(out);
+        if (!before.is(Element::float32) || !added.is_gradient() || !sum.is(Element::float32)) return not_taken();
+        expect_equal(before.length, sum.length, "residual and result");
+        expect_equal(added.length, sum.length, "gradient and result");
+        const Gradient typed = gradient(added);
+        const uint32_t greatest = unlocked([&] {
+            return level().passes->add(before.as<float>(), typed.data, typed.type, sum.as<float>(), sum.length);
+        });
+        return nb::object(nb::bool_(greatest < kInfinity));
+    });
+    m.def("move_", [](nb::handle to, nb::handle source) {
+        const Tensor target = read(to), from = read(source);
+        if (!target.is(Element::float32) || !from.is(Element::float32)) return not_taken();
+        expect_equal(target.length, from.length, "what is moved and its new place");
+        unlocked([&] { move(target.as<float>(), from.as<float>(), target.length); });
+        return nb::object(nb::none());
     });
 }
 
 void bind_selection(nb::module_ &m) {
-    m.def("select", [](const std::string &level, Address x, int64_t n, uint32_t low, uint32_t high, int threads) {
-        nb::gil_scoped_release release;
-        select(level_of(level), at<float>(x), n, {low, high}, threads, parts_of_this_thread());
-        return found();
+    m.def("select_ge", [](nb::handle x, double threshold) {
+        const Tensor vector = read(x);
+        if (!vector.is(Element::float32)) return not_taken();
+        const Range range =
+            std::isnan(threshold) ? kNone : Range{std::max(uint32_t{1}, magnitude_bits(threshold)), kMagnitude};
+        Found &found = buffer();
+        unlocked([&] { select(*level().passes, vector.as<float>(), vector.length, range, found); });
+        return sparse_of(found, vector.length);
     });
-    m.def("add_take", [](const std::string &level, Address residual, Address grad, int type, int64_t n, int64_t start,
-                         int64_t stop, uint32_t low, uint32_t high, int threads) {
-        nb::gil_scoped_release release;
-        const uint32_t most = add_take(level_of(level), at<float>(residual), gradient(grad, type), n, {start, stop},
-                                       {low, high}, threads, parts_of_this_thread());
-        return std::make_tuple(found(), most);
+    m.def("top_k", [](nb::handle x, int64_t k, std::optional<double> bound) {
+        return select_top(x, k, nb::none(), 0, bound);
+    }, nb::arg(), nb::arg(), nb::arg().none());
+    m.def("top_k_nonzero", [](nb::handle x, int64_t k, nb::handle skip, std::optional<double> bound) {
+        return select_top(x, k, skip, 1, bound);
+    }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("accumulate_top_k", [](nb::handle residual, nb::handle grad, int64_t k, nb::handle out, std::optional<double> bound) {
+        return accumulate_top(residual, grad, k, out, nb::none(), 0, bound);
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    m.def("accumulate_top_k_nonzero",
+          [](nb::handle residual, nb::handle grad, int64_t k, nb::handle out, nb::handle skip, std::optional<double> bound) {
+              return accumulate_top(residual, grad, k, out, skip, 1, bound);
+          }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("argtopk", [](nb::handle x, int64_t k) {
+        const Tensor vector = read(x);
+        if (!vector.is(Element::float32)) return not_taken();
+        const int64_t count = at_most(k, vector.length);
+        Found &found = buffer();
+        unlocked([&] {
+            top(*level().passes, vector.as<float>(), {{0, vector.length}}, {count, Order::number, INT32_MIN, false}, found);
+        });
+        nb::object index = indices_of<int64_t>(found, Element::int64);
+        found.release();
+        return index;
     });
-    m.def("top", [](const std::string &level, Address x, int64_t n, int64_t start, int64_t stop, int64_t k, bool numbers,
-                    int32_t lowest, bool guessed, int32_t guess, int threads) {
-        nb::gil_scoped_release release;
-        const Order order = numbers ? Order::number : Order::magnitude;
-        top(level_of(level), at<float>(x), {{0, start}, {stop, n}}, {k, order, lowest, guessed, guess}, threads,
-            parts_of_this_thread());
-        return found();
+}
+
+void bind_positions(nb::module_ &m) {
+    m.def("scatter_add_", [](nb::handle out, nb::handle part) {
+        const nb::object index = part.attr("index"), value = part.attr("value");
+        const Indexed at(out, index);
+        const Tensor content = read(value);
+        if (!at.taken() || !content.is(Element::float32)) return not_taken();
+        expect_equal(at.index.length, content.length, "positions and values");
+        at.run([&](const auto *place) {
+            return scatter_add(at.x.as<float>(), at.x.length, place, content.as<float>(), content.length);
+        });
+        return nb::object(nb::none());
     });
-    m.def("add_top", [](const std::string &level, Address residual, Address grad, int type, Address out, int64_t n,
-                        int64_t start, int64_t stop, int64_t k, int32_t lowest, bool guessed, int32_t guess, int threads) {
-        nb::gil_scoped_release release;
-        const Top wanted{k, Order::magnitude, lowest, guessed, guess};
-        const uint32_t most = add_top(level_of(level), at<float>(residual), gradient(grad, type), at<float>(out), n,
-                                      {start, stop}, wanted, threads, parts_of_this_thread());
-        return std::make_tuple(found(), most);
+    m.def("clear_", [](nb::handle x, nb::handle index) {
+        const Indexed at(x, index);
+        if (!at.taken()) return not_taken();
+        at.run([&](const auto *place) { return clear(at.x.as<float>(), at.x.length, place, at.index.length); });
+        return nb::object(nb::none());
     });
-    m.def("take", take<int32_t>);
-    m.def("take_wide", take<int64_t>);
+    m.def("put_", [](nb::handle x, nb::handle index, nb::handle value) {
+        const Indexed at(x, index);
+        const Tensor content = read(value);
+        if (!at.taken() || !content.is(Element::float32)) return not_taken();
+        expect_equal(at.index.length, content.length, "positions and values");
+        at.run([&](const auto *place) {
+            return put(at.x.as<float>(), at.x.length, place, content.as<float>(), content.length);
+        });
+        return nb::object(nb::none());
+    });
+    m.def("gather", [](nb::handle x, nb::handle index) {
+        const Indexed at(x, index);
+        if (!at.taken()) return not_taken();
+        const Made value = make(at.index.length, Element::float32);
+        at.run([&](const auto *place) {
+            return gather(at.x.as<float>(), at.x.length, place, value.as<float>(), at.index.length);
+        });
+        return value.object;
+    });
 }
 
 void bind_sparse(nb::module_ &m) {
-    m.def("histogram", [](Address x, int64_t n, Address counts) {
-        nb::gil_scoped_release release;
-        histogram(at<float>(x), n, at<int64_t>(counts));
-    });
-    m.def("scatter_add", [](Address out, int64_t n, Address index, bool wide, Address value, int64_t k) {
-        nb::gil_scoped_release release;
-        return wide ? scatter_add(at<float>(out), n, at<int64_t>(index), at<float>(value), k)
-                    : scatter_add(at<float>(out), n, at<int32_t>(index), at<float>(value), k);
-    });
-    m.def("put", [](Address out, int64_t n, Address index, bool wide, Address value, int64_t k) {
-        nb::gil_scoped_release release;
-        return wide ? put(at<float>(out), n, at<int64_t>(index), at<float>(value), k)
-                    : put(at<float>(out), n, at<int32_t>(index), at<float>(value), k);
-    });
-    m.def("gather", [](Address x, int64_t n, Address index, bool wide, Address value, int64_t k) {
-        nb::gil_scoped_release release;
-        return wide ? gather(at<float>(x), n, at<int64_t>(index), at<float>(value), k)
-                    : gather(at<float>(x), n, at<int32_t>(index), at<float>(value), k);
-    });
-    m.def("move", [](Address to, Address from, int64_t n) {
-        nb::gil_scoped_release release;
-        move(at<float>(to), at<float>(from), n);
-    });
-    m.def("clear", [](Address out, int64_t n, Address index, bool wide, int64_t k) {
-        nb::gil_scoped_release release;
-        return wide ? clear(at<float>(out), n, at<int64_t>(index), k) : clear(at<float>(out), n, at<int32_t>(index), k);
-    });
-    m.def("merge", [](const Pieces &pieces, Address index, Address value) {
-        nb::gil_scoped_release release;
-        merge(views(pieces), at<int32_t>(index), at<float>(value));
-    });
-    m.def("merge_and_add", [](const Pieces &pieces, Address index, Address value) {
-        nb::gil_scoped_release release;
-        int64_t total = 0;
-        for (const auto &piece : pieces) total += std::get<2>(piece);
-        merge(views(pieces), at<int32_t>(index), at<float>(value));
-        return add_equal(at<int32_t>(index), at<float>(value), total);
-    });
-    m.def("split", [](Address index, int64_t k, const std::vector<int32_t> &stops) {
-        nb::gil_scoped_release release;
-        std::vector<int64_t> ends(stops.size());
-        split(at<int32_t>(index), k, stops.data(), static_cast<int64_t>(stops.size()), ends.data());
-        return ends;
-    });
-    m.def("among", [](Address index, int64_t k, Address others, int64_t count, Address result) {
-        nb::gil_scoped_release release;
-        among(at<int32_t>(index), k, at<int32_t>(others), count, at<bool>(result));
+    m.def("merge", [](nb::handle parts) { return merged(parts, false); });
+    m.def("coalesce", [](nb::handle parts) { return merged(parts, true); });
+    m.def("split", split_at);
+    m.def("isin", [](nb::handle index, nb::handle others) {
+        const Tensor asked = read(index), known = read(others);
+        if (!asked.is(Element::int32) || !known.is(Element::int32)) return not_taken();
+        const Made found = make(asked.length, Element::boolean);
+        unlocked([&] { isin(asked.as<int32_t>(), asked.length, known.as<int32_t>(), known.length, found.as<bool>()); });
+        return found.object;
     });
 }
 
 }  // namespace
 
 void bind_kernels(nb::module_ &m) {
-    m.def("levels", levels, "The instruction sets this machine has kernels for, the fastest first.");
+    sparse_class = nb::object(nb::module_::import_("sparsync.core").attr("Sparse")).release().ptr();
+    m.def("levels", [] {
+        std::vector<std::string> names;
+        for (const Level &each : levels()) names.emplace_back(each.name);
+        return names;
+    });
+    m.def("set_level", [](const std::string &name) {
+        if (!set_level(name)) throw nb::value_error(("this machine has no kernels for " + name).c_str());
+    });
     bind_passes(m);
     bind_selection(m);
+    bind_positions(m);
     bind_sparse(m);
 }

@@ -1,16 +1,13 @@
 // The Python module sparsync.kernels._cpu.
 #include <nanobind/nanobind.h>
 
-namespace nb = nanobind;
+#include "tensors.hpp"
 
-void bind_kernels(nb::module_ &m);
-#ifdef SPARSYNC_CODECS
-void bind_codecs(nb::module_ &m);
-#endif
+void bind_kernels(nanobind::module_ &m);
+void bind_codecs(nanobind::module_ &m);
 
 NB_MODULE(_cpu, m) {
+    sparsync::find_torch();
     bind_kernels(m);
-#ifdef SPARSYNC_CODECS
     bind_codecs(m);
-#endif
 }

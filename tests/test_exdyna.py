@@ -18,7 +18,6 @@ from sparsync.selection.balance import Profile, block_edges, block_spans, rebala
 from sparsync.selection.budget import budget
 from sparsync.selection.partition import BlockCyclic, Contiguous
 from sparsync.selection.tail_sketch import apportion, quotas, sketch
-from sparsync.wire import packed
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
@@ -151,23 +150,6 @@ def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -
     parts = [torch.full((10,), 0.01).index_fill_(0, torch.tensor([3]), value) for value in (1.0, 9.0, 2.0, 5.0)]
     points = [1, 1, 2]
     assert quotas(torch.stack([sketch(part, points) for part in parts]), [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
-
-
-@given(data=st.data(), length=st.integers(1, 5000))
-def test_packed_positions_come_back(data: st.DataObject, length: int) -> None:
-    index = torch.tensor(sorted(data.draw(st.sets(st.integers(0, length - 1), max_size=50))), dtype=torch.int64)
-    bits = packed.width(length)
-    packet = packed.encode(index, bits)
-    assert packet.numel() == packed.nbytes(index.numel(), bits) == math.ceil(index.numel() * bits / 8)
-    assert torch.equal(packed.decode(packet, index.numel(), bits, length), index)
-
-
-def test_a_packet_of_another_length_or_span_is_refused() -> None:
-    packet = packed.encode(torch.tensor([1, 6]), 3)
-    with pytest.raises(RuntimeError, match="take 2 bytes"):
-        packed.decode(packet, 4, 3, 8)
-    with pytest.raises(RuntimeError, match="outside"):
-        packed.decode(packet, 2, 3, 6)
 
 
 @given(n=st.integers(1, 400), refresh=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))

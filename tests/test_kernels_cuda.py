@@ -18,13 +18,13 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse
-from sparsync.kernels import cuda, reference, sparse_reference
-from sparsync.kernels.cuda import collecting, ranking
+from sparsync.kernels import reference, sparse_reference
+from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.lab.bench.kernels import main as bench
 
-BLOCK = cuda.BLOCK
-SIZES = (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 5)
-AWKWARD = ("special", "ties", "zero", "two-valued")
+BLOCK = launch.BLOCK
+SIZES = (0, 1, BLOCK, 2 * BLOCK + 5)
+AWKWARD = ("special", "ties")
 THRESHOLDS = (0.0, 1e-45, 1.0, torch.inf, torch.nan)
 
 
@@ -37,17 +37,7 @@ def backend() -> Iterator[None]:
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are looked for in short vectors too."""
-    monkeypatch.setattr(ranking, "FEW", 0)
-
-
-def selected(residual: Tensor, grad: Tensor, threshold: float, span: Span) -> None:
-    """Accumulates and selects on both, and compares all there is."""
-    left, expected_left = residual.clone(), residual.clone()
-    expected, expected_finite = reference.accumulate_select_(expected_left, grad, threshold, span)
-    found, finite = kernels.accumulate_select_(left, grad, threshold, span)
-    same(found, expected)
-    assert finite == expected_finite
-    assert torch.equal(bits(left), bits(expected_left))
+    monkeypatch.setattr(exact_top_k, "FEW", 0)
 
 
 def ranked(x: Tensor, k: int, bound: float | None) -> None:
@@ -62,41 +52,28 @@ def ranked(x: Tensor, k: int, bound: float | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulating_and_selecting_is_the_reference(kind: str) -> None:
+def test_accumulating_is_the_reference(kind: str) -> None:
     for n in SIZES:
         residual, grad = made(kind, n), made("normal" if kind != "normal" else "special", n, 1)
         out, expected = torch.empty_like(residual), torch.empty_like(residual)
         assert kernels.accumulate(residual, grad, out) == reference.accumulate(residual, grad, expected)
         assert torch.equal(bits(out), bits(expected))
-        for threshold in THRESHOLDS:
-            selected(residual, grad, threshold, Span(0, n))
-        selected(residual, grad, 0.5, Span(n // 3, n // 2))
-        selected(residual, grad, -1.0, Span(n // 2, n // 2))
 
 
-@pytest.mark.parametrize("kind", ["normal", "poisoned", "special"])
-@pytest.mark.parametrize("room", [1, 4])  # one in so many; more is found, in several of the blocks or in all
-def test_what_finds_no_room_is_neither_lost_nor_selected_twice(
-    kind: str, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n = 4 * BLOCK + 77
-    residual, grad = made(kind, n), made("normal", n, 1)
-    monkeypatch.setattr(collecting, "SHARE", 10**9)  # the room is one block's
-    residual[: BLOCK * room // 4] *= 0.0  # the first of them find some
-    for threshold, span in ((0.0, Span(0, n)), (0.5, Span(BLOCK // 2, n - 9))):
-        selected(residual, grad, threshold, span)
-    same(kernels.above(residual, 0.1), sparse_reference.above(residual, 0.1))
-    same(kernels.select_ge(residual, 0.0), sparse_reference.select_ge(residual, 0.0))
+@pytest.mark.parametrize("kind", ["normal", "non-finite", "special"])
+def test_a_selection_larger_than_the_pool_is_found_by_another_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = made(kind, 4 * BLOCK + 77)
+    monkeypatch.setattr(passes, "SHARE", 10**9)  # the pool has room for one block
+    for threshold in (0.0, 0.1):
+        same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
 
 
 @pytest.mark.parametrize("kind", AWKWARD)
-def test_selection_by_a_threshold_counting_and_finiteness_are_the_reference(kind: str) -> None:
+def test_selection_by_a_threshold_and_finiteness_are_the_reference(kind: str) -> None:
     for n in (0, 1, 2 * BLOCK + 5):
         x = made(kind, n)
         for threshold in THRESHOLDS:
-            same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
             same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
-        assert torch.equal(kernels.histogram(x), reference.histogram(x))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert kernels.all_finite(x.to(dtype)) == reference.all_finite(x.to(dtype))
 
@@ -114,7 +91,10 @@ def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("special", "ties", "normal") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
 def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> None:
     n = BLOCK + 5
     x, k = made(kind, n), n // 50
@@ -135,7 +115,7 @@ def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> N
 @pytest.mark.usefixtures("searched")
 def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     n = BLOCK + 1
-    monkeypatch.setattr(ranking, "SAMPLE", 64)
+    monkeypatch.setattr(exact_top_k, "SAMPLE", 64)
     stride = n // 64 | 1
     on_sample, off_sample = torch.full((n,), 0.5, device=DEVICE), torch.full((n,), 0.5, device=DEVICE)
     on_sample[::stride] = 2.0
@@ -153,7 +133,6 @@ def test_gradients_of_16_bits_are_added_in_single_precision(dtype: torch.dtype, 
     out = torch.empty_like(residual)
     kernels.accumulate(residual, grad, out)
     assert torch.equal(out, residual + grad.float())
-    selected(residual, grad, 1.0, Span(0, n))
     same(kernels.accumulate_top_k(residual, grad, 30, out)[0], reference.top_k(residual + grad.float(), 30))
 
 
@@ -199,9 +178,8 @@ def test_sums_are_added_in_the_order_of_their_parts(P: int) -> None:
     parts = []
     for part in range(P):
         index = (torch.rand(n, generator=source) < 0.4).nonzero().view(-1).to(torch.int32).to(DEVICE)
-        parts.append(
-            Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n)
-        )  # so that order matters
+        # Of different magnitudes, so that order matters.
+        parts.append(Sparse(index, made("normal", index.numel(), part) * 10.0 ** (part % 4), n))
     wanted = sparse_reference.coalesce([Sparse(part.index.cpu(), part.value.cpu(), n) for part in parts])
     found = kernels.coalesce(parts)
     same(Sparse(found.index.cpu(), found.value.cpu(), n), wanted)
@@ -221,19 +199,19 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
 ) -> None:
     x = torch.tensor(values, dtype=torch.float32, device=DEVICE)
     k = data.draw(st.integers(0, x.numel()))
-    few, ranking.FEW = ranking.FEW, data.draw(st.sampled_from([0, ranking.FEW]))
+    few, exact_top_k.FEW = exact_top_k.FEW, data.draw(st.sampled_from([0, exact_top_k.FEW]))
     try:
         with kernels.set_backend("triton"):
             same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
-            same(kernels.above(x, threshold), sparse_reference.above(x, threshold))
             same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
-            selected(x.flip(0), x, threshold, Span(0, x.numel()))
     finally:
-        ranking.FEW = few
+        exact_top_k.FEW = few
 
 
 @pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("name", ["topk", "exdyna", "oktopk"])
+@pytest.mark.parametrize(
+    "name", ["topk", pytest.param("exdyna", marks=pytest.mark.slow), pytest.param("oktopk", marks=pytest.mark.slow)]
+)
 def test_a_scheme_comes_to_the_same_bits_as_on_the_reference(name: str) -> None:
     def body(comm: LocalComm) -> list[Tensor]:
         scheme, seen = schemes.get(name, density=0.05), []
@@ -251,11 +229,11 @@ def test_a_scheme_comes_to_the_same_bits_as_on_the_reference(name: str) -> None:
     )
 
 
-def test_what_triton_does_not_take_is_done_by_torch() -> None:
+def test_types_and_strides_that_triton_lacks_are_done_by_torch() -> None:
     x = made("normal", 100).double()
     same(kernels.top_k(x, 7), reference.top_k(x, 7))
     matrix = made("normal", 100).view(10, 10)[:, 3]
-    same(kernels.above(matrix, 0.5), sparse_reference.above(matrix, 0.5))
+    same(kernels.select_ge(matrix, 0.5), sparse_reference.select_ge(matrix, 0.5))
 
 
 @pytest.mark.skipif(CUDA, reason="there is a GPU here")
@@ -265,26 +243,25 @@ def test_the_bench_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str])
     assert "--device cuda needs a GPU that torch can use, and there is none here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CUDA, reason="the kernels run on the GPU that is here")
 def test_every_kernel_compiles_for_a_gpu_with_wide_loads_and_exact_arithmetic(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = Path(__file__).with_name("helpers") / "compiled_kernels.py"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-W", "ignore", program],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    *rows, last = map(loads, told.stdout.splitlines())
+    *rows, last = map(loads, printed.stdout.splitlines())
     assert {row["kernel"] for row in rows} == set(last["all"])
     for row in rows:
         assert not row["inexact"], row
-        if row["kernel"] in ("_add_kernel", "_accumulate_select_kernel", "_collect_kernel", "_digit_kernel"):
+        if row["kernel"] in ("_add_kernel", "_collect_kernel", "_digit_kernel"):
             assert row["wide_loads"], row
-        if row["kernel"] in ("_accumulate_select_kernel", "_collect_kernel"):
-            assert row["wide_stores"] in (0, 2), (
-                row
-            )  # those of the sum, of which a thread has 8 elements; none of the selection
-            assert row["wide_stores"] or row["kernel"] == "_collect_kernel"
+        if row["kernel"] == "_collect_kernel":
+            # Those of the sum, of which a thread has 8 elements; none of the selection.
+            assert row["wide_stores"] in (0, 2), row
             assert row["shared_nbytes"] < 1024, row  # elements stay with the thread that loaded them

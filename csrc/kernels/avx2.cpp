@@ -55,8 +55,6 @@ struct Vec {
     }
     static M either(M a, M b) { return _mm256_or_si256(a, b); }
     static bool any(M mask) { return !_mm256_testz_si256(mask, mask); }
-    static F choose(M mask, F yes, F no) { return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask)); }
-    static F zero_where(M mask, F value) { return _mm256_andnot_ps(_mm256_castsi256_ps(mask), value); }
     static int64_t compress(M mask, int32_t position, F value, int32_t *index, float *out) {
         const int chosen = _mm256_movemask_ps(_mm256_castsi256_ps(mask));
         const I lanes = _mm256_cvtepu8_epi32(
@@ -75,13 +73,12 @@ struct Vec {
 
 namespace sparsync {
 
-const Kernels *kernels_avx2() {
+const Passes *passes_avx2() {
 #ifdef __AVX2__
-    static constexpr Kernels kernels = table("avx2");
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
         __builtin_cpu_supports("popcnt"))
-        return &kernels;
+        return &table;
 #endif
     return nullptr;
 }

@@ -37,8 +37,6 @@ struct Vec {
     }
     static M either(M a, M b) { return static_cast<M>(a | b); }
     static bool any(M mask) { return mask; }
-    static F choose(M mask, F yes, F no) { return _mm512_mask_blend_ps(mask, no, yes); }
-    static F zero_where(M mask, F value) { return _mm512_maskz_mov_ps(static_cast<M>(~mask), value); }
     static int64_t compress(M mask, int32_t position, F value, int32_t *index, float *out) {
         const I lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const I positions = _mm512_add_epi32(lanes, _mm512_set1_epi32(position));
@@ -57,13 +55,12 @@ struct Vec {
 
 namespace sparsync {
 
-const Kernels *kernels_avx512() {
+const Passes *passes_avx512() {
 #ifdef __AVX512F__
-    static constexpr Kernels kernels = table("avx512");
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2"))
-        return &kernels;
+        return &table;
 #endif
     return nullptr;
 }

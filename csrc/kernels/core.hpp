@@ -1,19 +1,17 @@
-// Kernels over whole vectors: passes in blocks and threads, buffers that grow with what is found, and exact top-k. No Python in here.
+// Kernels over whole vectors: passes in blocks, a buffer that grows with what is found, and exact top-k. No Python in here.
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "kernels.hpp"
 
 namespace sparsync {
 
-// Elements found by one thread, positions ascending. Keeps its memory from call to call, up to a limit.
+// Elements found, positions ascending. Keeps its memory from call to call, up to a limit.
 class Found {
   public:
     Found() = default;
-    Found(Found &&other) noexcept;
     Found(const Found &) = delete;
     Found &operator=(const Found &) = delete;
     ~Found();
@@ -30,8 +28,6 @@ class Found {
     int32_t *index_ = nullptr;
     float *value_ = nullptr;
 };
-
-using Parts = std::vector<Found>;  // one for each thread; in order, their positions ascend
 
 struct Span {
     int64_t start, stop;
@@ -52,23 +48,15 @@ struct Top {
     int32_t guess = 0;  // a wrong one costs time only
 };
 
-const Kernels *find(const std::string &level);  // null for none such
-std::vector<std::string> levels();              // the fastest first
+// Each leaves what it selects in `found`. Magnitudes are from `range`, both ends included.
+void select(const Passes &passes, const float *x, int64_t n, Range range, Found &found);
+void top(const Passes &passes, const float *x, const std::vector<Span> &spans, Top wanted, Found &found);
+// out = residual + grad, and `top` of it outside `skip`; returns the greatest magnitude of the sums.
+uint32_t add_top(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
+                 Found &found);
 
-void plain(const Kernels &kernels, const float *a, float *b, int64_t n, int threads);
-uint32_t largest(const Kernels &kernels, const float *x, int64_t n);
-uint32_t add(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, int threads);
-
-// These leave what they select in `parts`, and return the largest magnitude of the sums where there are any.
-void select(const Kernels &kernels, const float *x, int64_t n, Range range, int threads, Parts &parts);
-uint32_t add_take(const Kernels &kernels, float *residual, Gradient grad, int64_t n, Span span, Range range, int threads,
-                  Parts &parts);
-void top(const Kernels &kernels, const float *x, const std::vector<Span> &spans, Top wanted, int threads, Parts &parts);
-// Nothing is selected inside `skip`.
-uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
-                 int threads, Parts &parts);
-
-// Keeps the k largest of what was found; of equal ones those that come first. Returns the order of the smallest kept.
-uint32_t keep_largest(Found &found, int64_t k, Order order);
+// Reduces `found` to its k elements of highest order, 1 <= k <= count; of equal ones those that come first. Returns the order of the
+// lowest of them.
+uint32_t keep_top(Found &found, int64_t k, Order order);
 
 }  // namespace sparsync

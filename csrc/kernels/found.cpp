@@ -19,12 +19,6 @@ void resize(Element *&array, int64_t elements) {
 
 }  // namespace
 
-Found::Found(Found &&other) noexcept
-    : count(std::exchange(other.count, 0)),
-      capacity_(std::exchange(other.capacity_, 0)),
-      index_(std::exchange(other.index_, nullptr)),
-      value_(std::exchange(other.value_, nullptr)) {}
-
 Found::~Found() {
     std::free(index_);
     std::free(value_);

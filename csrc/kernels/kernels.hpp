@@ -1,5 +1,5 @@
-// One pass over a stretch of a vector, in one instruction set. Everything above a pass (blocks, threads, buffers) is compiled once, for
-// every machine, in the other files; files with instruction sets of their own hold passes only, and nothing the linker could share.
+// One pass over a stretch of a vector, in one instruction set. Everything above a pass (blocks, buffers) is compiled once, for every machine,
+// in the other files; files with instruction sets of their own hold passes only, and nothing the linker could share.
 #pragma once
 
 #include <cstdint>
@@ -25,29 +25,25 @@ struct Range {
 };
 constexpr Range kNone{kInfinity, 0};
 
-struct Kernels {
-    const char *name;
-    // out = residual + grad; the largest magnitude of out.
+struct Passes {
+    // out = residual + grad; the greatest magnitude of out.
     uint32_t (*add)(const float *residual, const void *grad, Type type, float *out, int64_t n);
     // The elements of x whose magnitude is in range, at positions from `base` on; how many.
     int64_t (*select)(const float *x, int64_t n, int32_t base, Range range, Sink sink);
     // The elements of x whose number (see number_of) is at least `low`; how many.
     int64_t (*select_number)(const float *x, int64_t n, int32_t base, int32_t low, Sink sink);
-    // add and select in one; `largest` becomes at least the largest magnitude of out.
+    // add and select in one; `greatest` becomes at least the greatest magnitude of out.
     int64_t (*add_select)(const float *residual, const void *grad, Type type, float *out, int64_t n, int32_t base, Range range,
-                          Sink sink, uint32_t *largest);
-    // residual += grad, but 0 where selected and as it was where the sum is not finite; what is not finite is not selected.
-    int64_t (*add_take)(float *residual, const void *grad, Type type, int64_t n, int32_t base, Range range, Sink sink,
-                        uint32_t *largest);
-    // The largest magnitude of x.
-    uint32_t (*largest)(const float *x, int64_t n);
+                          Sink sink, uint32_t *greatest);
+    // The greatest magnitude of x.
+    uint32_t (*max_magnitude)(const float *x, int64_t n);
     // b += a: reads and writes 12 bytes an element and does nothing else; what the other passes are measured against.
     void (*plain)(const float *a, float *b, int64_t n);
 };
 
 // Null where this build or this processor lacks the instructions.
-const Kernels *kernels_scalar();
-const Kernels *kernels_avx2();
-const Kernels *kernels_avx512();
+const Passes *passes_scalar();
+const Passes *passes_avx2();
+const Passes *passes_avx512();
 
 }  // namespace sparsync

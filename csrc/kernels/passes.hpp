@@ -150,7 +150,7 @@ struct Plain {
     void keep_one(int64_t, float, bool) const {}
 };
 
-struct Largest {
+struct MaxMagnitude {
     Vec::I vector = Vec::set(0);
     uint32_t single = 0;
     void many(Vec::F value) { vector = Vec::maximum(vector, Vec::magnitude(value)); }
@@ -166,7 +166,7 @@ struct Adding {
     const float *residual;
     Grad grad;
     float *out;
-    Largest largest{};
+    MaxMagnitude magnitude{};
     void ahead(int64_t i, int64_t elements) const {
         fetch(residual + i, elements);
         grad.ahead(i, elements);
@@ -175,33 +175,11 @@ struct Adding {
     float one(int64_t i) const { return residual[i] + grad.one(i); }
     void keep(int64_t i, Vec::F value, Vec::M) {
         Vec::store(out + i, value);
-        largest.many(value);
+        magnitude.many(value);
     }
     void keep_one(int64_t i, float value, bool) {
         out[i] = value;
-        largest.one(value);
-    }
-};
-
-template <class Grad>
-struct Taking {
-    float *residual;
-    Grad grad;
-    Largest largest{};
-    void ahead(int64_t i, int64_t elements) const {
-        fetch(residual + i, elements);
-        grad.ahead(i, elements);
-    }
-    Vec::F many(int64_t i) const { return Vec::add(Vec::load(residual + i), grad.many(i)); }
-    float one(int64_t i) const { return residual[i] + grad.one(i); }
-    void keep(int64_t i, Vec::F value, Vec::M taken) {
-        largest.many(value);
-        const Vec::M poisoned = Vec::at_least(Vec::magnitude(value), Vec::set(kInfinity));
-        Vec::store(residual + i, Vec::choose(poisoned, Vec::load(residual + i), Vec::zero_where(taken, value)));
-    }
-    void keep_one(int64_t i, float value, bool taken) {
-        largest.one(value);
-        if (magnitude_of(value) < kInfinity) residual[i] = taken ? 0.0f : value;
+        magnitude.one(value);
     }
 };
 
@@ -215,7 +193,7 @@ uint32_t add(const float *residual, const void *grad, Type type, float *out, int
             for (int v = 0; v < kGroup; ++v) adding.keep(i + v * Vec::kWidth, adding.many(i + v * Vec::kWidth), Vec::M{});
         }
         for (; i < n; ++i) adding.keep_one(i, adding.one(i), false);
-        return adding.largest.result();
+        return adding.magnitude.result();
     });
 }
 
@@ -229,30 +207,19 @@ int64_t select_number(const float *x, int64_t n, int32_t base, int32_t low, Sink
     return compact(source, n, base, NumberAtLeast{low}, sink);
 }
 
-template <class Source>
-int64_t compact_and_tell(Source source, int64_t n, int32_t base, Range range, Sink sink, uint32_t *largest) {
-    const int64_t count = compact(source, n, base, InRange{range}, sink);
-    const uint32_t most = source.largest.result();
-    *largest = most > *largest ? most : *largest;
-    return count;
-}
-
 int64_t add_select(const float *residual, const void *grad, Type type, float *out, int64_t n, int32_t base, Range range,
-                   Sink sink, uint32_t *largest) {
+                   Sink sink, uint32_t *greatest) {
     return with_type(grad, type, [=](auto source) {
-        return compact_and_tell(Adding<decltype(source)>{residual, source, out}, n, base, range, sink, largest);
+        Adding<decltype(source)> adding{residual, source, out};
+        const int64_t count = compact(adding, n, base, InRange{range}, sink);
+        const uint32_t most = adding.magnitude.result();
+        *greatest = most > *greatest ? most : *greatest;
+        return count;
     });
 }
 
-int64_t add_take(float *residual, const void *grad, Type type, int64_t n, int32_t base, Range range, Sink sink,
-                 uint32_t *largest) {
-    return with_type(grad, type, [=](auto source) {
-        return compact_and_tell(Taking<decltype(source)>{residual, source}, n, base, range, sink, largest);
-    });
-}
-
-uint32_t largest(const float *x, int64_t n) {
-    Largest most;
+uint32_t max_magnitude(const float *x, int64_t n) {
+    MaxMagnitude most;
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) most.many(Vec::load(x + i));
     for (; i < n; ++i) most.one(x[i]);
@@ -265,9 +232,7 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-constexpr Kernels table(const char *name) {
-    return {name, add, select, select_number, add_select, add_take, largest, plain};
-}
+constexpr Passes table{add, select, select_number, add_select, max_magnitude, plain};
 
 }  // namespace
 }  // namespace sparsync

@@ -51,10 +51,6 @@ struct Vec {
         const Pair pair = reinterpret_cast<Pair>(mask);
         return pair[0] | pair[1];
     }
-    static F choose(M mask, F yes, F no) {
-        return reinterpret_cast<F>((reinterpret_cast<I>(yes) & mask) | (reinterpret_cast<I>(no) & ~mask));
-    }
-    static F zero_where(M mask, F value) { return reinterpret_cast<F>(reinterpret_cast<I>(value) & ~mask); }
     static int64_t compress(M mask, int32_t position, F value, int32_t *index, float *out) {
         int64_t count = 0;
         for (int lane = 0; lane < kWidth; ++lane) {
@@ -78,9 +74,8 @@ float half_to_float(uint16_t half) { return Float16{&half}.one(0); }
 
 }  // namespace
 
-const Kernels *kernels_scalar() {
-    static constexpr Kernels kernels = table("scalar");
-    return &kernels;
+const Passes *passes_scalar() {
+    return &table;
 }
 
 }  // namespace sparsync

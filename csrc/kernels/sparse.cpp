@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 
 namespace sparsync {
 
@@ -38,20 +37,6 @@ void merge_two(SparseView a, SparseView b, int32_t *index, float *value) {
 }
 
 }  // namespace
-
-void histogram(const float *x, int64_t n, int64_t *counts) {
-    constexpr int kTables = 4;  // neighbours are often of one level, and a count just written is slow to read
-    auto tables = std::make_unique<uint32_t[]>(size_t{kTables} * 0x10000);
-    for (int64_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof bits);
-        ++tables[static_cast<size_t>(i % kTables) * 0x10000 + (bits >> 16)];
-    }
-    std::fill(counts, counts + kLevels, 0);
-    for (int level = 0; level < 0x8000; ++level)
-        for (int table = 0; table < kTables; ++table)
-            counts[std::min(level, kLevels - 1)] += tables[static_cast<size_t>(table * 0x10000 + level)];
-}
 
 constexpr int64_t kAhead = 16;  // elements: as many lines are fetched at once, which a processor does not do by itself for stores
 
@@ -156,7 +141,7 @@ void split(const int32_t *index, int64_t k, const int32_t *stops, int64_t count,
     }
 }
 
-void among(const int32_t *index, int64_t k, const int32_t *others, int64_t count, bool *found) {
+void isin(const int32_t *index, int64_t k, const int32_t *others, int64_t count, bool *found) {
     int64_t j = 0;
     for (int64_t i = 0; i < k; ++i) {
         if (i && index[i] < index[i - 1]) j = 0;

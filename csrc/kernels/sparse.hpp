@@ -1,15 +1,10 @@
-// Kernels whose work is in proportion to the selected elements, and the histogram.
+// Kernels whose work is in proportion to the selected elements.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 namespace sparsync {
-
-constexpr int kLevels = 0x7f80;  // the upper 16 bits of every finite magnitude are below
-
-// counts[level] for the upper 16 bits of each x without a sign bit; Inf and NaN count as the last level.
-void histogram(const float *x, int64_t n, int64_t *counts);
 
 // out[index[i]] += value[i], in order. False, and nothing done, where a position is not in [0, n).
 template <class Index>
@@ -43,6 +38,6 @@ int64_t add_equal(int32_t *index, float *value, int64_t count);
 void split(const int32_t *index, int64_t k, const int32_t *stops, int64_t count, int64_t *ends);
 
 // Whether each of `index` is one of the ascending `others`; fast where `index` ascends, too.
-void among(const int32_t *index, int64_t k, const int32_t *others, int64_t count, bool *found);
+void isin(const int32_t *index, int64_t k, const int32_t *others, int64_t count, bool *found);
 
 }  // namespace sparsync

@@ -1,17 +1,16 @@
 // Decoders under attack by libFuzzer, which looks for bytes that reach new branches. The first bytes of an input choose codec, count,
-// span and whether AVX2 is used, the rest is the packet. What a decoder accepts must be encoded and decoded to the same positions again.
-#include "checked_decode.hpp"
-#include "value_codecs.hpp"
+// span and instruction set, the rest is the packet. What a decoder accepts must be encoded and decoded to the same positions again.
+#include "checked_codecs.hpp"
 
 namespace {
 
-void decode_values(const uint8_t *data, size_t size, int64_t k, int bits) {
-    const auto nbytes = static_cast<size_t>(scaled_nbytes(k, bits));
+void decode_values(const Codecs &codecs, const uint8_t *data, size_t size, int64_t k, int bits) {
+    const auto nbytes = static_cast<size_t>(codecs.values_nbytes(k, bits));
     if (nbytes > size) return;
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     if (nbytes) std::memcpy(packet.get(), data, nbytes);
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
-    bits == 1 ? sign_decode(packet.get(), k, out.get()) : scaled_decode(packet.get(), k, bits, out.get());
+    bits == 1 ? codecs.sign_decode(packet.get(), k, out.get()) : codecs.scaled_decode(packet.get(), k, bits, out.get());
 }
 
 }  // namespace
@@ -19,19 +18,22 @@ void decode_values(const uint8_t *data, size_t size, int64_t k, int bits) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     constexpr size_t kHead = 7;
     if (size < kHead) return 0;
-    const int choice = data[0] % 7;
-    avx2_allowed = data[2] & 4;
+    const int choice = data[0] % (kCodecs + 3);
+    const std::vector<const Codecs *> sets = all_codecs();
+    const Codecs &codecs = *sets[data[2] & 4 ? sets.size() - 1 : 0];
     const int64_t k = data[1] | (data[2] & 3) << 8;
-    uint32_t told;
-    std::memcpy(&told, data + 3, sizeof told);
-    const int64_t span = std::max<int64_t>(k, told & 0x7FFFFFFF);
-    if (choice >= codecs) {
-        decode_values(data + kHead, size - kHead, k, choice == 4 ? 1 : choice == 5 ? 4 : 8);
+    uint32_t length;
+    std::memcpy(&length, data + 3, sizeof length);
+    const int64_t span = std::max<int64_t>(k, length & 0x7FFFFFFF);
+    if (choice >= kCodecs) {
+        constexpr int widths[] = {1, 4, 8};
+        decode_values(codecs, data + kHead, size - kHead, k, widths[choice - kCodecs]);
         return 0;
     }
-    const auto codec = static_cast<Codec>(choice);
+    const auto codec = static_cast<Positions>(choice);
     Index index(static_cast<size_t>(k));
-    if (!decode(codec, Bytes(data + kHead, data + size), k, span, nullptr, index.data())) return 0;
-    decode(codec, encode(codec, index, span), k, span, &index);
+    if (!decode(codecs, codec, Bytes(data + kHead, data + size), k, span, nullptr, index.data())) return 0;
+    if (codec == Positions::bitmap && span > 1 << 16) return 0;
+    decode(codecs, codec, encode(codec, index, span), k, span, &index);
     return 0;
 }

@@ -8,8 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "checked_decode.hpp"
-#include "value_codecs.hpp"
+#include "checked_codecs.hpp"
 
 namespace {
 
@@ -33,11 +32,12 @@ Index positions(Random &random) {
 }
 
 // Positions of which some are anything: they are refused, or what is encoded comes back.
-void encode_disorder(Random &random, Codec codec, Index index, int64_t span) {
+void encode_disorder(Random &random, const Codecs &codecs, Positions codec, Index index, int64_t span) {
     Bytes packet;
     for (uint64_t times = index.empty() ? 0 : 1 + random.below(3); times; --times)
         index[random.below(index.size())] = static_cast<int32_t>(random.source() >> random.below(64));
-    if (encode_if_fine(codec, index, span, packet)) decode(codec, packet, static_cast<int64_t>(index.size()), span, &index);
+    if (encode_if_fine(codecs, codec, index, span, packet))
+        decode(codecs, codec, packet, static_cast<int64_t>(index.size()), span, &index);
 }
 
 void mutate(Random &random, Bytes &packet, int64_t &k, int64_t &span) {
@@ -63,21 +63,21 @@ void mutate(Random &random, Bytes &packet, int64_t &k, int64_t &span) {
 }
 
 // Values: any bytes of the right length, from and into buffers without a byte to spare, at any alignment.
-void decode_values(Random &random) {
-    const int bits = 1 << (random.below(2) * 2 + (random.one_in(2) ? 0 : 1));  // 1, 2, 4 or 8
+void decode_values(Random &random, const Codecs &codecs) {
+    constexpr int widths[] = {1, 4, 8};
+    const int used = widths[random.below(3)];
     const auto k = static_cast<int64_t>(random.below(600));
-    const int used = bits == 2 ? 8 : bits;
-    const auto nbytes = static_cast<size_t>(scaled_nbytes(k, used));
+    const auto nbytes = static_cast<size_t>(codecs.values_nbytes(k, used));
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
     const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
     if (used == 1) {
-        sign_decode(packet.get(), k, out.get());
-        sign_encode(out.get(), k, again.get());
+        codecs.sign_decode(packet.get(), k, out.get());
+        codecs.sign_encode(out.get(), k, again.get());
     } else {
-        scaled_decode(packet.get(), k, used, out.get());
-        scaled_encode(out.get(), k, used, nullptr, again.get());
+        codecs.scaled_decode(packet.get(), k, used, out.get());
+        codecs.scaled_encode(out.get(), k, used, nullptr, again.get());
     }
 }
 
@@ -87,27 +87,29 @@ int main(int count, char **arguments) {
     const int64_t executions = count > 1 ? std::atoll(arguments[1]) : 10'000'000;
     const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
     Random random{std::mt19937_64(seed)};
+    const std::vector<const Codecs *> sets = all_codecs();
     const auto began = std::chrono::steady_clock::now();
     int64_t done = 0, accepted = 0;
     while (done < executions) {
         const Index index = positions(random);
         const int64_t last = index.empty() ? -1 : index.back();
         const int64_t span = std::min<int64_t>(0x7FFFFFFF, last + 1 + static_cast<int64_t>(random.below(64)));
-        const auto codec = static_cast<Codec>(random.below(codecs));
-        if (codec == bitmap && span > 1 << 16) continue;
+        const auto codec = static_cast<Positions>(random.below(kCodecs));
+        if (codec == Positions::bitmap && span > 1 << 16) continue;
         const Bytes packet = encode(codec, index, span);
-        avx2_allowed = !random.one_in(4);
-        if (random.one_in(4)) encode_disorder(random, codec, index, span), ++done;
-        decode(codec, packet, static_cast<int64_t>(index.size()), span, &index);
+        const Codecs &codecs = *sets[random.one_in(4) ? 0 : sets.size() - 1];
+        if (random.one_in(4)) encode_disorder(random, codecs, codec, index, span), ++done;
+        decode(codecs, codec, packet, static_cast<int64_t>(index.size()), span, &index);
         ++done;
         for (int variant = 0; variant < 8; ++variant, ++done) {
             Bytes mutant = packet;
             auto k = static_cast<int64_t>(index.size());
-            int64_t told = span;
-            mutate(random, mutant, k, told);
-            accepted += decode(random.one_in(8) ? static_cast<Codec>(random.below(codecs)) : codec, mutant, k, told, nullptr);
+            int64_t wrong_span = span;
+            mutate(random, mutant, k, wrong_span);
+            const Positions other = random.one_in(8) ? static_cast<Positions>(random.below(kCodecs)) : codec;
+            accepted += decode(codecs, other, mutant, k, wrong_span, nullptr);
         }
-        if (random.one_in(8)) decode_values(random), ++done;
+        if (random.one_in(8)) decode_values(random, codecs), ++done;
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
     std::printf(

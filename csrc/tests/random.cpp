@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../kernels/core.hpp"
+#include "../kernels/level.hpp"
 #include "../kernels/sparse.hpp"
 
 using namespace sparsync;
@@ -51,30 +52,27 @@ std::vector<int32_t> best(const std::vector<float> &x, int64_t k) {
     return order;
 }
 
-std::vector<int32_t> taken(Parts &parts) {
-    std::vector<int32_t> index;
-    for (Found &part : parts) index.insert(index.end(), part.index(), part.index() + part.count);
-    return index;
-}
+std::vector<int32_t> positions(Found &found) { return {found.index(), found.index() + found.count}; }
 
-void check_selection(const Kernels &kernels, int64_t n, int kind, int threads) {
+void check_selection(const Passes &passes, int64_t n, int kind) {
     const std::vector<float> x = vector_of(n, kind), zero(static_cast<size_t>(n));
     std::vector<float> out(static_cast<size_t>(n));
     const int64_t k = below(n + 1);
     const int32_t guess = static_cast<int32_t>(randomness() & kMagnitude);
-    Parts parts;
+    const Gradient grad{x.data(), Type::float32};
+    Found found;
     for (const bool guessed : {false, true}) {
-        top(kernels, x.data(), {{0, n}}, {k, Order::magnitude, 0, guessed, guess}, threads, parts);
-        expect(taken(parts) == best(x, k), "top");
-        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {n, n}, {k, Order::magnitude, 0, guessed, guess},
-                threads, parts);
-        expect(taken(parts) == best(x, k), "add_top");
+        const Top anywhere{k, Order::magnitude, 0, guessed, guess};
+        top(passes, x.data(), {{0, n}}, anywhere, found);
+        expect(positions(found) == best(x, k), "top");
+        add_top(passes, zero.data(), grad, out.data(), n, {n, n}, anywhere, found);
+        expect(positions(found) == best(x, k), "add_top");
         const int64_t from = below(n + 1), to = from + below(n - from + 1), left = below(n - (to - from) + 1);
         const Top outside{left, Order::magnitude, 1, guessed, guess};
-        top(kernels, x.data(), {{0, from}, {to, n}}, outside, threads, parts);
-        const std::vector<int32_t> wanted = taken(parts);
-        add_top(kernels, zero.data(), {x.data(), Type::float32}, out.data(), n, {from, to}, outside, threads, parts);
-        expect(taken(parts) == wanted, "add_top outside a span");
+        top(passes, x.data(), {{0, from}, {to, n}}, outside, found);
+        const std::vector<int32_t> wanted = positions(found);
+        add_top(passes, zero.data(), grad, out.data(), n, {from, to}, outside, found);
+        expect(positions(found) == wanted, "add_top outside a span");
     }
     const Range range{static_cast<uint32_t>(guess), kInfinity - 1};
     std::vector<int32_t> wanted;
@@ -82,17 +80,10 @@ void check_selection(const Kernels &kernels, int64_t n, int kind, int threads) {
         const uint32_t size = magnitude(x[static_cast<size_t>(i)]);
         if (size >= range.low && size <= range.high) wanted.push_back(static_cast<int32_t>(i));
     }
-    select(kernels, x.data(), n, range, threads, parts);
-    expect(taken(parts) == wanted, "select");
-    std::vector<float> residual = zero;
-    add_take(kernels, residual.data(), {x.data(), Type::float32}, n, {0, n}, range, threads, parts);
-    expect(taken(parts) == wanted, "add_take");
-    for (const int32_t i : wanted) expect(residual[static_cast<size_t>(i)] == 0.0f, "add_take clears");
+    select(passes, x.data(), n, range, found);
+    expect(positions(found) == wanted, "select");
     const std::vector<uint16_t> halves(static_cast<size_t>(n), 0x3c00);
-    for (const Type type : {Type::float16, Type::bfloat16})
-        add(kernels, zero.data(), {halves.data(), type}, out.data(), n, threads);
-    std::vector<int64_t> counts(kLevels);
-    histogram(x.data(), n, counts.data());
+    for (const Type type : {Type::float16, Type::bfloat16}) passes.add(zero.data(), halves.data(), type, out.data(), n);
 }
 
 void check_merge(int64_t n, int64_t count) {
@@ -120,8 +111,8 @@ void check_merge(int64_t n, int64_t count) {
     for (int64_t i = 0; i < left; ++i)
         expect(dense[static_cast<size_t>(all[static_cast<size_t>(i)])] == sums[static_cast<size_t>(i)], "add_equal");
     std::vector<char> found(static_cast<size_t>(left));
-    among(all.data(), left, index[0].data(), parts[0].count, reinterpret_cast<bool *>(found.data()));
-    expect(std::count(found.begin(), found.end(), 1) == parts[0].count, "among");
+    isin(all.data(), left, index[0].data(), parts[0].count, reinterpret_cast<bool *>(found.data()));
+    expect(std::count(found.begin(), found.end(), 1) == parts[0].count, "isin");
     const int32_t stops[] = {0, static_cast<int32_t>(n / 2), static_cast<int32_t>(n)};
     int64_t ends[3];
     split(all.data(), left, stops, 3, ends);
@@ -133,9 +124,9 @@ void check_merge(int64_t n, int64_t count) {
 }  // namespace
 
 int main() {
-    for (const std::string &level : levels())
+    for (const Level &level : levels())
         for (int round = 0; round < 300; ++round)
-            check_selection(*find(level), round % 20 ? below(200) : 60000 + below(20000), round % 3, 1 + round % 3);
+            check_selection(*level.passes, round % 20 ? below(200) : 60000 + below(20000), round % 3);
     for (int round = 0; round < 200; ++round) check_merge(1 + below(300), 1 + below(9));
     std::puts("all right");
 }

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed here; it comes wit
 
 DEVICE = "cuda" if CUDA else "cpu"
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan]
-KINDS = ("normal", "special", "ties", "equal", "zero", "poisoned", "tiny", "two-valued")
+KINDS = ("normal", "special", "ties", "equal", "zero", "non-finite", "tiny", "two-valued")
 
 
 def made(kind: str, n: int, seed: int = 0) -> Tensor:
@@ -22,9 +22,9 @@ def made(kind: str, n: int, seed: int = 0) -> Tensor:
     normal = torch.randn(n, generator=source)
     if kind == "special":
         return torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (n,), generator=source)].to(DEVICE)
-    poisoned = normal.clone()
+    spoilt = normal.clone()
     if n:
-        poisoned[n // 2], poisoned[-1], poisoned[0] = torch.nan, torch.inf, -torch.inf
+        spoilt[n // 2], spoilt[-1], spoilt[0] = torch.nan, torch.inf, -torch.inf
     zero = torch.zeros(n)
     zero[::2] = -0.0
     return {
@@ -32,7 +32,7 @@ def made(kind: str, n: int, seed: int = 0) -> Tensor:
         "ties": normal.mul(2).round(),
         "equal": torch.full((n,), -2.0),
         "zero": zero,
-        "poisoned": poisoned,
+        "non-finite": spoilt,
         "tiny": normal * 1e-40,  # denormal
         "two-valued": torch.where(normal > 2, 2.0, 1.0),
     }[kind].to(DEVICE)

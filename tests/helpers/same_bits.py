@@ -1,4 +1,4 @@
-"""What tests of the kernels mean by the same result."""
+"""Comparing the results of kernels bit by bit."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,12 @@ from sparsync.core import Sparse
 
 
 def bits(x: Tensor) -> Tensor:
-    """What is compared: the bits, but all NaN alike, because which one an addition makes is the processor's affair."""
+    """Return the bits of `x`, with one NaN for all, because processors differ in which NaN an addition makes."""
     return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
 
 
 def same(got: Sparse, expected: Sparse) -> None:
+    """Assert that two sparse vectors are the same."""
     assert got.index.dtype == expected.index.dtype
     assert torch.equal(got.index, expected.index)
     assert torch.equal(bits(got.value), bits(expected.value))

@@ -12,11 +12,19 @@ SAMPLE = 16_384  # magnitudes looked at to bound the k-th largest
 MARGIN = 4.0  # standard deviations of a sampled count by which the bound is set low
 
 
-def top_k(x: Tensor, k: int) -> Sparse:
-    """What `reference.top_k` selects.
+def accumulate_top_k(
+    residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
+) -> tuple[Sparse, bool]:
+    """Do as `reference.accumulate_top_k`."""
+    finite = reference.accumulate(residual, grad, out)
+    return top_k(out, k), finite
+
+
+def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
+    """Return what `reference.top_k` selects.
 
     A sample gives a bound that a little more than k elements pass, and the largest are chosen among those. Where fewer than k pass, all
-    elements are searched.
+    elements are searched. `bound` is not used: one that is far too low would cost more than the sample.
     """
     n = x.numel()
     if n < 4 * SAMPLE or k == 0:
@@ -25,8 +33,8 @@ def top_k(x: Tensor, k: int) -> Sparse:
     sample = magnitude[:: n // SAMPLE | 1]  # an odd stride, so that it does not walk down one column of a matrix
     expected = sample.numel() * k / n
     place = min(sample.numel(), int(expected + MARGIN * math.sqrt(expected) + 1))
-    bound = sample.topk(place, sorted=False).values.min()
-    candidates = (~(magnitude < bound)).nonzero().view(-1)  # [a little more than k]; NaN is not below anything
+    low = sample.topk(place, sorted=False).values.min()
+    candidates = (~(magnitude < low)).nonzero().view(-1)  # [a little more than k]; NaN is not below anything
     if candidates.numel() < k:
         return reference.top_k(x, k)
     largest = reference.top_k(x[candidates], k)

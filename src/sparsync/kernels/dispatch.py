@@ -1,13 +1,26 @@
-"""Which backend the kernels run on: the C++ one at the best instruction set of this machine, else the reference in plain torch."""
+"""The registry of kernels and codecs: which functions do an operation, and in which order they are asked.
+
+A backend is a table from the name of an operation to a function. `run` asks the backend in use, then the one for GPUs, then the
+reference. A function that does not take the types, the device or the shape of its tensors returns NotImplemented, and the next one is
+asked. The reference takes everything.
+
+    backend     where                           operations
+    cpp         csrc/, at one instruction set   all
+    triton      kernels/cuda/                   the passes, top-k, and reading and writing at positions
+    reference   *_reference.py, in torch        all
+"""
 
 import os
 import warnings
-from functools import cache
-from importlib import import_module
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparsync.kernels import candidates, codec_reference, reference, sparse_reference, value_reference
 
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
@@ -17,20 +30,96 @@ except ImportError as missing:
 else:
     _why_missing = ""
 
+Kernel = Callable[
+    ..., Any
+]  # Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given
+
+CPP = "cpp"
 REFERENCE = "reference"
 TRITON = "triton"
+_NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
+
+_REFERENCE: Mapping[str, Kernel] = {
+    "accumulate": reference.accumulate,
+    "accumulate_top_k": candidates.accumulate_top_k,
+    "accumulate_top_k_nonzero": sparse_reference.accumulate_top_k_nonzero,
+    "all_finite": reference.all_finite,
+    "argtopk": reference.argtopk,
+    "clear_": reference.clear_,
+    "coalesce": sparse_reference.coalesce,
+    "decode_positions": codec_reference.decode_positions,
+    "encode_positions": codec_reference.encode_positions,
+    "gather": reference.gather,
+    "isin": sparse_reference.isin,
+    "merge": sparse_reference.merge,
+    "move_": reference.move_,
+    "put_": reference.put_,
+    "scaled_decode": value_reference.scaled_decode,
+    "scaled_encode": value_reference.scaled_encode,
+    "scatter_add_": reference.scatter_add_,
+    "select_ge": sparse_reference.select_ge,
+    "sign_decode": value_reference.sign_decode,
+    "sign_encode": value_reference.sign_encode,
+    "split": sparse_reference.split,
+    "top_k": candidates.top_k,
+    "top_k_nonzero": sparse_reference.top_k_nonzero,
+}
+
+
+OPERATIONS = tuple(_REFERENCE)
+
+
+def _of_vectors(kernel: Kernel) -> Kernel:
+    """Return `kernel`, which raises ValueError for tensors of another number of dimensions than one."""
+
+    @wraps(kernel)
+    def checked(*arguments: Any) -> Any:  # Any: as for Kernel
+        for each in arguments:
+            if isinstance(each, Tensor) and each.dim() != 1:
+                raise ValueError(f"kernels take one-dimensional tensors, got one of shape {tuple(each.shape)}")
+        return kernel(*arguments)
+
+    return checked
+
+
+class _Chosen:
+    """The backend in use, and for each operation the functions to ask in order; None until the first kernel runs."""
+
+    name: str | None = None
+    kernels: Mapping[str, tuple[Kernel, ...]] | None = None
+
+
+_chosen = _Chosen()
+
+
+def run(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
+    """Return what the first function for `operation` that takes `arguments` returns.
+
+    Raises ValueError where a tensor is not one-dimensional.
+    """
+    for kernel in (_chosen.kernels or _default())[operation]:
+        result = kernel(*arguments)
+        if result is not NotImplemented:
+            return result
+    raise AssertionError(f"the reference does not take the arguments of {operation}")
+
+
+def plain_(a: Tensor, b: Tensor) -> None:
+    """Add `a` to `b` [n], float32: the pass over 12 bytes an element that benchmarks compare others with."""
+    if not backend().startswith(CPP) or _cpu is None or _cpu.plain_(a, b) is NotImplemented:
+        b.add_(a)
 
 
 class set_backend:  # noqa: N801  # called as a function, or in a with statement
-    """Runs all kernels on the named backend from now on, or in a with statement until its end: for tests and measurements.
+    """Run all kernels and codecs on the named backend from now on, or in a with statement until its end: for tests and measurements.
 
     Names are those of `backends()`; "cpp" is the fastest of the C++ ones. Results do not depend on it, bit for bit.
-    Raises ValueError for a name that is none, and RuntimeError for a backend that this installation or machine lacks.
+    Raises ValueError for an unknown name, and RuntimeError for a backend that this installation or machine lacks.
     """
 
     def __init__(self, name: str) -> None:
-        self._before = _choice.name
-        _choice.name = _resolved(name)
+        self._before = _chosen.name
+        _choose(_resolved(name))
 
     def __enter__(self) -> "set_backend":
         return self
@@ -38,79 +127,83 @@ class set_backend:  # noqa: N801  # called as a function, or in a with statement
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _choice.name = self._before
-
-
-class _Choice:
-    """The backend in use; None until the first kernel runs or one is asked for."""
-
-    name: str | None = None
-
-
-_choice = _Choice()
-_NAMES = (REFERENCE, TRITON, "cpp", "cpp/scalar", "cpp/avx2", "cpp/avx512")
+        _choose(self._before)
 
 
 def backends() -> list[str]:
-    """The backends that can run here, the fastest first."""
+    """Return the backends that can run here, the fastest first."""
     return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), *([TRITON] if _triton() else []), REFERENCE]
 
 
 def backend() -> str:
-    """The backend that kernels run on, for tensors in this machine's memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
-    if _choice.name is None:
-        _choice.name = backends()[0]
-        if _cpu is None:
-            warnings.warn(
-                f"sparsync runs on its slow reference kernels, because the C++ ones are missing ({_why_missing}); "
-                "install a C++ compiler such as g++ and install sparsync again",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-    return _choice.name
+    """Return the backend for tensors in this machine's memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
+    if _chosen.name is None:
+        _default()
+    assert _chosen.name is not None
+    return _chosen.name
 
 
-def native(*tensors: Tensor) -> tuple[ModuleType, str] | None:
-    """The C++ module and the instruction set to call it with, or None where the reference has to do it.
-
-    The C++ kernels take one-dimensional contiguous tensors in this machine's memory, of fewer than 2^31 elements.
-    """
-    name = backend()
-    if name in (REFERENCE, TRITON) or _cpu is None:
-        return None
-    for each in tensors:
-        if each.device.type != "cpu" or each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31:
-            return None
-    return _cpu, name.removeprefix("cpp/")
-
-
-def on_triton(*tensors: Tensor) -> ModuleType | None:
-    """The Triton kernels, where these tensors are on a GPU, or where they were asked for and Triton's interpreter is on; else None."""
-    device = tensors[0].device
-    wanted = device.type == "cuda" or (backend() == TRITON and os.environ.get("TRITON_INTERPRET") == "1")
-    if backend() == REFERENCE or not wanted or any(each.device != device for each in tensors):
-        return None
-    if any(each.dim() != 1 or not each.is_contiguous() or each.numel() >= 2**31 for each in tensors):
-        return None
-    return _triton()
+def _default() -> Mapping[str, tuple[Kernel, ...]]:
+    """Choose the fastest backend, and return its functions."""
+    _choose(backends()[0])
+    if _cpu is None:
+        warnings.warn(
+            f"sparsync runs on its slow reference kernels, because the C++ ones are missing ({_why_missing}); "
+            "install a C++ compiler such as g++ and install sparsync again",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    assert _chosen.kernels is not None
+    return _chosen.kernels
 
 
-def _triton() -> ModuleType | None:
-    """None where Triton is not installed, or there is nothing it could run on: asked anew each time, as interpreters get turned on."""
+def _choose(name: str | None) -> None:
+    """Make `name` the backend in use, or none for None. The one place that sets the instruction set of the C++ kernels and codecs."""
+    if name is not None and name.startswith(CPP) and _cpu is not None:
+        _cpu.set_level(name.removeprefix("cpp/"))
+    _chosen.name = name
+    _chosen.kernels = None if name is None else _in_order(name, name != REFERENCE and _triton() is not None)
+
+
+@cache
+def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
+    """Return for each operation the functions to ask under the backend `name`."""
+    tables: list[Mapping[str, Kernel]] = []
+    if name.startswith(CPP):
+        tables.append({operation: getattr(_cpu, operation) for operation in OPERATIONS})
+    if triton:
+        tables.append(_triton() or {})
+    tables.append({operation: _of_vectors(kernel) for operation, kernel in _REFERENCE.items()})
+    return {operation: tuple(table[operation] for table in tables if operation in table) for operation in OPERATIONS}
+
+
+def _triton() -> Mapping[str, Kernel] | None:
+    """None where Triton is not installed, or has nothing to run on. Asked each time, because interpreters get turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     return _triton_kernels()
 
 
 @cache
-def _triton_kernels() -> ModuleType | None:
+def _triton_kernels() -> Mapping[str, Kernel] | None:
     try:
-        return import_module("sparsync.kernels.cuda")
+        from sparsync.kernels import cuda
     except ImportError:
         return None
+    return {operation: getattr(cuda, operation) for operation in _REFERENCE if hasattr(cuda, operation)}
+
+
+def takes_on_triton(tensors: Iterable[Tensor]) -> bool:
+    """Return whether `tensors` lie on one GPU, or the interpreter was asked for and they lie on one device, and are plain vectors."""
+    tensors = list(tensors)
+    device = tensors[0].device
+    return (device.type == "cuda" or _chosen.name == TRITON) and all(
+        each.device == device and each.dim() == 1 and each.is_contiguous() and each.numel() < 2**31 for each in tensors
+    )
 
 
 def _resolved(name: str) -> str:
+    """Return the full name of a backend that can run here."""
     if name not in _NAMES:
         raise ValueError(f"a backend is one of {', '.join(_NAMES)}, got {name!r}")
     if name == TRITON and _triton() is None:
@@ -124,8 +217,8 @@ def _resolved(name: str) -> str:
             f"the backend {name!r} is not there, because the C++ kernels are missing ({_why_missing}); "
             "install a C++ compiler such as g++ and install sparsync again"
         )
-    if name != "cpp" and name not in backends():
+    if name != CPP and name not in backends():
         raise RuntimeError(
             f"the backend {name!r} needs instructions that this processor lacks; here there are {', '.join(backends())}"
         )
-    return backends()[0] if name == "cpp" else name
+    return backends()[0] if name == CPP else name

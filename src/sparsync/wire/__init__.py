@@ -1,1 +1,1 @@
-"""How selected elements look on the wire: bytes out of a Sparse, and a Sparse out of bytes."""
+"""Packets of positions and values: bytes out of a Sparse, and a Sparse out of bytes."""

@@ -1,4 +1,4 @@
-"""Positions and values in one packet, whose length count and span tell: the positions by the codec they agree on, then the values."""
+"""Positions and values in one packet: the positions by the codec that count and span determine, then the values."""
 
 from dataclasses import dataclass
 
@@ -12,31 +12,31 @@ from sparsync.wire.values import ValueCodec, Values
 
 @dataclass(frozen=True)
 class Elements:
-    """Packets whose values travel as `values`. What a reader gets is `decode(encode(part))`, for the sender too."""
+    """Packets of sparse vectors whose values are encoded as `values`. A receiver gets `decode(encode(part))`."""
 
     values: Values = "float32"
 
     @property
     def exact(self) -> bool:
-        """Whether what is decoded is what was encoded."""
+        """Return whether decoding gives back exactly what was encoded."""
         return self._codec.exact
 
     def encode(self, part: Sparse) -> Tensor:
-        """The packet, uint8, of a part whose positions ascend."""
+        """Return the packet, uint8, of a sparse vector whose positions ascend."""
         return torch.cat([indices.encode_fixed_length(part.index, part.length), self._codec.encode(part.value)])
 
     def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
-        """The `k` elements of a span of `length` that a packet tells. Raises RuntimeError when it cannot be one of them."""
+        """Return the `k` elements of a span of `length` in a packet. Raises RuntimeError when it cannot be one of them."""
         head = indices.fixed_length_nbytes(k, length)
         index = indices.decode_fixed_length(packet[:head], k, length)
         return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
 
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
-        """The values of `decode`, [k], where the positions are known."""
+        """Return the values of `decode`, [k], without reading the positions."""
         return self._codec.decode(packet[indices.fixed_length_nbytes(k, length) :], k, dtype)
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
-        """The bytes of a packet of any `k` elements of a span of `length`."""
+        """Return the bytes of a packet of any `k` elements of a span of `length`."""
         return indices.fixed_length_nbytes(k, length) + self._codec.nbytes(k, dtype)
 
     @property

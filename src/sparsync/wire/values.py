@@ -1,7 +1,7 @@
-"""Values on the wire: as they are, in 16 bits, or in few bits with a scale for each block of 256.
+"""Values on the wire: as they are, in 16 bits, or quantized to 8, 4 or 1 bits with a scale for each block of 256.
 
-What the receiver will read is known to the sender: decode(encode(x)). The difference belongs into the residual. In every format but
-float32 what is decoded has at most 15 significant bits, so it and its multiples by small integers are exact in float32.
+The sender knows what the receiver decodes: decode(encode(x)). The difference belongs into the residual. In every format but float32 a
+decoded value has at most 15 significant bits, so it and its multiples by small integers are exact in float32.
 """
 
 from dataclasses import dataclass
@@ -13,37 +13,44 @@ from torch import Tensor
 
 from sparsync.kernels import codecs
 
-Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic"]  # a scheme's
-Format = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
+Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BITS = {"int8": 8, "int4": 4, "int8_stochastic": 8, "int4_stochastic": 4, "sign": 1}
 
 
 @dataclass(frozen=True)
 class ValueCodec:
-    """One format. "float32" leaves values as they are, float64 ones too; NaN and Inf pass in the float formats, as NaN for their block
-    of 256 in the others. "float16" makes Inf of what is above 65504. The stochastic ones round up or down at random, right on average;
-    what is drawn is a function of the values, so that the same values make the same packet, in every run and after every resume."""
+    """One format of values.
 
-    format: Format = "float32"
+    "float32"                   values as they are, float64 ones too
+    "bfloat16", "float16"       16 bits; float16 makes Inf of magnitudes above 65504
+    "int8", "int4"              value / scale rounded to nearest, the scale being that of the block's greatest magnitude
+    "int8_stochastic", "int4_stochastic"
+                                rounded up or down at random, right on average; what is drawn is a function of the values, so that the
+                                same values make the same packet, in every run and after every resume
+    "sign"                      the sign, the scale being the block's mean magnitude
+
+    NaN and Inf pass in the float formats. In the others their block of 256 is decoded as NaN.
+    """
+
+    format: Values = "float32"
 
     def __post_init__(self) -> None:
-        if self.format not in get_args(Format):
-            raise ValueError(f"values are sent as one of {', '.join(get_args(Format))}, got {self.format!r}")
+        check_values(self.format)
 
     @property
     def exact(self) -> bool:
-        """Whether what is decoded is what was encoded."""
+        """Return whether decoding gives back exactly what was encoded."""
         return self.format == "float32"
 
     def nbytes(self, k: int, dtype: torch.dtype) -> int:
-        """The bytes of `k` values of `dtype`."""
+        """Return the bytes of `k` values of `dtype`."""
         if self.exact:
             return k * dtype.itemsize
         return codecs.scaled_nbytes(k, _BITS[self.format]) if self.format in _BITS else 2 * k
 
     def encode(self, value: Float[Tensor, " k"]) -> UInt8[Tensor, " nbytes"]:
-        """The packet."""
+        """Return the packet of `value`."""
         if self.exact:
             return value.contiguous().view(torch.uint8)
         if self.format in _FLOATS:
@@ -55,7 +62,7 @@ class ValueCodec:
         return codecs.scaled_encode(value, _BITS[self.format], noise)
 
     def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
-        """What the `k` values of a packet stand for, in `dtype`. Raises RuntimeError when the packet has another length."""
+        """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
         if packet.numel() != self.nbytes(k, dtype):
             raise RuntimeError(
                 f"{k} values as {self.format} take {self.nbytes(k, dtype)} bytes, the packet has {packet.numel()}; "
@@ -65,22 +72,20 @@ class ValueCodec:
             return packet.clone().view(dtype)
         if self.format in _FLOATS:
             return packet.clone().view(_FLOATS[self.format]).to(dtype)
-        decoded = (
-            codecs.sign_decode(packet, k)
-            if self.format == "sign"
-            else codecs.scaled_decode(packet, k, _BITS[self.format])
-        )
-        return decoded.to(dtype)
+        if self.format == "sign":
+            return codecs.sign_decode(packet, k).to(dtype)
+        return codecs.scaled_decode(packet, k, _BITS[self.format]).to(dtype)
 
 
 def _noise(value: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), [k], that other values would not draw."""
-    seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))  # a host sync on CUDA; exact in any order
+    """Return uniform numbers in [0, 1), [k], from a generator seeded with the bits of the values."""
+    # A host sync on CUDA. The sum of integers is the same in any order.
+    seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.rand(value.numel(), generator=generator, dtype=torch.float32, device="cpu").to(value.device)
 
 
 def check_values(values: str) -> None:
-    """Raises ValueError for what is no way to send values."""
+    """Raise ValueError unless `values` names a format of values."""
     if values not in get_args(Values):
         raise ValueError(f"values must be one of {', '.join(get_args(Values))}, got {values!r}")

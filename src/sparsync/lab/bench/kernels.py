@@ -1,13 +1,13 @@
-"""What the kernels cost beside the memory's limit and beside other ways to select the same elements.
+"""Measure the kernels that schemes run, beside the memory's limit and beside other ways to select the same elements.
 
-    sparsync bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --threads 1 --rounds 15] [--json -]
+    sparsync bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
     sparsync bench kernels --device cuda --n 1e7,1e8 --gradient float32,bfloat16
 
-One JSON line per case. Every result is checked against the reference first, and a wrong one ends the run. The cases take turns;
+One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
 `ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
-vectors, writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on a machine with nothing
-else to do. With one thread the clock is its processor time, with more it is the wall's; the alternatives always run on one. On a GPU it is
-the wall's from one moment at which the device has nothing left to do to the next, so that launches and host syncs count.
+vectors, writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on an idle machine.
+The clock is the processor time of the one thread that runs. On a GPU it is wall time, from one moment at which the device has nothing left
+to do to the next, so that launches and host syncs count.
 """
 
 import argparse
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Sparse
-from sparsync.kernels import cpu, reference
-from sparsync.kernels.dispatch import native
+from sparsync.core import Span, Sparse
+from sparsync.kernels import dispatch, reference, sparse_reference
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 
@@ -34,17 +33,12 @@ CEILING = "plain pass"
 SORTED = 1_000_000  # elements that a full sort is tried on at most
 LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TARGETS = {  # by threshold, exact
-    "cpp/avx512": (1.15, 1.4),
-    "cpp/avx2": (1.35, 1.4),
-    "cpp/scalar": (2.0, 2.0),
-    "triton": (1.25, 1.6),
-}
+TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
 
 
 @dataclass(frozen=True)
 class Data:
-    """One step: what is left of the last one, and a gradient; and the right answers."""
+    """One step: a residual and a gradient, and the expected results."""
 
     before: Tensor
     grad: Tensor
@@ -53,12 +47,14 @@ class Data:
     out: Tensor
     k: int
     threshold: float
-    top: Sparse
+    top: Sparse  # of residual + grad
+    skip: Span  # a quarter of the vector: the region of one of four ranks
+    beside: Sparse  # the k largest outside `skip`
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that takes turns with others; `check` says whether what `run` returned is right."""
+    """One of the interleaved measurements; `check` returns whether what `run` returned is right."""
 
     name: str
     run: Callable[[], Any]  # Any: what `check` takes
@@ -67,15 +63,15 @@ class Case:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and prints JSON lines."""
+    """Measure and print JSON lines."""
     options = _options(arguments)
     torch.set_num_threads(1)
     kernels.set_backend(options.backend)
-    context = {"backend": kernels.backend(), "threads": options.threads, **versions(), **machine(), **_device(options)}
+    context = {"backend": kernels.backend(), **versions(), **machine(), **_device(options)}
     rows: list[dict[str, Any]] = []  # Any: JSON
     for n, density, kind in product(options.n, options.density, options.gradient):
         data = _data(n, density, TYPES[kind], options.device)
-        rows += [row | context for row in _measured(_cases(data, options.threads), data, density, options)]
+        rows += [row | context for row in _measured(_cases(data), data, density, options)]
     write(rows, options.json)
 
 
@@ -88,7 +84,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gradient", type=_kinds, default=["float32"], help=f"its types, of {', '.join(TYPES)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
     parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
-    parser.add_argument("--threads", type=int, default=1, help="of the C++ kernels (default: 1)")
     parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
     parser.add_argument("--json", default="-", help="file for the JSON lines, - for standard output")
     options = parser.parse_args(arguments)
@@ -110,7 +105,7 @@ def _kinds(text: str) -> list[str]:
 
 
 def _device(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
-    """Which device, and of a GPU what kind."""
+    """Return the device, and of a GPU its kind."""
     if options.device == "cpu":
         return {"device": "cpu"}
     return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -130,55 +125,61 @@ def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
     grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
     acc = before + grad
     k = max(1, int(density * n))
-    top = reference.top_k(acc, k)
-    return Data(
-        before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, float(top.value.abs().min()), top
-    )
+    top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
+    beside = sparse_reference.top_k_nonzero(acc, k, skip)
+    threshold = float(top.value.abs().min())
+    return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
 
 
-def _cases(data: Data, threads: int) -> list[Case]:
-    by_threshold, exact = TARGETS.get(kernels.backend(), (None, None))
-    if threads > 1:
-        by_threshold = exact = 1.2
-    k, threshold, residual, grad, out = data.k, data.threshold, data.residual, data.grad, data.out
-    found = native(residual)
-    warm = WARM * threshold
+def _cases(data: Data) -> list[Case]:
+    target = TARGETS.get(kernels.backend())
+    k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
+    warm_beside = WARM * float(data.beside.value.abs().min())
 
-    def plain() -> None:
-        residual.add_(data.wide) if found is None else cpu.plain_(found, data.wide, residual, threads)
+    def accumulate_and_select(bound: float | None) -> tuple[Sparse, bool]:
+        finite = kernels.accumulate(residual, grad, residual)
+        return kernels.top_k_nonzero(residual, k, bound=bound), finite
+
+    def accumulate_and_compare() -> tuple[Sparse, bool]:
+        finite = kernels.accumulate(residual, grad, residual)
+        return kernels.select_ge(residual, data.threshold), finite
 
     def right(result: tuple[Sparse, bool]) -> bool:
         return result[1] and _same(result[0], data.top)
 
+    def right_beside(result: tuple[Sparse, bool]) -> bool:
+        return result[1] and _same(result[0], data.beside)
+
     cases = [
-        Case(CEILING, plain, lambda _: torch.equal(residual, data.before + grad)),
         Case(
-            "accumulate, select by threshold, clear",
-            lambda: kernels.accumulate_select_(residual, grad, threshold, threads=threads),
-            lambda result: right(result) and not residual[data.top.index.long()].any(),
-            by_threshold,
+            CEILING, lambda: dispatch.plain_(data.wide, residual), lambda _: torch.equal(residual, data.before + grad)
         ),
         Case(
-            "accumulate, exact top-k, warm",
-            lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm, threads),
+            "TopK: accumulate_top_k, by the last step's bound",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
             right,
-            exact,
+            target,
         ),
         Case(
-            "accumulate, exact top-k, by sample",
-            lambda: kernels.accumulate_top_k(residual, grad, k, residual, None, threads),
+            "TopK: accumulate_top_k, by a sample",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual),
             right,
         ),
-        Case("accumulate, elsewhere", lambda: kernels.accumulate(residual, grad, out, threads), lambda ok: ok),
         Case(
-            "magnitude histogram", lambda: kernels.histogram(data.before), lambda counts: _counted(counts, data.before)
+            "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
+            lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
+            right_beside,
+            target,
         ),
+        Case("MiCRO: accumulate, then top_k_nonzero", lambda: accumulate_and_select(warm), right),
+        Case("published thresholds: accumulate, then select_ge", accumulate_and_compare, right),
+        Case("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
     ]
     return cases + _alternatives(data)
 
 
 def _alternatives(data: Data) -> list[Case]:
-    """Other ways from residual and gradient to the selected elements, with torch's own operations."""
+    """Return other ways from residual and gradient to the selected elements, with torch's own operations."""
 
     def accumulated() -> Tensor:
         return data.residual.add_(data.grad)
@@ -216,7 +217,7 @@ def _alternatives(data: Data) -> list[Case]:
 
 
 def _sampled(acc: Tensor, k: int) -> Sparse:
-    """About the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
+    """Return about the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
     magnitude = acc.abs()
     sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),), device=acc.device)]
     threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
@@ -230,13 +231,8 @@ def _same(result: Sparse, expected: Sparse) -> bool:
     return torch.equal(result.index, expected.index) and torch.equal(result.value, expected.value)
 
 
-def _counted(counts: Tensor, x: Tensor) -> bool:
-    return torch.equal(counts, reference.histogram(x))
-
-
-def _measured(
-    cases: list[Case], data: Data, density: float, options: argparse.Namespace
-) -> list[dict[str, Any]]:  # Any: JSON
+def _measured(cases: list[Case], data: Data, density: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all cases round by round, each round beginning with another one, and return a JSON row for each."""
     kind, clock = _clock(options)
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for round_number in range(options.rounds + 1):
@@ -254,9 +250,9 @@ def _measured(
 
 
 def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
-    """What time is counted, and what tells it."""
+    """Return the name of a clock, and the function that reads it."""
     if options.device == "cpu":
-        return ("processor", time.thread_time) if options.threads == 1 else ("wall", time.perf_counter)
+        return "processor", time.thread_time
 
     def idle() -> float:
         torch.cuda.synchronize()
@@ -265,9 +261,7 @@ def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
     return "wall", idle
 
 
-def _row(
-    case: Case, seconds: dict[str, list[float]], data: Data, density: float, clock: str
-) -> dict[str, Any]:  # Any: JSON
+def _row(case: Case, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> dict[str, Any]:
     own, ceiling = sorted(seconds[case.name]), seconds[CEILING]
     ratios = [mine / plain for mine, plain in zip(seconds[case.name], ceiling, strict=True)]
     n = data.grad.numel()

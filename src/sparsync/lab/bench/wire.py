@@ -1,11 +1,11 @@
-"""What codecs of positions and values make of random ones: bits beside the entropy, speed beside a memory copy of the same run.
+"""Measure the codecs of positions and values on random ones: bits beside the entropy, speed beside a memory copy of the same run.
 
     sparsync bench wire [--n 50000000 --density 0.01 0.001 --rounds 15 --backend cpp] [--json -]
 
 One JSON line per case. Every position is in the selection with the same probability, independently; `entropy_bits` is H(d)/d for the
-share d that was drawn. Rates are of raw data, int32 positions or float32 values, on one thread: p20, p50 and p80 over rounds in which
-the cases take turns. Checks of the input, and the allocation of the output, are in them; `memory_copy` writes into memory at hand. A
-round trip that does not bring back what went in ends the run.
+share d that was drawn. Rates are of raw data, int32 positions or float32 values, on one thread: p20, p50 and p80 over rounds in which the
+cases are interleaved. Checks of the input, and the allocation of the output, are in them; `memory_copy` writes into allocated memory.
+"fixed_length" is the case that schemes run. A round trip that does not bring back what was encoded ends the run.
 """
 
 import argparse
@@ -20,18 +20,19 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sparsync.kernels import backend, set_backend
+from sparsync.kernels import backend, codecs, set_backend
+from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 from sparsync.wire import indices
-from sparsync.wire.values import Format, ValueCodec
+from sparsync.wire.values import ValueCodec, Values
 
 LONGEST_BITMAP = 100  # bits an index: beyond, a bitmap is no choice and only takes time
 
 
 @dataclass
 class Case:
-    """A codec on one input of `raw_nbytes`; `accepts` tells whether what came back is what it should be."""
+    """A codec on one input; `accepts` returns whether what was decoded is right."""
 
     name: str
     raw: Tensor
@@ -43,7 +44,7 @@ class Case:
     encode_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
 
-    def take_turn(self) -> None:
+    def measure(self) -> None:
         began = time.perf_counter()
         self.packet = self.encode()
         between = time.perf_counter()
@@ -51,7 +52,7 @@ class Case:
         self.decode_s.append(time.perf_counter() - between)
         self.encode_s.append(between - began)
         if not self.accepts(decoded):
-            raise RuntimeError(f"{self.name} did not bring back what went in")
+            raise RuntimeError(f"{self.name} did not bring back what was encoded")
 
     def row(self) -> dict[str, Any]:
         bits = round(8 * self.packet.numel() / max(1, self.raw.numel()), 3)
@@ -64,7 +65,7 @@ class Case:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and prints JSON lines."""
+    """Measure and print JSON lines."""
     options = _options(arguments)
     torch.set_num_threads(1)
     if options.backend:
@@ -92,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def spread(n: int, density: float) -> Tensor:
-    """Each position of [0, n) with probability `density`, ascending, int32; drawn by geometric gaps."""
+    """Return each position of [0, n) with probability `density`, ascending, int32; drawn by geometric gaps."""
     count = int(n * density + 6 * math.sqrt(n * density) + 10)
     gaps = torch.empty(count, dtype=torch.float64).geometric_(density, generator=torch.Generator().manual_seed(0))
     index = gaps.long().cumsum(0) - 1
@@ -109,52 +110,52 @@ def _index_cases(n: int, density: float) -> list[Case]:
     def accepts(decoded: Tensor) -> bool:
         return torch.equal(decoded, index)
 
-    def case(codec: indices.Codec) -> Case:
+    def case(codec: PositionCodec) -> Case:
         return Case(
             codec,
             index,
-            lambda: indices.encode(index, n, codec),
-            lambda packet: indices.decode(packet, k, n, codec),
+            lambda: codecs.encode_positions(codec, index, n),
+            lambda packet: codecs.decode_positions(codec, packet, k, n),
             accepts,
             facts,
         )
 
-    cases = [case(codec) for codec in indices.CODECS if codec != "bitmap" or n <= LONGEST_BITMAP * k]
-    named = Case(
-        f"cheapest ({indices.cheapest(index, n)})",
+    best = Case(
+        f"fixed_length ({indices.fixed_length_codec(k, n)})",
         index,
-        lambda: indices.encode_cheapest(index, n, counted=True),
-        lambda packet: indices.decode_any(packet, n),
+        lambda: indices.encode_fixed_length(index, n),
+        lambda packet: indices.decode_fixed_length(packet, k, n),
         accepts,
         facts,
     )
-    return [*cases, named, _copy(index, facts)]
+    each = [case(codec) for codec in get_args(PositionCodec) if codec != "bitmap" or n <= LONGEST_BITMAP * k]
+    return [best, *each, _copy(index, facts)]
 
 
 def _value_cases(k: int) -> list[Case]:
     value = torch.randn(k, generator=torch.Generator().manual_seed(1))
     facts = {"kind": "values", "k": k}
 
-    def case(format: Format) -> Case:
+    def case(format: Values) -> Case:
         codec = ValueCodec(format)
-        told = codec.decode(codec.encode(value), k, value.dtype)
-        lost = float((value - told).double().norm() / value.double().norm())
+        decoded_once = codec.decode(codec.encode(value), k, value.dtype)
+        lost = float((value - decoded_once).double().norm() / value.double().norm())
 
         def decode(packet: Tensor) -> Tensor:
             return codec.decode(packet, k, value.dtype)
 
         def accepts(decoded: Tensor) -> bool:
-            return torch.equal(decoded, told) and (codec.exact or lost < 1)
+            return torch.equal(decoded, decoded_once) and (codec.exact or lost < 1)
 
         return Case(
             format, value, lambda: codec.encode(value), decode, accepts, {**facts, "relative_error": round(lost, 6)}
         )
 
-    return [*(case(format) for format in get_args(Format)), _copy(value, facts)]
+    return [*(case(format) for format in get_args(Values)), _copy(value, facts)]
 
 
 def _copy(raw: Tensor, facts: dict[str, Any]) -> Case:
-    """The ceiling: a copy there, and a copy back."""
+    """Return the ceiling: a copy there, and a copy back."""
     there, back = torch.empty_like(raw), torch.empty_like(raw)
     return Case(
         "memory_copy",
@@ -169,7 +170,7 @@ def _copy(raw: Tensor, facts: dict[str, Any]) -> Case:
 def _measured(cases: Sequence[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
     for number in range(options.rounds + 1):  # the first touches the memory and does not count
         for shift in range(len(cases)):
-            cases[(number + shift) % len(cases)].take_turn()
+            cases[(number + shift) % len(cases)].measure()
     for case in cases:
         case.encode_s, case.decode_s = case.encode_s[1:], case.decode_s[1:]
     about = {"bench": "wire", "backend": backend(), "rounds": options.rounds, **versions(), "machine": machine()}

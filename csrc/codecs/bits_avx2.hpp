@@ -1,16 +1,17 @@
-// What streams of bits spend their time on, eight numbers at a time in AVX2. Each function returns how many numbers it has done, none where
-// the machine has no AVX2 or the numbers do not suit it; the caller does the rest. No byte outside the buffers is touched.
+// The part of reading and writing streams of bits that takes the time, eight numbers at once in AVX2. Each function returns how many
+// numbers it has done, which is none where the numbers do not suit it or the file is compiled without AVX2; the caller does the rest.
+// No byte outside the buffers is touched.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef __AVX2__
 #include <immintrin.h>
-#define SPARSYNC_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #endif
 
-namespace sparsync::codecs {
+namespace sparsync {
+namespace {
 
 constexpr int64_t octet = 8;   // numbers of one width that end with a whole byte
 constexpr int64_t spare = 72;  // numbers that `find_octets` may write after those it finds
@@ -21,11 +22,7 @@ struct Search {
     uint32_t base;
 };
 
-#ifdef SPARSYNC_AVX2
-
-inline bool avx2_allowed = true;  // the fuzzers compare with what a machine without it does
-
-inline bool has_avx2() { return avx2_allowed && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"); }
+#ifdef __AVX2__
 
 // Where the bytes of each of 8 numbers are in the 16 bytes from the first one, and from the fifth one, and how far they are to be shifted.
 struct Window {
@@ -46,7 +43,7 @@ struct Windows {
             }
     }
 };
-inline constexpr Windows windows;
+constexpr Windows windows;
 
 // The places of the ones of each byte.
 struct Places {
@@ -59,7 +56,7 @@ struct Places {
         }
     }
 };
-inline constexpr Places places;
+constexpr Places places;
 
 inline __m256i *lanes(uint32_t *p) { return reinterpret_cast<__m256i *>(p); }
 inline const __m256i *lanes(const uint32_t *p) { return reinterpret_cast<const __m256i *>(p); }
@@ -67,7 +64,8 @@ inline const __m256i *lanes(const uint32_t *p) { return reinterpret_cast<const _
 constexpr int most_quad_bits = 15;  // four numbers in 64 bits, with the end of the four before them
 
 // Packs numbers of `bits` bits while 16 bytes can be written: `room` bytes from `out` on belong to the packet.
-SPARSYNC_AVX2 static int64_t pack_octets_avx2(const uint32_t *x, int64_t count, int bits, uint8_t *out, int64_t room) {
+inline int64_t pack_octets(const uint32_t *x, int64_t count, int bits, uint8_t *out, int64_t room) {
+    if (bits < 1 || bits > most_quad_bits) return 0;
     const __m256i mask = _mm256_set1_epi32((1 << bits) - 1), pair_mask = _mm256_set1_epi64x((1 << 2 * bits) - 1);
     const __m128i to_pair = _mm_cvtsi32_si128(32 - bits), to_quad = _mm_cvtsi32_si128(2 * bits);
     int64_t i = 0;
@@ -84,7 +82,8 @@ SPARSYNC_AVX2 static int64_t pack_octets_avx2(const uint32_t *x, int64_t count, 
 }
 
 // Unpacks numbers of `bits` bits while the bytes that are loaded are among the `available` ones from `packet` on.
-SPARSYNC_AVX2 static int64_t unpack_octets_avx2(const uint8_t *packet, int64_t available, int64_t count, int bits, uint32_t *out) {
+inline int64_t unpack_octets(const uint8_t *packet, int64_t available, int64_t count, int bits, uint32_t *out) {
+    if (bits > most_window_bits) return 0;
     const Window &window = windows.of[bits];
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(window.bytes));
     const __m256i shift = _mm256_loadu_si256(lanes(window.shift)), mask = _mm256_set1_epi32((1 << bits) - 1);
@@ -101,24 +100,8 @@ SPARSYNC_AVX2 static int64_t unpack_octets_avx2(const uint8_t *packet, int64_t a
     return i;
 }
 
-SPARSYNC_AVX2 static int64_t add_up_octets_avx2(uint32_t *x, int64_t count, uint32_t before) {
-    __m256i carry = _mm256_set1_epi32(static_cast<int>(before));
-    const __m256i fourth = _mm256_set1_epi32(3), last = _mm256_set1_epi32(7);
-    int64_t i = 0;
-    for (; i + octet <= count; i += octet) {
-        __m256i sum = _mm256_loadu_si256(lanes(x + i));
-        sum = _mm256_add_epi32(sum, _mm256_bslli_epi128(sum, 4));
-        sum = _mm256_add_epi32(sum, _mm256_bslli_epi128(sum, 8));
-        const __m256i of_low = _mm256_permutevar8x32_epi32(sum, fourth);
-        sum = _mm256_add_epi32(sum, _mm256_blend_epi32(_mm256_setzero_si256(), of_low, 0xF0));
-        _mm256_storeu_si256(lanes(x + i), _mm256_add_epi32(sum, carry));
-        carry = _mm256_add_epi32(carry, _mm256_permutevar8x32_epi32(sum, last));
-    }
-    return i;
-}
-
 // The ones at eight places less than 64 apart, the first of them at bit 0.
-SPARSYNC_AVX2 inline uint64_t ones_at(const uint32_t *place) {
+inline uint64_t ones_at(const uint32_t *place) {
     const __m256i all = _mm256_loadu_si256(lanes(place));
     const __m256i from_first = _mm256_sub_epi32(all, _mm256_permutevar8x32_epi32(all, _mm256_setzero_si256()));
     const __m256i one = _mm256_set1_epi64x(1);
@@ -129,7 +112,7 @@ SPARSYNC_AVX2 inline uint64_t ones_at(const uint32_t *place) {
     return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_or_si128(two, _mm_unpackhi_epi64(two, two))));
 }
 
-SPARSYNC_AVX2 inline void put_in_word(uint64_t ones, uint8_t *at) {
+inline void put_in_word(uint64_t ones, uint8_t *at) {
     uint64_t word;
     std::memcpy(&word, at, sizeof word);
     word |= ones;
@@ -137,7 +120,7 @@ SPARSYNC_AVX2 inline void put_in_word(uint64_t ones, uint8_t *at) {
 }
 
 // Sets the ones at ascending places, of as many octets as have a word after their last one that can be written.
-SPARSYNC_AVX2 static int64_t put_octets_avx2(const uint32_t *place, int64_t count, uint8_t *out, int64_t nbytes) {
+inline int64_t put_octets(const uint32_t *place, int64_t count, uint8_t *out, int64_t nbytes) {
     const int64_t limit = 64 * (nbytes / 8 - 1);
     int64_t end = count / octet * octet;
     while (end && place[end - 1] >= limit) end -= octet;
@@ -156,7 +139,7 @@ SPARSYNC_AVX2 static int64_t put_octets_avx2(const uint32_t *place, int64_t coun
 }
 
 // The places of the ones of a word; writes up to 7 numbers after them.
-SPARSYNC_AVX2 inline void find_in_word(uint64_t word, uint32_t base, uint32_t *place) {
+inline void find_in_word(uint64_t word, uint32_t base, uint32_t *place) {
     if (__builtin_popcountll(word) <= octet) {
         for (int j = 0; j < octet; ++j, word &= word - 1) place[j] = base + static_cast<uint32_t>(_tzcnt_u64(word));
         return;
@@ -173,7 +156,7 @@ SPARSYNC_AVX2 inline void find_in_word(uint64_t word, uint32_t base, uint32_t *p
     }
 }
 
-SPARSYNC_AVX2 static int64_t find_octets_avx2(Search &search, int64_t count, uint32_t *place) {
+inline int64_t find_octets(Search &search, int64_t count, uint32_t *place) {
     int64_t found = 0;
     for (; found < count && search.end - search.next >= 8; search.next += 8, search.base += 64) {
         uint64_t word;
@@ -184,37 +167,14 @@ SPARSYNC_AVX2 static int64_t find_octets_avx2(Search &search, int64_t count, uin
     return found;
 }
 
-inline int64_t pack_octets(const uint32_t *x, int64_t count, int bits, uint8_t *out, int64_t room) {
-    const bool suits = has_avx2() && 0 < bits && bits <= most_quad_bits;
-    return suits ? pack_octets_avx2(x, count, bits, out, room) : 0;
-}
-
-inline int64_t unpack_octets(const uint8_t *packet, int64_t available, int64_t count, int bits, uint32_t *out) {
-    const bool suits = has_avx2() && bits <= most_window_bits;
-    return suits ? unpack_octets_avx2(packet, available, count, bits, out) : 0;
-}
-
-inline int64_t add_up_octets(uint32_t *x, int64_t count, uint32_t before) {
-    return has_avx2() ? add_up_octets_avx2(x, count, before) : 0;
-}
-
-inline int64_t put_octets(const uint32_t *place, int64_t count, uint8_t *out, int64_t nbytes) {
-    return has_avx2() ? put_octets_avx2(place, count, out, nbytes) : 0;
-}
-
-inline int64_t find_octets(Search &search, int64_t count, uint32_t *place) {
-    return has_avx2() ? find_octets_avx2(search, count, place) : 0;
-}
-
 #else
 
-inline bool avx2_allowed = false;
 inline int64_t pack_octets(const uint32_t *, int64_t, int, uint8_t *, int64_t) { return 0; }
 inline int64_t unpack_octets(const uint8_t *, int64_t, int64_t, int, uint32_t *) { return 0; }
-inline int64_t add_up_octets(uint32_t *, int64_t, uint32_t) { return 0; }
 inline int64_t put_octets(const uint32_t *, int64_t, uint8_t *, int64_t) { return 0; }
 inline int64_t find_octets(Search &, int64_t, uint32_t *) { return 0; }
 
 #endif
 
-}  // namespace sparsync::codecs
+}  // namespace
+}  // namespace sparsync

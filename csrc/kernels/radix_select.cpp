@@ -28,13 +28,13 @@ void orders_of(const float *value, int64_t count, Order order, uint32_t *out) {
     }
 }
 
-struct Kth {
+struct Rank {
     uint32_t order;
     int64_t above;  // how many are larger
 };
 
 // The k-th largest of `orders`, 1 <= k <= count; `orders` is used up.
-Kth kth_largest(uint32_t *orders, int64_t count, int64_t k) {
+Rank kth_of(uint32_t *orders, int64_t count, int64_t k) {
     int64_t above = 0;
     for (;;) {
         uint32_t least = orders[0], most = orders[0];
@@ -71,7 +71,7 @@ Kth kth_largest(uint32_t *orders, int64_t count, int64_t k) {
 
 }  // namespace
 
-uint32_t keep_largest(Found &found, int64_t k, Order order) {
+uint32_t keep_top(Found &found, int64_t k, Order order) {
     thread_local std::vector<uint32_t> orders, work;
     orders.resize(static_cast<size_t>(found.count));
     if (order == Order::magnitude)
@@ -79,7 +79,7 @@ uint32_t keep_largest(Found &found, int64_t k, Order order) {
     else
         orders_of(found.value(), found.count, number_order, orders.data());
     work = orders;
-    const Kth kth = kth_largest(work.data(), found.count, k);
+    const Rank kth = kth_of(work.data(), found.count, k);
     int64_t equals = k - kth.above, kept = 0;
     for (int64_t i = 0; i < found.count; ++i) {
         const bool equal = orders[static_cast<size_t>(i)] == kth.order;

@@ -1,4 +1,6 @@
-// Exact top-k in one pass. Candidates that reach a bound are collected; whenever there are far more than k, all but the k largest are
+// Selecting from a whole vector, by a range of magnitudes or the k of highest order.
+//
+// Exact top-k takes one pass. Candidates that reach a bound are collected; whenever there are far more than k, all but the k largest are
 // dropped and the bound rises to the smallest of them. So any bound that k elements reach gives the right answer, in linear time; a
 // good one, from the last step or from a sample, gives it at the speed of the pass. Where too few reach it, a lower one is taken.
 #include <algorithm>
@@ -6,7 +8,7 @@
 #include <cstring>
 #include <functional>
 
-#include "parallel.hpp"
+#include "blocks.hpp"
 
 namespace sparsync {
 
@@ -16,7 +18,7 @@ constexpr int64_t kSpare = 65536;   // candidates beyond k before any are droppe
 constexpr int64_t kSample = 4096;   // elements looked at to find a bound
 constexpr double kDeviations = 4.0;  // by which the count in a sample is taken to be off
 
-// The candidates of one thread.
+// What may be among the k, and the bound that the rest of the vector has to reach.
 class Candidates {
   public:
     Candidates(Found &found, Top wanted, int32_t bound) : found_(found), wanted_(wanted), bound_(bound) {}
@@ -36,7 +38,7 @@ class Candidates {
   private:
     // What is level with the smallest kept comes later, so it is not wanted any more.
     void drop() {
-        const uint32_t order = keep_largest(found_, wanted_.k, wanted_.order);
+        const uint32_t order = keep_top(found_, wanted_.k, wanted_.order);
         if (wanted_.order == Order::magnitude) {
             full_ = order == kInfinity;
             bound_ = static_cast<int32_t>(order + 1);
@@ -87,80 +89,66 @@ int32_t sampled_bound(const std::vector<Span> &spans, Top wanted, At value_at) {
     return std::max(wanted.lowest, sample[static_cast<size_t>(place)]);
 }
 
-// Moves everything into the first part.
-void join(Parts &parts, int threads) {
-    Found &all = parts[0];
-    for (int part = 1; part < threads; ++part) {
-        Found &more = parts[static_cast<size_t>(part)];
-        if (more.count == 0) continue;
-        all.reserve(all.count + more.count);
-        std::memcpy(all.end().index, more.index(), static_cast<size_t>(more.count) * sizeof(int32_t));
-        std::memcpy(all.end().value, more.value(), static_cast<size_t>(more.count) * sizeof(float));
-        all.count += more.count;
-        more.count = 0;
-    }
-}
-
-// Runs pass(candidates, start, length) over `spans`; whether enough was found, which is then in the first part.
+// Runs pass(candidates, start, length) over `spans`; whether enough was found.
 template <class Pass>
-bool collect(const std::vector<Span> &spans, Top wanted, int32_t bound, int threads, Parts &parts, Pass pass) {
-    start(parts, threads);
-    const auto shares = cut(spans, threads);
-    in_parallel(threads, [&](int part) {
-        Candidates candidates(parts[static_cast<size_t>(part)], wanted, bound);
-        in_blocks(shares[static_cast<size_t>(part)],
-                  [&](int64_t from, int64_t length) { candidates.added(pass(candidates, part, from, length)); });
-    });
-    join(parts, threads);
-    if (parts[0].count > wanted.k) keep_largest(parts[0], wanted.k, wanted.order);
-    return parts[0].count == wanted.k || bound == wanted.lowest;
+bool collect(const std::vector<Span> &spans, Top wanted, int32_t bound, Found &found, Pass pass) {
+    found.count = 0;
+    Candidates candidates(found, wanted, bound);
+    in_blocks(spans, [&](int64_t from, int64_t length) { candidates.added(pass(candidates, from, length)); });
+    if (found.count > wanted.k) keep_top(found, wanted.k, wanted.order);
+    return found.count == wanted.k || bound == wanted.lowest;
 }
 
 }  // namespace
 
-void top(const Kernels &kernels, const float *x, const std::vector<Span> &spans, Top wanted, int threads, Parts &parts) {
-    start(parts, threads);
+void select(const Passes &passes, const float *x, int64_t n, Range range, Found &found) {
+    found.count = 0;
+    in_blocks({{0, n}}, [&](int64_t start, int64_t length) {
+        found.reserve(found.count + length);
+        found.count += passes.select(x + start, length, static_cast<int32_t>(start), range, found.end());
+    });
+}
+
+void top(const Passes &passes, const float *x, const std::vector<Span> &spans, Top wanted, Found &found) {
+    found.count = 0;
     if (wanted.k == 0) return;
-    const auto pass = [&](Candidates &candidates, int, int64_t from, int64_t length) -> int64_t {
+    const auto pass = [&](Candidates &candidates, int64_t from, int64_t length) -> int64_t {
         if (candidates.full()) return 0;
         const auto base = static_cast<int32_t>(from);
         const Sink sink = candidates.room(length);
-        if (wanted.order == Order::number) return kernels.select_number(x + from, length, base, candidates.bound(), sink);
-        return kernels.select(x + from, length, base, candidates.range(), sink);
+        if (wanted.order == Order::number) return passes.select_number(x + from, length, base, candidates.bound(), sink);
+        return passes.select(x + from, length, base, candidates.range(), sink);
     };
-    if (wanted.guessed && collect(spans, wanted, std::max(wanted.guess, wanted.lowest), threads, parts, pass)) return;
+    if (wanted.guessed && collect(spans, wanted, std::max(wanted.guess, wanted.lowest), found, pass)) return;
     const int32_t bound = sampled_bound(spans, wanted, [x](int64_t i) { return x[i]; });
-    if (!collect(spans, wanted, bound, threads, parts, pass))
-        collect(spans, wanted, wanted.lowest, threads, parts, pass);
+    if (!collect(spans, wanted, bound, found, pass)) collect(spans, wanted, wanted.lowest, found, pass);
 }
 
-uint32_t add_top(const Kernels &kernels, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
-                 int threads, Parts &parts) {
+uint32_t add_top(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
+                 Found &found) {
     const std::vector<Span> whole{{0, skip.start}, skip, {skip.stop, n}}, searched{whole[0], whole[2]};
     if (wanted.k == 0) {
-        start(parts, threads);
-        return add(kernels, residual, grad, out, n, threads);
+        found.count = 0;
+        return passes.add(residual, grad.data, grad.type, out, n);
     }
     const auto sum = [&](int64_t i) {
         float one;
-        kernels.add(residual + i, at(grad, i), grad.type, &one, 1);
+        passes.add(residual + i, at(grad, i), grad.type, &one, 1);
         return one;
     };
     const int32_t bound = wanted.guessed ? std::max(wanted.guess, wanted.lowest) : sampled_bound(searched, wanted, sum);
-    std::vector<uint32_t> most(static_cast<size_t>(threads));
-    const bool enough =
-        collect(whole, wanted, bound, threads, parts, [&](Candidates &candidates, int part, int64_t from, int64_t length) {
-            const Sink sink = candidates.room(length);
-            const bool skipped = from >= skip.start && from < skip.stop;
-            return kernels.add_select(residual + from, at(grad, from), grad.type, out + from, length,
-                                      static_cast<int32_t>(from), skipped ? kNone : candidates.range(), sink,
-                                      &most[static_cast<size_t>(part)]);
-        });
+    uint32_t greatest = 0;
+    const bool enough = collect(whole, wanted, bound, found, [&](Candidates &candidates, int64_t from, int64_t length) {
+        const Sink sink = candidates.room(length);
+        const bool skipped = from >= skip.start && from < skip.stop;
+        return passes.add_select(residual + from, at(grad, from), grad.type, out + from, length, static_cast<int32_t>(from),
+                                 skipped ? kNone : candidates.range(), sink, &greatest);
+    });
     if (!enough) {
         wanted.guessed = false;
-        top(kernels, out, searched, wanted, threads, parts);
+        top(passes, out, searched, wanted, found);
     }
-    return *std::max_element(most.begin(), most.end());
+    return greatest;
 }
 
 }  // namespace sparsync

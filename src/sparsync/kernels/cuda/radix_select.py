@@ -1,4 +1,4 @@
-"""Counting by magnitude: the histogram, and the counts by digits that find the k-th largest element."""
+"""The k-th largest element of a vector, found by counting the digits of all elements, the highest digit first."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -8,30 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.kernels.cuda.launching import BLOCK, ONE_WARP, PASS, loaded, local, on_its_device, programs, rank_key
-from sparsync.kernels.reference import LEVELS
+from sparsync.kernels.cuda.launch import BLOCK, ONE_WARP, PASS, loaded, local, programs, rank_key
 
-COPIES = 32  # of the histogram at most, so that blocks seldom add to the same word
 DIGITS = 4  # of 8 bits each, the first the highest
 BINS = 256
 ROUNDS = 8  # blocks that one program counts before it adds its counts to all others'
 
 
-@on_its_device
-def histogram(x: Tensor) -> Tensor:
-    """As the reference's, in one pass over 4 bytes an element. No host sync."""
-    n = x.numel()
-    copies = max(1, min(COPIES, n >> 18))
-    counts = torch.zeros(copies * LEVELS, dtype=torch.int32, device=x.device)
-    if n:
-        _histogram_kernel[programs(n)](x, counts, n, copies, LEVELS=LEVELS, **PASS)
-    return counts.view(copies, LEVELS).sum(0)
-
-
 def ranked(
     x: Tensor, found: Tensor | None, count: int, k: int, least: int, skip: tuple[int, int], signed: bool
 ) -> Tensor:
-    """What the k-th largest rank key is, and how many elements of that key belong to the k largest, int64 [2], on the device.
+    """Return the k-th largest rank key, and how many elements of that key belong to the k largest, int64 [2], on the device.
 
     Of the first `found[0]` of `x`, or of the first `count` where `found` is None; of keys of `least` or more, outside of `skip`. Where
     there are fewer than k, it is the smallest one that there is, and all of that key belong to them. Nothing to count: the largest key
@@ -61,13 +48,13 @@ def ranked(
 
 @triton.jit
 def ordered(rank):
-    """A rank key as a number of 32 bits without a sign, int64."""
+    """Return a rank key as a number of 32 bits without a sign, int64."""
     return rank.to(tl.int64) + 2147483648
 
 
 @triton.jit
 def _narrowed(counts, k, depth):
-    """The first `depth` digits of the k-th largest key, and how many of those that begin so belong to the k largest."""
+    """Return the first `depth` digits of the k-th largest key, and how many of those that begin so belong to the k largest."""
     digit = tl.arange(0, 256)
     most = tl.minimum(tl.sum(tl.load(counts + digit)), k)
     prefix = tl.full([], 0, tl.int64)
@@ -96,7 +83,7 @@ def _digit_kernel(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Counts the digit after the first `depth` ones of all keys that begin as the k-th largest does."""
+    """Count the digit after the first `depth` ones of all keys that begin as the k-th largest does."""
     last = n
     if COUNTED:
         last = tl.minimum(n, tl.load(found))
@@ -122,20 +109,3 @@ def _settle_kernel(counts, result, k, digits):
     prefix, most = _narrowed(counts, k, digits)
     tl.store(result, prefix)
     tl.store(result + 1, most.to(tl.int64))
-
-
-@triton.jit
-def _histogram_kernel(x, counts, n, copies, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    first = block.to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
-    left = tl.minimum(n - first, BLOCK).to(tl.int32)
-    value = loaded(x + first, lane, left, BLOCK)
-    bits = value.to(tl.int32, bitcast=True)
-    level = tl.minimum((bits & 0x7FFFFFFF) >> 16, LEVELS - 1)
-    tl.atomic_add(
-        counts + (block % copies) * LEVELS + level,
-        1,
-        mask=(lane < left) & ((bits >= 0) | (value != value)),
-        sem="relaxed",
-    )

@@ -15,36 +15,36 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Sparse
-from sparsync.kernels.cpu import outside
-from sparsync.kernels.cuda.launching import on_its_device, programs
+from sparsync.kernels.cuda.launch import FLOAT32, GRADIENT, POSITIONS, programs, takes
+from sparsync.kernels.reference import outside
 
 LANES = 1024
 
 
-@on_its_device
+@takes(GRADIENT, POSITIONS)
 def clear_(x: Tensor, index: Tensor) -> None:
-    """Sets `x` [n] to zero at the positions `index` [k]; IndexError, with nothing written, where one is outside."""
+    """Set `x` [n] to zero at the positions `index` [k]; IndexError, with nothing written, where one is outside."""
     _write(x, index, None)
 
 
-@on_its_device
+@takes(GRADIENT, POSITIONS, GRADIENT)
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Sets `x` [n] to `value` [k] at the positions `index` [k], as the reference; IndexError, with nothing done, where one is outside."""
+    """Set `x` [n] to `value` [k] at the positions `index` [k], as the reference; IndexError, with nothing done, where one is outside."""
     _write(x, index, value.to(x.dtype))
 
 
-@on_its_device
+@takes(GRADIENT, POSITIONS, GRADIENT)
 def scatter_add_(out: Tensor, part: Sparse) -> None:
-    """Adds the elements of `part`, at distinct positions, to `out` [n]; IndexError, with nothing written, where one is outside."""
+    """Add the elements of `part`, at distinct positions, to `out` [n]; IndexError, with nothing written, where one is outside."""
     if out.dtype == torch.float32:
         _write(out, part.index, part.value.to(out.dtype), add=True)
     else:  # torch rounds the sum; one more host sync
         _write(out, part.index, gather(out, part.index) + part.value.to(out.dtype))
 
 
-@on_its_device
+@takes(GRADIENT, POSITIONS)
 def gather(x: Tensor, index: Tensor) -> Tensor:
-    """The elements of `x` [n] at the positions `index` [k]; IndexError where one is outside."""
+    """Return the elements of `x` [n] at the positions `index` [k]; IndexError where one is outside."""
     k, n = index.numel(), x.numel()
     value = torch.empty(k, dtype=x.dtype, device=x.device)
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -54,13 +54,10 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return value
 
 
+@takes(POSITIONS, FLOAT32)
 def coalesce(parts: Sequence[Sparse]) -> Sparse:
-    """The sum of `parts` as one, added in their order, starting from 0; positions ascend. One host sync."""
-    return _summed(torch.cat([part.index for part in parts]), parts)
-
-
-@on_its_device
-def _summed(index: Tensor, parts: Sequence[Sparse]) -> Sparse:
+    """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend. One host sync."""
+    index = torch.cat([part.index for part in parts])
     ordered, order = index.sort(stable=True)  # so that elements of one position stay in the order of the parts
     begins = torch.ones(index.numel(), dtype=torch.bool, device=index.device)
     torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
@@ -126,7 +123,7 @@ def _gather_kernel(x, index, value, bad, k, n, LANES: tl.constexpr):
 
 @triton.jit
 def _add_runs_kernel(value, order, first, total, count, n, P, LANES: tl.constexpr):
-    """Every run of equal positions, added from its first element on."""
+    """Add up every run of equal positions, from its first element on."""
     run = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     begin = tl.load(first + run, mask=run < count, other=0)
     end = tl.load(first + run + 1, mask=run + 1 < count, other=n)

@@ -2,30 +2,24 @@
 // Readers never touch a byte outside [begin, end); machines are little-endian.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-#include "codecs_avx2.hpp"
+#include "bits_avx2.hpp"
 
-// One function, compiled for wider vectors and for any machine; the loader chooses by what the machine can do. No "arch=": that asks for one
-// family of processors, and allows multiplications to be fused with additions.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(SPARSYNC_NO_CLONES)
-#define SPARSYNC_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define SPARSYNC_CLONES
-#endif
 #define SPARSYNC_INLINE inline __attribute__((always_inline))
 
-namespace sparsync::codecs {
+namespace sparsync {
+// Unnamed, and nothing of the standard library that the linker could share: each instruction set has its own copy of all of it.
+namespace {
 
 constexpr int64_t group = 32;  // numbers of one width that end with a whole 32-bit word
 
+SPARSYNC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+SPARSYNC_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 SPARSYNC_INLINE int64_t nblocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
 SPARSYNC_INLINE int64_t nbytes_of(int64_t count, int bits) { return (count * bits + 7) / 8; }
-SPARSYNC_INLINE int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0; }
 
 SPARSYNC_INLINE uint32_t load32(const uint8_t *p) {
     uint32_t word;
@@ -77,26 +71,16 @@ void unpack_group_of(const uint8_t *packet, uint32_t *out) {
 using GroupPack = void (*)(const uint32_t *, uint8_t *);
 using GroupUnpack = void (*)(const uint8_t *, uint32_t *);
 
+template <class Numbers>
+struct Groups;
+
+// For each width below 32, the functions of its groups.
 template <int... bits>
-constexpr std::array<GroupPack, sizeof...(bits)> group_packs(std::integer_sequence<int, bits...>) {
-    return {pack_group_of<bits>...};
-}
-
-template <int... bits>
-constexpr std::array<GroupUnpack, sizeof...(bits)> group_unpacks(std::integer_sequence<int, bits...>) {
-    return {unpack_group_of<bits>...};
-}
-
-// What packs 32 numbers of `bits` bits, at most 31, into 4 * bits bytes.
-inline GroupPack group_pack(int bits) {
-    static constexpr auto table = group_packs(std::make_integer_sequence<int, 32>());
-    return table[static_cast<size_t>(bits)];
-}
-
-inline GroupUnpack group_unpack(int bits) {
-    static constexpr auto table = group_unpacks(std::make_integer_sequence<int, 32>());
-    return table[static_cast<size_t>(bits)];
-}
+struct Groups<std::integer_sequence<int, bits...>> {
+    static constexpr GroupPack pack[] = {pack_group_of<bits>...};
+    static constexpr GroupUnpack unpack[] = {unpack_group_of<bits>...};
+};
+using EveryWidth = Groups<std::make_integer_sequence<int, 32>>;
 
 // Fewer than 32 numbers, into as many whole bytes as they take.
 inline void pack_some(const uint32_t *x, int64_t count, int bits, uint8_t *out) {
@@ -123,7 +107,7 @@ inline void unpack_some(const uint8_t *packet, int64_t count, int bits, uint32_t
 // Any count of numbers, into the whole bytes they take; until `room` bytes from `out` on, what is not written yet may be overwritten.
 inline void pack_numbers(const uint32_t *x, int64_t count, int bits, uint8_t *out, int64_t room) {
     int64_t i = pack_octets(x, count, bits, out, room);
-    const GroupPack pack_group = group_pack(bits);
+    const GroupPack pack_group = EveryWidth::pack[bits];
     for (; i + group <= count; i += group) pack_group(x + i, out + i / 8 * bits);
     pack_some(x + i, count - i, bits, out + i / 8 * bits);
 }
@@ -131,15 +115,9 @@ inline void pack_numbers(const uint32_t *x, int64_t count, int bits, uint8_t *ou
 // `available` bytes from `packet` on can be read, at least those that the numbers take.
 inline void unpack_numbers(const uint8_t *packet, int64_t available, int64_t count, int bits, uint32_t *out) {
     int64_t i = unpack_octets(packet, available, count, bits, out);
-    const GroupUnpack unpack_group = group_unpack(bits);
+    const GroupUnpack unpack_group = EveryWidth::unpack[bits];
     for (; i + group <= count; i += group) unpack_group(packet + i / 8 * bits, out + i);
     unpack_some(packet + i / 8 * bits, count - i, bits, out + i);
-}
-
-// Replaces each number by the sum of `before`, those before it and itself, modulo 2^32.
-inline void add_up(uint32_t *x, int64_t count, uint32_t before) {
-    int64_t i = add_up_octets(x, count, before);
-    for (uint32_t sum = i ? x[i - 1] : before; i < count; ++i) x[i] = sum += x[i];
 }
 
 SPARSYNC_INLINE int64_t ones_in(const uint8_t *p, int64_t nbytes) {
@@ -162,7 +140,7 @@ class OnesWriter {
             uint64_t word = load64(out_ + 8 * at, out_ + nbytes_);
             do word |= uint64_t{1} << place[i] % 64;
             while (++i < count && place[i] / 64 == at);
-            std::memcpy(out_ + 8 * at, &word, static_cast<size_t>(std::min<int64_t>(8, nbytes_ - 8 * at)));
+            std::memcpy(out_ + 8 * at, &word, static_cast<size_t>(least(8, nbytes_ - 8 * at)));
         }
     }
 
@@ -183,11 +161,11 @@ class OnesReader {
         found += find_octets(search_, count - found, place + found);
         while (found < count && search_.next < search_.end) {
             uint64_t word = load64(search_.next, search_.end);
-            search_.next += std::min<int64_t>(8, search_.end - search_.next);
+            search_.next += least(8, search_.end - search_.next);
             for (; word; word &= word - 1) place[found++] = search_.base + static_cast<uint32_t>(__builtin_ctzll(word));
             search_.base += 64;
         }
-        left_count_ = std::max<int64_t>(found - count, 0);
+        left_count_ = most(found - count, 0);
         std::memcpy(left_, place + count, static_cast<size_t>(left_count_) * sizeof *place);
     }
 
@@ -197,4 +175,5 @@ class OnesReader {
     uint32_t left_[64] = {};
 };
 
-}  // namespace sparsync::codecs
+}  // namespace
+}  // namespace sparsync

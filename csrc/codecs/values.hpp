@@ -2,16 +2,16 @@
 // sparsync/kernels/value_reference.py: the same bytes, so no sum may be reordered and no multiplication fused with an addition.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#include "codecs_bits.hpp"
+#include "bits.hpp"
 
-namespace sparsync::codecs {
+namespace sparsync {
+namespace {
 
 constexpr int64_t value_block = 256;  // values that share a scale
-constexpr uint32_t nan_scale = 0x7FC0, infinite_bits = 0x7F800000, largest_scale = 0x7F7F;
+constexpr uint32_t nan_scale = 0x7FC0, infinite_bits = 0x7F800000, max_scale = 0x7F7F;
 
 SPARSYNC_INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -36,13 +36,17 @@ SPARSYNC_INLINE float get_scale(const uint8_t *packet) {
 
 SPARSYNC_INLINE int64_t scaled_nbytes(int64_t k, int bits) { return 2 * nblocks(k, value_block) + nbytes_of(k, bits); }
 
-// The upper half of the least float32 that times `most` reaches the largest magnitude, as far as it is finite.
-SPARSYNC_INLINE uint32_t scale_of(const float *value, int64_t count, float most) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(value[i]) & 0x7FFFFFFF);
-    if (largest >= infinite_bits) return nan_scale;
-    const uint32_t ceiling = bits_of(3.40282346638528859812e+38f / most) >> 16;
-    return std::min((bits_of(float_of(largest) / most) + 0xFFFF) >> 16, ceiling);
+// The upper half of the least float32 that times `max_code` reaches the greatest magnitude, as far as it is finite.
+SPARSYNC_INLINE uint32_t scale_of(const float *value, int64_t count, float max_code) {
+    uint32_t greatest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t magnitude = bits_of(value[i]) & 0x7FFFFFFF;
+        greatest = magnitude > greatest ? magnitude : greatest;
+    }
+    if (greatest >= infinite_bits) return nan_scale;
+    const uint32_t ceiling = bits_of(3.40282346638528859812e+38f / max_code) >> 16;
+    const uint32_t upper = (bits_of(float_of(greatest) / max_code) + 0xFFFF) >> 16;
+    return upper < ceiling ? upper : ceiling;
 }
 
 SPARSYNC_INLINE float nearest(float x) {  // ties to even, for |x| < 2^22; adding moves the fraction out of the significand
@@ -54,9 +58,14 @@ SPARSYNC_INLINE float floor_of(float x) {
     return whole > x ? whole - 1.0f : whole;
 }
 
-// value / scale, rounded, in [-most, most]; zero where the scale is zero or NaN.
+SPARSYNC_INLINE float clamped(float x, float limit) {
+    const float below = x < limit ? x : limit;
+    return below > -limit ? below : -limit;
+}
+
+// value / scale, rounded, in [-max_code, max_code]; zero where the scale is zero or NaN.
 SPARSYNC_INLINE void quantize(
-    const float *value, const float *noise, int64_t count, uint32_t upper, float most, int8_t *code) {
+    const float *value, const float *noise, int64_t count, uint32_t upper, float max_code, int8_t *code) {
     if (upper == 0 || upper == nan_scale) {
         std::memset(code, 0, static_cast<size_t>(count));
         return;
@@ -65,26 +74,25 @@ SPARSYNC_INLINE void quantize(
     if (noise)
         for (int64_t i = 0; i < count; ++i) {
             const float x = floor_of(value[i] / scale + noise[i]);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(std::max(-most, std::min(most, x))));
+            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, max_code)));
         }
     else
         for (int64_t i = 0; i < count; ++i) {
             const float x = nearest(value[i] / scale);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(std::max(-most, std::min(most, x))));
+            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, max_code)));
         }
 }
 
 // `bits` is 8 or 4; `noise` is null or holds k numbers in [0, 1).
-SPARSYNC_CLONES
-static void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
-    const float most = bits == 8 ? 127.0f : 7.0f;
+void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
+    const float max_code = bits == 8 ? 127.0f : 7.0f;
     uint8_t *stream = out + 2 * nblocks(k, value_block);
     alignas(32) int8_t code[value_block];
     for (int64_t i = 0; i < k; i += value_block, out += 2) {
-        const int64_t count = std::min(value_block, k - i);
-        const uint32_t scale = scale_of(value + i, count, most);
+        const int64_t count = least(value_block, k - i);
+        const uint32_t scale = scale_of(value + i, count, max_code);
         put_scale(out, scale);
-        quantize(value + i, noise ? noise + i : nullptr, count, scale, most, code);
+        quantize(value + i, noise ? noise + i : nullptr, count, scale, max_code, code);
         if (bits == 8) {
             std::memcpy(stream + i, code, static_cast<size_t>(count));
             continue;
@@ -96,11 +104,10 @@ static void scaled_encode(const float *value, int64_t k, int bits, const float *
 }
 
 // The packet has `scaled_nbytes(k, bits)` bytes.
-SPARSYNC_CLONES
-static void scaled_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
+void scaled_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
     const uint8_t *stream = packet + 2 * nblocks(k, value_block);
     for (int64_t i = 0; i < k; i += value_block, packet += 2) {
-        const int64_t count = std::min(value_block, k - i);
+        const int64_t count = least(value_block, k - i);
         const float scale = get_scale(packet);
         if (bits == 8) {
             for (int64_t j = 0; j < count; ++j) out[i + j] = static_cast<float>(static_cast<int8_t>(stream[i + j])) * scale;
@@ -123,35 +130,35 @@ SPARSYNC_INLINE uint32_t mean_scale(const float *value, int64_t count) {
         for (int64_t i = 0; i < half; ++i) sum[i] += sum[i + half];
     const uint32_t bits = bits_of(static_cast<float>(sum[0] / static_cast<double>(count)));
     if (bits >= infinite_bits) return nan_scale;
-    return std::min((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, largest_scale);
+    const uint32_t upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return upper < max_scale ? upper : max_scale;
 }
 
-SPARSYNC_CLONES
-static void sign_encode(const float *value, int64_t k, uint8_t *out) {
+void sign_encode(const float *value, int64_t k, uint8_t *out) {
     uint8_t *stream = out + 2 * nblocks(k, value_block);
     for (int64_t i = 0; i < k; i += value_block, out += 2) {
-        const int64_t count = std::min(value_block, k - i);
+        const int64_t count = least(value_block, k - i);
         put_scale(out, mean_scale(value + i, count));
         for (int64_t j = 0; j < count; j += 8) {
             uint32_t byte = 0;
-            for (int64_t b = 0; b < std::min<int64_t>(8, count - j); ++b) byte |= bits_of(value[i + j + b]) >> 31 << b;
+            for (int64_t b = 0; b < least(8, count - j); ++b) byte |= bits_of(value[i + j + b]) >> 31 << b;
             stream[(i + j) / 8] = static_cast<uint8_t>(byte);
         }
     }
 }
 
-SPARSYNC_CLONES
-static void sign_decode(const uint8_t *packet, int64_t k, float *out) {
+void sign_decode(const uint8_t *packet, int64_t k, float *out) {
     const uint8_t *stream = packet + 2 * nblocks(k, value_block);
     for (int64_t i = 0; i < k; i += value_block, packet += 2) {
-        const int64_t count = std::min(value_block, k - i);
+        const int64_t count = least(value_block, k - i);
         const uint32_t scale = bits_of(get_scale(packet));
         for (int64_t j = 0; j < count; j += 8) {
             const uint32_t byte = stream[(i + j) / 8];
-            const int64_t some = std::min<int64_t>(8, count - j);
+            const int64_t some = least(8, count - j);
             for (int64_t b = 0; b < some; ++b) out[i + j + b] = float_of(scale ^ (byte >> b & 1) << 31);
         }
     }
 }
 
-}  // namespace sparsync::codecs
+}  // namespace
+}  // namespace sparsync

@@ -17,12 +17,21 @@ from torch import Tensor
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels.candidates import MARGIN, SAMPLE
-from sparsync.kernels.cpu import bits_of
-from sparsync.kernels.cuda.collecting import Pool, accumulate, collect, pool_for
-from sparsync.kernels.cuda.counting import ordered, ranked
-from sparsync.kernels.cuda.launching import BLOCK, INFINITY, local, on_its_device, programs, rank_key
+from sparsync.kernels.cuda.launch import (
+    BLOCK,
+    FLOAT32,
+    GRADIENT,
+    INFINITY,
+    bits_of,
+    local,
+    programs,
+    rank_key,
+    takes,
+)
+from sparsync.kernels.cuda.passes import Pool, accumulate, collect, pool_for
+from sparsync.kernels.cuda.radix_select import ordered, ranked
 
-CHUNK = 128  # elements of a piece of the pool that are looked at once
+STEP = 128  # elements of a range of the pool that are looked at once
 FEW = 32 * BLOCK  # elements that are not worth a search for candidates
 MANY = 4  # where one in so many or more is selected, candidates would be most of the vector
 LOWEST = -(2**31) + 1  # the rank key that none is below, where numbers have signs
@@ -41,44 +50,44 @@ class Wanted:
     bound: float | None = None
 
 
-@on_its_device
+@takes(FLOAT32)
 def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
-    """As the reference's `top_k`. One host sync, two where the bound was no good."""
+    """Do as the reference's `top_k`. One host sync, two where the bound was no good."""
     return _selected(x, None, x, Wanted(k, bound=bound))[0]
 
 
-@on_its_device
+@takes(FLOAT32)
 def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
-    """As the reference's. Syncs as `top_k`."""
+    """Do as the reference's. Syncs as `top_k`."""
     skip = skip or NOWHERE
     return _selected(x, None, x, Wanted(min(k, x.numel() - len(skip)), 1, skip, bound=bound))[0]
 
 
-@on_its_device
+@takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
 ) -> tuple[Sparse, bool]:
-    """As the reference's. Syncs as `top_k`."""
+    """Do as the reference's. Syncs as `top_k`."""
     return _accumulated(residual, grad, out, Wanted(k, bound=bound))
 
 
-@on_its_device
+@takes(FLOAT32, GRADIENT, FLOAT32)
 def accumulate_top_k_nonzero(
     residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
 ) -> tuple[Sparse, bool]:
-    """`top_k_nonzero` of residual + grad [n], which is written to `out`, and whether it is finite everywhere. Syncs as `top_k`."""
+    """Do as the reference's. Syncs as `top_k`."""
     skip = skip or NOWHERE
     return _accumulated(residual, grad, out, Wanted(min(k, residual.numel() - len(skip)), 1, skip, bound=bound))
 
 
-@on_its_device
+@takes(FLOAT32)
 def argtopk(magnitude: Tensor, k: int) -> Tensor:
-    """As the reference's. Syncs as `top_k`."""
+    """Do as the reference's. Syncs as `top_k`."""
     return _selected(magnitude, None, magnitude, Wanted(k, LOWEST, signed=True))[0].index.long()
 
 
 def _accumulated(residual: Tensor, grad: Tensor, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
-    """What is wanted of residual + grad, which is written to `out`, and whether it is finite everywhere."""
+    """Write residual + grad to `out`, and return what is wanted of it and whether it is finite everywhere."""
     if _has_candidates(residual.numel(), wanted.k):
         return _selected(residual, grad, out, wanted)
     finite = accumulate(residual, grad, out)
@@ -86,7 +95,7 @@ def _accumulated(residual: Tensor, grad: Tensor, out: Tensor, wanted: Wanted) ->
 
 
 def _selected(x: Tensor, grad: Tensor | None, out: Tensor, wanted: Wanted) -> tuple[Sparse, bool]:
-    """What is wanted of x [n], or of x + grad, which is written to `out`; and whether that is finite, for a sum only."""
+    """Return what is wanted of x [n], or of x + grad, which is written to `out`; and whether that is finite, for a sum only."""
     n, k, finite = x.numel(), wanted.k, True
     if k == 0:
         return Sparse(torch.empty(0, dtype=torch.int32, device=x.device), x[:0], n), finite
@@ -108,12 +117,12 @@ def _selected(x: Tensor, grad: Tensor | None, out: Tensor, wanted: Wanted) -> tu
 
 
 def _has_candidates(n: int, k: int) -> bool:
-    """Whether a bound is of use: not where nothing is wanted, or much of what there is, or all is soon read several times."""
+    """Return whether a bound is of use: not where nothing is wanted, or much of what there is, or all is soon read several times."""
     return k > 0 and MANY * k <= n and n > FEW
 
 
 def _bound(x: Tensor, grad: Tensor | None, wanted: Wanted) -> int | Tensor:
-    """A rank key that k elements, and not many more, are expected to reach; from a sample on the device, where the caller knows none."""
+    """Return a rank key that k elements, and not many more, are expected to reach: the caller's, or one from a sample, on the device."""
     known = None if wanted.bound is None else bits_of(wanted.bound)
     if known is not None:
         return max(wanted.least, min(known, INFINITY))
@@ -130,18 +139,18 @@ def _bound(x: Tensor, grad: Tensor | None, wanted: Wanted) -> int | Tensor:
 
 
 def _every(stride: int, x: Tensor, skip: Span) -> Tensor:
-    """One in `stride` elements of what lies outside `skip`, copied."""
+    """Return one in `stride` elements of what lies outside `skip`, copied."""
     return torch.cat([x[: skip.start : stride], x[skip.stop :: stride]])
 
 
 def _chosen_of_pool(pool: Pool, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """The k largest in the pool, or all where there are fewer; only if all that was found is in it, does this mean something."""
+    """Return the k largest in the pool, or all where there are fewer; only if all that was found is in it, does this mean something."""
     level = ranked(pool.value, pool.state, pool.capacity, wanted.k, wanted.least, (0, 0), wanted.signed)
     return _chosen(pool.value, pool.index, (pool.counts, pool.offsets), level, pool.capacity, wanted, (0, 0))[:2]
 
 
 def _chosen_of_all(x: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of `x` [n], or all where there are fewer that count, and how many."""
+    """Return the k largest of `x` [n], or all where there are fewer that count, and how many."""
     skip = (wanted.skip.start, wanted.skip.stop)
     level = ranked(x, None, x.numel(), wanted.k, wanted.least, skip, wanted.signed)
     return _chosen(x, None, None, level, x.numel(), wanted, skip)
@@ -150,22 +159,25 @@ def _chosen_of_all(x: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 def _chosen(
     value: Tensor,
     index: Tensor | None,
-    pieces: tuple[Tensor, Tensor] | None,
+    ranges: tuple[Tensor, Tensor] | None,
     level: Tensor,
     capacity: int,
     wanted: Wanted,
     skip: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those above the level and the first ones on it, in the order of their positions, and how many. Pieces None: the blocks of `value`."""
-    k, blocks = wanted.k, pieces[0].numel() if pieces else programs(capacity)[0]
-    counts, offsets = pieces or (level, level)
+    """Return those above the level and the first ones on it, in the order of their positions, and how many.
+
+    `ranges` None: the blocks of `value`.
+    """
+    k, blocks = wanted.k, ranges[0].numel() if ranges else programs(capacity)[0]
+    counts, offsets = ranges or (level, level)
     arguments = (value, counts, offsets, level, capacity, wanted.least, *skip)
     shape = {
-        "POOL": pieces is not None,
+        "POOL": ranges is not None,
         "SIGNED": wanted.signed,
         "BLOCK": BLOCK,
-        "CHUNK": CHUNK if pieces else BLOCK,
-        "num_warps": 1 if pieces else 8,
+        "STEP": STEP if ranges else BLOCK,
+        "num_warps": 1 if ranges else 8,
     }
     tally = torch.empty((2, blocks), dtype=torch.int32, device=value.device)
     _tally_kernel[(blocks,)](*arguments, tally, blocks, **shape)
@@ -179,8 +191,8 @@ def _chosen(
 
 
 @triton.jit
-def _piece(counts, offsets, capacity, POOL: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the elements of this program begin, and how many there are: of a piece that is not in the pool, none."""
+def _range(counts, offsets, capacity, POOL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the elements of this program begin, and how many there are: of a range that is not in the pool, none."""
     block = tl.program_id(0)
     if POOL:
         source = tl.load(offsets + block).to(tl.int64)
@@ -194,7 +206,7 @@ def _piece(counts, offsets, capacity, POOL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _looked_at(value, source, lane, count, level, least, start, stop, SIGNED: tl.constexpr):
-    """The elements from `source` on, which of them are above the level, and which on it."""
+    """Return the elements from `source` on, which of them are above the level, and which on it."""
     acc = tl.load(value + source + lane, mask=lane < count, other=0.0)
     rank = rank_key(acc, SIGNED)
     key = ordered(rank)
@@ -218,14 +230,14 @@ def _tally_kernel(
     POOL: tl.constexpr,
     SIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    source, count = _piece(counts, offsets, capacity, POOL, BLOCK)
+    source, count = _range(counts, offsets, capacity, POOL, BLOCK)
     threshold = tl.load(level)
-    lane = tl.arange(0, CHUNK)
-    over = tl.zeros((CHUNK,), tl.int32)
-    on = tl.zeros((CHUNK,), tl.int32)
-    for done in range(0, count, CHUNK):
+    lane = tl.arange(0, STEP)
+    over = tl.zeros((STEP,), tl.int32)
+    on = tl.zeros((STEP,), tl.int32)
+    for done in range(0, count, STEP):
         _, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
         over += larger.to(tl.int32)
         on += equal.to(tl.int32)
@@ -254,16 +266,16 @@ def _choose_kernel(
     POOL: tl.constexpr,
     SIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     block = tl.program_id(0)
-    source, count = _piece(counts, offsets, capacity, POOL, BLOCK)
+    source, count = _range(counts, offsets, capacity, POOL, BLOCK)
     threshold = tl.load(level)
     spare = tl.load(level + 1).to(tl.int32)  # how many on the level are chosen: the first ones
     over = tl.load(ends + block) - tl.load(tally + block)  # how many come before
     on = tl.load(ends + blocks + block) - tl.load(tally + blocks + block)
-    lane = tl.arange(0, CHUNK)
-    for done in range(0, count, CHUNK):
+    lane = tl.arange(0, STEP)
+    for done in range(0, count, STEP):
         acc, larger, equal = _looked_at(value, source + done, lane, count - done, threshold, least, start, stop, SIGNED)
         level_before = on + tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
         chosen = larger | (equal & (level_before < spare))

@@ -1,0 +1,23 @@
+// The codecs in AVX2: the loops over streams of bits by hand, those over values by the compiler.
+#include "codecs.hpp"
+
+#ifdef __AVX2__
+#include "positions.hpp"
+#include "values.hpp"
+#endif
+
+namespace sparsync {
+
+const Codecs *codecs_avx2() {
+#ifdef __AVX2__
+    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,      scaled_nbytes,
+                                   scaled_encode,  scaled_decode, sign_encode, sign_decode};
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+        __builtin_cpu_supports("popcnt"))
+        return &codecs;
+#endif
+    return nullptr;
+}
+
+}  // namespace sparsync

@@ -1,0 +1,31 @@
+// The codecs of positions and values as one table for each instruction set; positions.hpp and values.hpp say what each entry does.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsync {
+
+enum class Positions { packed, bitmap, elias_fano };
+enum Reason : int { fine = 0, wrong_size = 1, wrong_count = 2, wrong_order = 3, outside = 4 };  // what is wrong with input
+
+struct Codecs {
+    // The bytes of a packet of any k positions inside [0, span), for 0 <= k <= span < 2^31.
+    int64_t (*nbytes)(Positions codec, int64_t k, int64_t span);
+    // `out` has room for that many. Positions that do not ascend inside the span are refused.
+    Reason (*encode)(Positions codec, const int32_t *index, int64_t k, int64_t span, uint8_t *out);
+    // Any bytes; `out` has room for k positions.
+    Reason (*decode)(Positions codec, const uint8_t *packet, int64_t nbytes, int64_t k, int64_t span, int32_t *out);
+    // The bytes of k values of `bits` bits: 8, 4 or 1.
+    int64_t (*values_nbytes)(int64_t k, int bits);
+    // `bits` is 8 or 4; `noise` is null or holds k numbers in [0, 1).
+    void (*scaled_encode)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);
+    void (*scaled_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
+    void (*sign_encode)(const float *value, int64_t k, uint8_t *out);
+    void (*sign_decode)(const uint8_t *packet, int64_t k, float *out);
+};
+
+// Null where this build or this processor lacks the instructions.
+const Codecs *codecs_scalar();
+const Codecs *codecs_avx2();
+
+}  // namespace sparsync

@@ -1,0 +1,13 @@
+// The codecs for any machine.
+#include "positions.hpp"
+#include "values.hpp"
+
+namespace sparsync {
+
+const Codecs *codecs_scalar() {
+    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,      scaled_nbytes,
+                                   scaled_encode,  scaled_decode, sign_encode, sign_decode};
+    return &codecs;
+}
+
+}  // namespace sparsync

@@ -1,0 +1,122 @@
+"""Launching Triton kernels: which tensors are taken, the size of a block, and how one is loaded and stored."""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from itertools import cycle
+from typing import Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsync.core import Sparse
+from sparsync.kernels.dispatch import takes_on_triton
+
+BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
+WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
+R = TypeVar("R")
+PASS = {"BLOCK": BLOCK, "num_warps": WARPS}  # how such programs are launched
+ONE_WARP = {"num_warps": 1}
+INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; above infinity there is NaN
+
+FLOAT32 = frozenset({torch.float32})
+GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
+POSITIONS = frozenset({torch.int32, torch.int64})
+
+
+def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Make a function return NotImplemented unless the tensors among its arguments are of these types, and on a GPU.
+
+    `kinds` are the types of each tensor in order, those of a Sparse being its positions and its values; they repeat for a list of Sparse.
+    The device of the tensors is made the current one, which Triton launches on; on that device's current stream.
+    """
+
+    def decorated(function: Callable[..., R]) -> Callable[..., R]:
+        @wraps(function)
+        def checked(*arguments: Any) -> Any:  # Any: whatever the function takes
+            tensors = list(_tensors(arguments))
+            fitting = all(each.dtype in kind for each, kind in zip(tensors, cycle(kinds), strict=False))
+            if not fitting or not takes_on_triton(tensors):
+                return NotImplemented
+            with torch.cuda.device_of(tensors[0]):  # does nothing for a tensor of the interpreter
+                return function(*arguments)
+
+        return checked
+
+    return decorated
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:  # Any: the arguments of a kernel
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, Sparse):
+            yield from (each.index, each.value)
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
+def bits_of(threshold: float) -> int | None:
+    """Return the bits of the float32 nearest to `threshold`, 0 for a negative one, None for NaN."""
+    if threshold != threshold:
+        return None
+    return max(0, int(torch.tensor(threshold, dtype=torch.float64, device="cpu").to(torch.float32).view(torch.int32)))
+
+
+def programs(n: int, block: int = BLOCK) -> tuple[int]:
+    """Return a grid of one program for each block of `n` elements."""
+    return (triton.cdiv(n, block),)
+
+
+@triton.jit
+def lanes(BLOCK: tl.constexpr):
+    """Return 0, 1, ... BLOCK - 1, four after each other in a thread, whatever the type that is loaded.
+
+    Numbers of 16 bits then meet those of 32 where they are, without a way through shared memory.
+    """
+    return tl.max_contiguous(tl.arange(0, BLOCK), 4)
+
+
+@triton.jit
+def loaded(x, lane, left, BLOCK: tl.constexpr):
+    """Return the elements of a block of which `left` are there, zeros behind them.
+
+    Whole blocks are loaded without a mask: one that is not known to be alike for four neighbours would make four loads of one.
+    """
+    if left >= BLOCK:  # noqa: SIM108  # a branch: only one of the two is done
+        value = tl.load(x + lane)
+    else:
+        value = tl.load(x + lane, mask=lane < left, other=0)
+    return value
+
+
+@triton.jit
+def store(x, lane, value, left, BLOCK: tl.constexpr):
+    """Write a block of which `left` elements are there; whole ones without a mask, as `loaded` does."""
+    if left >= BLOCK:
+        tl.store(x + lane, value)
+    else:
+        tl.store(x + lane, value, mask=lane < left)
+
+
+@triton.jit
+def local(place, first, left):
+    """Return where the position `place` lies in the block of `left` elements that begins at `first`: 0 before it, `left` behind it."""
+    return tl.minimum(tl.maximum(place - first, 0), left).to(tl.int32)
+
+
+@triton.jit
+def magnitude(x):
+    """Return the bits of |x|, int32: they order as the numbers do, and NaN comes above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def rank_key(x, SIGNED: tl.constexpr):
+    """Return what elements are ranked by, int32: |x| with NaN as infinity, or x itself, of which -0 is 0."""
+    size = magnitude(x)
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -size, size) if SIGNED else tl.minimum(size, 0x7F800000)

@@ -1,0 +1,189 @@
+"""Bad arguments raise an error that says what is wrong, before anything is written, on every backend; the process never ends."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsync import Span, kernels
+from sparsync.core import Sparse
+from sparsync.kernels import codecs, dispatch
+
+BACKENDS = [name for name in kernels.backends() if name != "triton"]
+REFUSED = (ValueError, IndexError, TypeError)
+N = 8
+
+
+def vector(n: int = N) -> Tensor:
+    return torch.arange(1.0, n + 1)
+
+
+def positions(*index: int) -> Tensor:
+    return torch.tensor(index, dtype=torch.int32)
+
+
+def short_of_values() -> Sparse:
+    return Sparse(positions(0, 3, 5), vector(2), N)
+
+
+BAD: dict[str, list[Callable[[], object]]] = {
+    "accumulate": [
+        lambda: kernels.accumulate(vector(), vector(7), vector()),
+        lambda: kernels.accumulate(vector(), vector(), vector(9)),
+        lambda: kernels.accumulate(vector().view(2, 4), vector().view(2, 4), vector().view(2, 4)),
+    ],
+    "accumulate_top_k": [
+        lambda: kernels.accumulate_top_k(vector(), vector(), -1, vector()),
+        lambda: kernels.accumulate_top_k(vector(), vector(), N + 1, vector()),
+        lambda: kernels.accumulate_top_k(vector(), vector(7), 1, vector()),
+    ],
+    "accumulate_top_k_nonzero": [
+        lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), -1, vector()),
+        lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), 1, vector(), Span(2, N + 1)),
+        lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), 1, vector(), Span(-1, 2)),
+        lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), 1, vector(), Span(5, 2)),
+    ],
+    "all_finite": [lambda: kernels.all_finite(vector().view(2, 4))],
+    "argtopk": [lambda: kernels.argtopk(vector(), -1), lambda: kernels.argtopk(vector(), N + 1)],
+    "clear_": [
+        lambda: kernels.clear_(vector(), positions(0, N)),
+        lambda: kernels.clear_(vector(), positions(-1)),
+        lambda: kernels.clear_(vector(0), positions(0)),
+        lambda: kernels.clear_(vector(), torch.tensor([0, 2**40])),
+        lambda: kernels.clear_(vector(), vector(2)),
+    ],
+    "coalesce": [lambda: kernels.coalesce([]), lambda: kernels.coalesce([short_of_values()])],
+    "gather": [
+        lambda: kernels.gather(vector(), positions(0, N)),
+        lambda: kernels.gather(vector(), positions(-(2**31))),
+        lambda: kernels.gather(vector(), vector(2)),
+    ],
+    "isin": [lambda: kernels.isin(positions(1, 2).view(1, 2), positions(1))],
+    "merge": [lambda: kernels.merge([]), lambda: kernels.merge([short_of_values()])],
+    "move_": [lambda: kernels.move_(vector(), vector(7))],
+    "put_": [
+        lambda: kernels.put_(vector(), positions(0, N), vector(2)),
+        lambda: kernels.put_(vector(), positions(0, 1), vector(1)),
+        lambda: kernels.put_(vector(), positions(-1), vector(1)),
+    ],
+    "scatter_add_": [
+        lambda: kernels.scatter_add_(vector(), Sparse(positions(0, N), vector(2), N)),
+        lambda: kernels.scatter_add_(vector(), Sparse(positions(-1, 3), vector(2), N)),
+        lambda: kernels.scatter_add_(vector(), short_of_values()),
+    ],
+    "select_ge": [lambda: kernels.select_ge(vector().view(2, 4), 0.0)],
+    "split": [lambda: kernels.split(short_of_values(), [Span(0, N)])],
+    "top_k": [
+        lambda: kernels.top_k(vector(), -1),
+        lambda: kernels.top_k(vector(), N + 1),
+        lambda: kernels.top_k(vector(), 2**63 - 1),
+    ],
+    "top_k_nonzero": [
+        lambda: kernels.top_k_nonzero(vector(), -1),
+        lambda: kernels.top_k_nonzero(vector(), 1, Span(0, N + 1)),
+        lambda: kernels.top_k_nonzero(vector(), 1, Span(-3, 1)),
+    ],
+    "encode_positions": [
+        lambda: codecs.encode_positions("packed", positions(0, N), N),
+        lambda: codecs.encode_positions("bitmap", positions(3, 3), N),
+        lambda: codecs.encode_positions("elias_fano", positions(-1), N),
+        lambda: codecs.encode_positions("elias_fano", positions(0, 1), 1),
+        lambda: codecs.encode_positions("packed", positions(1), -1),
+        lambda: codecs.encode_positions("packed", positions(1), 2**31),
+    ],
+    "scaled_encode": [
+        lambda: codecs.scaled_encode(vector(), 5),
+        lambda: codecs.scaled_encode(vector(), 8, vector(3)),
+    ],
+    "sign_encode": [lambda: codecs.sign_encode(vector().view(2, 4))],
+}
+NO_PACKETS: dict[str, list[Callable[[], object]]] = {  # a RuntimeError, because another rank has sent them
+    "decode_positions": [
+        lambda: codecs.decode_positions("packed", torch.zeros(3, dtype=torch.uint8), 1, N),
+        lambda: codecs.decode_positions("bitmap", torch.zeros(1, dtype=torch.uint8), -1, N),
+        lambda: codecs.decode_positions("elias_fano", torch.zeros(1, dtype=torch.uint8), N + 1, N),
+    ],
+    "scaled_decode": [lambda: codecs.scaled_decode(torch.zeros(3, dtype=torch.uint8), 256, 8)],
+    "sign_decode": [lambda: codecs.sign_decode(torch.zeros(3, dtype=torch.uint8), -1)],
+}
+
+
+@pytest.fixture(autouse=True)
+def unchecked_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users call the library: tests execute its annotations, which would raise first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.set_backend(request.param):
+        yield request.param
+
+
+def test_every_operation_is_called_with_bad_arguments() -> None:
+    assert set(BAD) | set(NO_PACKETS) == set(dispatch.OPERATIONS)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", BAD)
+def test_bad_arguments_are_refused(operation: str) -> None:
+    for number, call in enumerate(BAD[operation]):
+        with pytest.raises(REFUSED) as refused:
+            call()
+        assert str(refused.value), f"call {number} says nothing"
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("operation", NO_PACKETS)
+def test_packets_of_another_length_are_refused(operation: str) -> None:
+    for call in NO_PACKETS[operation]:
+        with pytest.raises(RuntimeError, match="sender and receiver must agree"):
+            call()
+
+
+ARGUMENTS = st.one_of(
+    st.none(),
+    st.integers(-(2**40), 2**40),
+    st.floats(),
+    st.text(max_size=3),
+    st.builds(Span, st.integers(-3, 20), st.integers(-3, 20)),
+    st.builds(
+        lambda n, dtype, stride: torch.zeros(n * stride).to(dtype)[::stride],
+        st.integers(0, 20),
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8]),
+        st.integers(1, 2),
+    ),
+    st.builds(
+        lambda index, k, length: Sparse(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
+        st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
+        st.integers(0, 4),
+        st.integers(-2, 20),
+    ),
+)
+
+
+@pytest.mark.skipif(not BACKENDS[0].startswith("cpp"), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str, data: st.DataObject) -> None:
+    """Without the checks in Python: whatever comes is taken, refused with an error, or left to the next backend."""
+    from sparsync.kernels import _cpu  # type: ignore[attr-defined]
+
+    count = {"accumulate_top_k_nonzero": 6, "accumulate_top_k": 5}.get(operation)
+    arguments: list[Any] = data.draw(st.lists(ARGUMENTS, min_size=count or 1, max_size=count or 4))
+    try:
+        getattr(_cpu, operation)(*arguments)
+    except (*REFUSED, RuntimeError, AttributeError, MemoryError):
+        pass
+
+
+def test_a_bound_of_any_size_only_changes_how_long_it_takes(backend: str) -> None:
+    for bound in (-1.0, 0.0, -0.0, 1e-300, 3.0, 1e300, math.inf, -math.inf, math.nan):
+        assert kernels.top_k(vector(), 2, bound).index.tolist() == [6, 7]
