@@ -35,8 +35,8 @@ from sparsync.collectives.skip_plan import (
     first_offsets,
     random_offsets,
     random_shift,
+    rotating_offsets,
     skip_count,
-    turning_offsets,
 )
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
@@ -107,8 +107,7 @@ class SkipReduce(Scheme):
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        n, P = bucket.grad.numel(), comm.size
-        plan = self._plan(bucket, comm)
+        n, plan = bucket.grad.numel(), self._plan(bucket, comm)
         acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
         sent = bucket.grad if acc is None else acc.values.to(bucket.grad.dtype)
         # What rounding to the gradient's type drops, and then what is left out.
@@ -247,7 +246,7 @@ class SkipReduceScatter(ReduceScatterScheme):
         skip = skip_count(self.config.skip, P)
         if self.config.mode == "naive":
             return SkipPlan(first_offsets(skip))
-        return SkipPlan(turning_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
+        return SkipPlan(rotating_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
 
     def _split(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Return the spans of a chunk that are never left out, and the others."""
