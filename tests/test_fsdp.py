@@ -352,7 +352,6 @@ def refusals() -> None:
     refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
     refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
     refused("node_size must be 1 on a shard axis, got 2", net, SkipReduce(node_size=2), ValueError)
-    refused("give names or patterns", net, SkipReduce(protect="auto"), ValueError)
     refused(
         "use fully_shard over a shard axis of 1 rank", replicate(Net(), mesh=mesh["replicate"]), TopK(), RuntimeError
     )
