@@ -90,7 +90,7 @@ def alone(folder: Path) -> None:
     trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     with pytest.warns(UserWarning, match="Lightning trains in one process"):
         trainer.fit(module)
-    with pytest.warns(UserWarning, match="holds no residuals of sparsync"):
+    with pytest.warns(UserWarning, match="has no residuals of sparsync"):
         callback.on_load_checkpoint(trainer, module, {})
 
 

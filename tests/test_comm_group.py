@@ -1,4 +1,4 @@
-"""GroupComm on real gloo processes: it does what LocalWorld says, every scheme keeps its invariants on it, and no failure is waited out."""
+"""GroupComm on real gloo processes: the same results as in a LocalWorld, and a failure on one rank ends the wait of the others."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.distributed import case, run
-from helpers.known_gradients import row, schemes, whole_numbers
+from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm, ParameterSpan
 from sparsync.core import Comm, generator
@@ -30,9 +30,8 @@ ADDED = (
     torch.uint8,
 )
 MOVED = (*ADDED, torch.bool, torch.complex64, torch.float8_e4m3fn)
-LENGTHS = (0, 1, 2, 5, 97, 1000)
+LENGTHS = (0, 1, 5, 97)
 TIMEOUT_S = 1.0  # for ranks that wait in vain
-SLACK_S = 8.0  # what a busy machine may add to a timeout
 
 
 def values(dtype: torch.dtype, n: int, rank: int) -> Tensor:
@@ -85,7 +84,7 @@ def default_and_private() -> list[dict[str, list[Tensor]]]:
     return [every_operation(GroupComm()), every_operation(GroupComm.private(timeout_s=30))]
 
 
-@pytest.mark.parametrize("P", [1, 2, 4])
+@pytest.mark.parametrize("P", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_operation_returns_what_it_returns_in_a_local_world(P: int) -> None:
     wanted = LocalWorld(P).run(every_operation)
     for rank, groups in enumerate(run(default_and_private, P)):
@@ -138,7 +137,7 @@ def wrong_calls() -> None:
         comm.all_gather(x, [3])
     with pytest.raises(ValueError, match="counts of all_to_all"):
         comm.all_to_all([x, x], [2, 2])
-    with pytest.raises(ValueError, match="one part for each of 2 ranks, got 3"):
+    with pytest.raises(ValueError, match="one tensor for each of 2 ranks, got 3"):
         comm.all_to_all([x, x, x])
     with pytest.raises(ValueError, match=r"a rank must be in \[0, 1\], got 2"):
         comm.send_recv(x, 2, x, 0)
@@ -188,16 +187,13 @@ def call(comm: Comm, operation: str) -> None:
 OPERATIONS = ("send_recv", "all_reduce", "all_gather", "all_gather without counts", "all_to_all")
 
 
-def error_of(comm: Comm, operation: str) -> tuple[str, float]:
-    """The message of the error that the call raises, and the seconds until then."""
-    began = time.monotonic()
+def error_of(comm: Comm, operation: str) -> str:
+    """Return the message of the error that the call raises."""
     with pytest.raises(RuntimeError) as caught:
         call(comm, operation)
     message = str(caught.value)
-    del (
-        caught
-    )  # its traceback holds the group, and this frame it: connections would stay open until garbage is collected
-    return message, time.monotonic() - began
+    del caught  # its traceback refers to the group, which would keep connections open until garbage is collected
+    return message
 
 
 def waiting_in_vain() -> None:
@@ -205,28 +201,25 @@ def waiting_in_vain() -> None:
         comm = GroupComm.private(timeout_s=TIMEOUT_S)
         with case(operation):
             if comm.rank != 1:
-                message, seconds = error_of(comm, operation)
+                message = error_of(comm, operation)
                 assert f"rank {comm.rank} of 3: " in message
                 assert "rank 1" in message if operation == "send_recv" else "with all ranks" in message
-                assert seconds < TIMEOUT_S + SLACK_S
         dist.barrier()
 
 
-def test_a_peer_that_never_comes_is_an_error_that_names_ranks_within_the_timeout() -> None:
+def test_a_peer_that_never_comes_is_an_error_that_names_ranks() -> None:
     run(waiting_in_vain, 3)
 
 
-def nobody_else_joins() -> None:
+def no_other_rank_joins() -> None:
     if dist.get_rank() == 1:
-        began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 1 of 3: ranks 0, 2 did not come .* within 1 s"):
             GroupComm.private(timeout_s=TIMEOUT_S)
-        assert time.monotonic() - began < TIMEOUT_S + SLACK_S
     dist.barrier()
 
 
 def test_a_private_group_that_others_do_not_join_is_an_error_that_names_them() -> None:
-    run(nobody_else_joins, 3)
+    run(no_other_rank_joins, 3)
 
 
 def ranks_disagree() -> None:
@@ -236,13 +229,13 @@ def ranks_disagree() -> None:
     call(GroupComm.private(timeout_s=20, fingerprint="the same"), "all_reduce")
 
 
-def test_ranks_that_disagree_are_told_so_on_all_ranks() -> None:
+def test_ranks_that_disagree_raise_on_all_ranks() -> None:
     run(ranks_disagree, 2)
 
 
-def survivor(operation: str) -> tuple[str, float]:
-    """What the others hear of rank 1, which kills itself while they wait for it."""
-    comm = GroupComm.private(timeout_s=20)
+def survivor(operation: str) -> str:
+    """Return the error of the others when rank 1 kills itself while they wait for it."""
+    comm = GroupComm.private(timeout_s=1000)
     call(comm, operation)
     if comm.rank == 1:
         time.sleep(0.3)
@@ -250,17 +243,17 @@ def survivor(operation: str) -> tuple[str, float]:
     return error_of(comm, operation)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_killed_peer_is_an_error_well_within_the_timeout(operation: str) -> None:
+@pytest.mark.parametrize(
+    "operation", [OPERATIONS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS[1:])]
+)
+def test_a_killed_peer_is_an_error_that_does_not_wait_for_the_timeout(operation: str) -> None:
     results = run(survivor, 3, doomed=[1], operation=operation)
     for rank in (0, 2):
-        message, seconds = results[rank]
-        assert f"rank {rank} of 3: " in message
-        assert seconds < SLACK_S
+        assert f"rank {rank} of 3: " in results[rank]
 
 
 def closed_by_one() -> None:
-    comm = GroupComm.private(timeout_s=20)
+    comm = GroupComm.private(timeout_s=1000)
     for round_number, operation in enumerate(OPERATIONS):
         with case(operation):
             call(comm, operation)
@@ -271,15 +264,14 @@ def closed_by_one() -> None:
                 with pytest.raises(RuntimeError, match=r"rank 1 of 3: this communicator is closed; use reconnect\(\)"):
                     call(comm, operation)
             else:
-                message, seconds = error_of(comm, operation)
+                message = error_of(comm, operation)
                 assert f"rank {comm.rank} of 3: " in message
-                assert seconds < SLACK_S
                 comm.close()
             comm = comm.reconnect(fingerprint=f"round {round_number}")
             call(comm, operation)
 
 
-def test_closing_ends_the_wait_of_the_others_and_a_renewed_one_works() -> None:
+def test_closing_ends_the_wait_of_the_others_and_reconnect_works() -> None:
     run(closed_by_one, 3)
 
 
@@ -321,10 +313,10 @@ def all_traced(ids: list[str]) -> dict[tuple[str, bool], list[Traced]]:
     return traces
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["P2", "P4"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["P2", "P4"])
 def traces(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], list[Traced]]]:
-    """Every scheme on as many ranks, in rank order; run once for the invariants below."""
-    return run(all_traced, request.param, ids=schemes(request.param))
+    """Trace the schemes on as many ranks, in rank order; once for the invariants below."""
+    return run(all_traced, request.param, ids=schemes(4) if request.param == 4 else [*FEW, "micro-0.1", "oktopk-int8"])
 
 
 def test_replicas_are_identical_bit_for_bit(traces: list[dict[tuple[str, bool], list[Traced]]]) -> None:

@@ -52,15 +52,15 @@ def test_all_reduce_adds_in_rank_order_on_every_rank(P: int) -> None:
 @pytest.mark.parametrize("P", WORLDS)
 def test_send_recv_passes_round_a_ring_to_any_distance(P: int) -> None:
     def body(comm: LocalComm) -> list[float]:
-        heard = []
+        received = []
         for distance in range(P):
             into = torch.empty(1)
             comm.send_recv(filled(comm.rank, 1), (comm.rank + distance) % P, into, (comm.rank - distance) % P)
-            heard.append(float(into))
-        return heard
+            received.append(float(into))
+        return received
 
-    for rank, heard in enumerate(LocalWorld(P).run(body)):
-        assert heard == [(rank - distance) % P for distance in range(P)]
+    for rank, received in enumerate(LocalWorld(P).run(body)):
+        assert received == [(rank - distance) % P for distance in range(P)]
 
 
 def test_messages_of_one_pair_arrive_in_the_order_they_were_sent() -> None:
@@ -68,10 +68,10 @@ def test_messages_of_one_pair_arrive_in_the_order_they_were_sent() -> None:
         other, nothing = 1 - comm.rank, torch.empty(0)
         for value in range(3):
             comm.send_recv(filled(10 * comm.rank + value, 1), other, nothing, other)
-        heard = torch.empty(3)
+        received = torch.empty(3)
         for i in range(3):
-            comm.send_recv(nothing, other, heard[i : i + 1], other)
-        return heard.tolist()
+            comm.send_recv(nothing, other, received[i : i + 1], other)
+        return received.tolist()
 
     assert LocalWorld(2).run(body) == [[10, 11, 12], [0, 1, 2]]
 
@@ -162,8 +162,8 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     def body(comm: LocalComm) -> None:
         comm.send_recv(torch.empty(0), comm.rank, torch.empty(1), (comm.rank + 1) % comm.size)
 
-    told = str(deadlock(3, body))
-    assert told == (
+    message = str(deadlock(3, body))
+    assert message == (
         "deadlock: rank 0 in send_recv waits for rank 1; rank 1 in send_recv waits for rank 2; "
         "rank 2 in send_recv waits for rank 0"
     )
@@ -175,8 +175,8 @@ def test_a_deadlock_between_a_collective_and_a_message_names_both() -> None:
             comm.send_recv(torch.empty(0), 0, torch.empty(1), 0)
         comm.all_gather(filled(0))
 
-    told = str(deadlock(3, body))
-    assert told == (
+    message = str(deadlock(3, body))
+    assert message == (
         "deadlock: rank 0 in all_gather waits for rank 2; rank 1 in all_gather waits for rank 2; "
         "rank 2 in send_recv waits for rank 0"
     )
@@ -188,10 +188,10 @@ def test_a_rank_that_returns_early_is_named(early: int) -> None:
         if comm.rank != early:
             comm.all_reduce(filled(0))
 
-    told = str(deadlock(3, body))
-    assert told.startswith("deadlock: ")
+    message = str(deadlock(3, body))
+    assert message.startswith("deadlock: ")
     for rank in {0, 1, 2} - {early}:
-        assert f"rank {rank} in all_reduce waits for rank {early} (which has returned)" in told
+        assert f"rank {rank} in all_reduce waits for rank {early} (which has returned)" in message
 
 
 def test_a_rank_that_catches_the_deadlock_is_not_said_to_wait() -> None:
@@ -200,7 +200,7 @@ def test_a_rank_that_catches_the_deadlock_is_not_said_to_wait() -> None:
             comm.send_recv(torch.empty(0), 0, torch.empty(1), (comm.rank + 1) % comm.size)
         except DeadlockError:
             return "gave up"
-        return "heard"
+        return "received"
 
     assert str(deadlock(2, body)) == "deadlock: rank 0 in send_recv waits for rank 1 (which has returned)"
 
@@ -213,8 +213,8 @@ def test_mismatched_collectives_name_both_ranks_and_both_calls() -> None:
         else:
             comm.all_reduce(filled(0))
 
-    told = r"collective number 1: rank \d called all_\w+, rank \d called all_\w+; all ranks must make the same calls"
-    with pytest.raises(RuntimeError, match=told) as caught:
+    message = r"collective number 1: rank \d called all_\w+, rank \d called all_\w+; all ranks must make the same calls"
+    with pytest.raises(RuntimeError, match=message) as caught:
         LocalWorld(3).run(body)
     assert "rank 0 called all_gather" in str(caught.value)
 
@@ -223,8 +223,8 @@ def test_a_message_of_another_length_names_both_ranks() -> None:
     def body(comm: LocalComm) -> None:
         comm.send_recv(filled(0, 3), 1 - comm.rank, torch.empty(4), 1 - comm.rank)
 
-    told = "rank 1 expected 4 x torch.float32 from rank 0, which sent 3 x torch.float32"
-    with pytest.raises(RuntimeError, match=told) as caught:
+    message = "rank 1 expected 4 x torch.float32 from rank 0, which sent 3 x torch.float32"
+    with pytest.raises(RuntimeError, match=message) as caught:
         LocalWorld(2).run(body)
     assert notes(caught.value) == ["(on rank 1 of 2)"]
 
@@ -247,9 +247,7 @@ def test_an_all_reduce_of_other_lengths_or_types_names_both_ranks(odd: int) -> N
         def body(comm: LocalComm, strange: Tensor = strange) -> None:
             comm.all_reduce(strange if comm.rank == odd else filled(0))
 
-        with pytest.raises(
-            RuntimeError, match=r"all_reduce: rank \d expected .* from rank \d, which brought"
-        ) as caught:
+        with pytest.raises(RuntimeError, match=r"all_reduce: rank \d expected .* from rank \d, which sent") as caught:
             LocalWorld(3).run(body)
         assert f"rank {odd}" in str(caught.value)
         assert brought in str(caught.value)
@@ -263,11 +261,11 @@ def test_wrong_counts_name_both_ranks() -> None:
         comm.all_to_all([filled(0, 1)] * 3, [1, 1, 1] if comm.rank != 1 else [1, 1, 2])
 
     with pytest.raises(
-        RuntimeError, match=r"all_gather: rank \d expected 3 x torch.float32 from rank 2, which brought 2 x"
+        RuntimeError, match=r"all_gather: rank \d expected 3 x torch.float32 from rank 2, which sent 2 x"
     ):
         LocalWorld(3).run(gather)
     with pytest.raises(
-        RuntimeError, match=r"all_to_all: rank 1 expected 2 x torch.float32 from rank 2, which brought 1 x"
+        RuntimeError, match=r"all_to_all: rank 1 expected 2 x torch.float32 from rank 2, which sent 1 x"
     ):
         LocalWorld(3).run(exchange)
     with pytest.raises(ValueError, match=r"counts of all_gather must have one length for each of 2 ranks, got \[2\]"):
@@ -275,7 +273,7 @@ def test_wrong_counts_name_both_ranks() -> None:
 
 
 def test_parts_for_another_number_of_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="all_to_all takes one part for each of 3 ranks, got 2"):
+    with pytest.raises(ValueError, match="all_to_all takes one tensor for each of 3 ranks, got 2"):
         LocalWorld(3).run(lambda comm: comm.all_to_all([filled(0)] * 2))
 
 
@@ -326,7 +324,7 @@ def test_an_unread_message_is_an_error() -> None:
             for _ in range(2):
                 comm.send_recv(filled(0), 2, torch.empty(0), 2)
 
-    with pytest.raises(RuntimeError, match="messages were sent that nobody received: 2 from rank 1 to rank 2"):
+    with pytest.raises(RuntimeError, match="messages were sent that no rank received: 2 from rank 1 to rank 2"):
         LocalWorld(3).run(body)
 
 

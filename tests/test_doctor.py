@@ -39,10 +39,6 @@ def refused() -> None:
     named("ddp_optimizer", compiled, Dense(), RuntimeError)
 
 
-def test_what_cannot_work_is_refused_with_its_cure() -> None:
-    run(refused, 1)
-
-
 def warned() -> None:
     plain = DistributedDataParallel(nn.Linear(3, 3))
     assert sparsync.doctor(plain, MiCRO()) == []  # its own patterns need not match
@@ -66,5 +62,10 @@ def warned() -> None:
         sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
 
 
-def test_what_may_surprise_is_warned_of_and_what_is_well_is_not() -> None:
-    run(warned, 1)
+def examined() -> None:
+    refused()
+    warned()
+
+
+def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:
+    run(examined, 1)

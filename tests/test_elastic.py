@@ -1,4 +1,4 @@
-"""A worker is killed and torchrun starts all of them again: training goes on as if nothing had happened."""
+"""A worker is killed and torchrun starts all of them again: training continues as if nothing had happened."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("helpers") / "elastic_training.py"
 STEPS, KILLED = 6, 3
 

@@ -1,4 +1,4 @@
-"""attach on models under fully_shard over gloo: what is exact stays exact, what is kept back is kept, and what is sent is counted."""
+"""attach on models under fully_shard over gloo: what is exact stays exact, residuals lose nothing, and what is sent is counted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -113,11 +113,11 @@ def sparse_on_replicas() -> None:
                 assert same_bits(*everywhere(found, group))
                 came += float(sum(mean(4, step)[name].sum() for name in SHAPES))
                 written += float(found.sum())
-            kept = handle.state_dict()["scheme"].get("residual", {})
+            residual = handle.state_dict()["scheme"].get("residual", {})
             assert all(report.sent == report.cost for report in handle.reports())
-            if kept:
-                assert set(kept) <= set(SHAPES)
-                total = torch.stack([part.sum() for part in kept.values()]).sum()
+            if residual:
+                assert set(residual) <= set(SHAPES)
+                total = torch.stack([part.sum() for part in residual.values()]).sum()
                 dist.all_reduce(total)
                 assert float(total) / 2 + written == came  # halves, exact
             if isinstance(scheme, PerParameter):
@@ -160,7 +160,7 @@ def resumed(folder: Path) -> None:
     wrong["rank"] = (wrong["rank"] + 1) % 4
     with pytest.raises(ValueError, match="this is the state of rank"):
         b.load_state_dict(wrong)
-    with pytest.raises(ValueError, match="keeps something of 'else', which is no trained parameter"):
+    with pytest.raises(ValueError, match="has a residual of 'else', which is no trained parameter"):
         b.load_state_dict({**saved(a), "scheme": {"residual": {"else": torch.ones(3)}}})
 
 
@@ -352,7 +352,6 @@ def refusals() -> None:
     refused("MixedPrecisionPolicy", net, Dense.bf16(), ValueError)
     refused('rule must be "exact" on a shard axis', net, OkTopk.published(), ValueError)
     refused("node_size must be 1 on a shard axis, got 2", net, SkipReduce(node_size=2), ValueError)
-    refused("give names or patterns", net, SkipReduce(protect="auto"), ValueError)
     refused(
         "use fully_shard over a shard axis of 1 rank", replicate(Net(), mesh=mesh["replicate"]), TopK(), RuntimeError
     )

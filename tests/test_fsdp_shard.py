@@ -1,4 +1,4 @@
-"""attach on the shard axis of models under fully_shard over gloo: exact means, known contributors, nothing kept back is lost."""
+"""attach on the shard axis of models under fully_shard over gloo: exact means, known contributors, residuals lose nothing."""
 
 import ast
 from pathlib import Path
@@ -43,7 +43,7 @@ def offsets(report: Report) -> list[int]:
 
 
 def mean_over_contributors(name: str, step: int, left_out: list[int], protected: bool = False) -> Tensor:
-    """What a reduce-scatter over all ranks should leave: the rows of each owner's shard, averaged over those it heard."""
+    """Return the result of a reduce-scatter over all ranks: the rows of each owner's shard, averaged over its contributors."""
     P = dist.get_world_size()
     rows = torch.arange(SHAPES[name][0])
     owners = rows // -(-SHAPES[name][0] // P)
@@ -100,11 +100,13 @@ def skipping_on_the_shard_axis() -> None:
                 assert report.sent == report.cost
                 drawn[key] = drawn.get(key, []) + offsets(report)
                 chunk = 4 * report.elements // P
-                kept = 4 * 2 if skip == 2 and key == "first" else 0  # two elements of the bias on each rank
-                assert report.cost.nbytes == (P - 1 - skip) * chunk + skip * kept
+                residual = 4 * 2 if skip == 2 and key == "first" else 0  # two elements of the bias on each rank
+                assert report.cost.nbytes == (P - 1 - skip) * chunk + skip * residual
         mine = torch.tensor([offset for each in drawn.values() for offset in each])
         assert all(torch.equal(theirs, mine) for theirs in everywhere(mine))
-        assert all(sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values())  # P-1 steps: all alike
+        assert all(
+            sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values()
+        )  # P-1 steps: each equally often
     scaled = made()
     each_unit(scaled, lambda unit: unit.set_force_sum_reduction_for_comms(True))
     handle = on(scaled, SkipReduce(skip=2))
@@ -114,7 +116,7 @@ def skipping_on_the_shard_axis() -> None:
             assert torch.equal(found[name], mean_over_contributors(name, 0, offsets(report)))
 
 
-def kept_on_the_shard_axis() -> None:
+def residuals_on_the_shard_axis() -> None:
     for scheme in (SkipReduce(skip=2, feedback=True), OkTopk(density=0.1), OkTopk(density=0.1, dense_steps=1)):
         with case(scheme):
             net = made()
@@ -130,7 +132,7 @@ def kept_on_the_shard_axis() -> None:
 
 
 def changing_sizes() -> None:
-    """A parameter that nobody uses at some steps: where names do not matter FSDP2 leaves it out, else it counts as zero."""
+    """A parameter that no rank uses at some steps: where names do not matter FSDP2 leaves it out, else it counts as zero."""
     P = dist.get_world_size()
     net = made()
     handle = on(net, SkipReduce(skip=1))
@@ -199,7 +201,7 @@ def shard_axis() -> None:
     for part in (
         exact_on_the_shard_axis,
         skipping_on_the_shard_axis,
-        kept_on_the_shard_axis,
+        residuals_on_the_shard_axis,
         changing_sizes,
         accumulated,
         overflow_on_the_shard_axis,
@@ -209,11 +211,11 @@ def shard_axis() -> None:
             part()
 
 
-def test_on_the_shard_axis_the_mean_is_over_contributors_and_nothing_kept_back_is_lost() -> None:
+def test_on_the_shard_axis_the_mean_is_over_contributors_and_residuals_lose_nothing() -> None:
     run(shard_axis, 4)
 
 
-def keep(folder: Path) -> dict[str, Tensor]:
+def save(folder: Path) -> dict[str, Tensor]:
     net = made()
     handle = on(net, OkTopk(density=0.1))
     backward(net, inputs(dist.get_world_size()))
@@ -221,20 +223,20 @@ def keep(folder: Path) -> dict[str, Tensor]:
     return handle.state_dict()["scheme"]["residual"]
 
 
-def take_up(folder: Path) -> dict[str, Tensor]:
+def load(folder: Path) -> dict[str, Tensor]:
     net = made()
     handle = on(net, OkTopk(density=0.1))
     checkpoint.load(handle, folder)
     backward(net, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
     return {name: dist.get_world_size() * grad for name, grad in gradients(net).items()} | {
-        f"kept {name}": part for name, part in handle.state_dict()["scheme"]["residual"].items()
+        f"residual {name}": part for name, part in handle.state_dict()["scheme"]["residual"].items()
     }
 
 
-def test_on_another_number_of_shards_nothing_kept_back_is_lost(tmp_path: Path) -> None:
-    old, new = run(keep, 4, folder=tmp_path), run(take_up, 2, folder=tmp_path)
+def test_on_another_number_of_shards_residuals_lose_nothing(tmp_path: Path) -> None:
+    old, new = run(save, 4, folder=tmp_path), run(load, 2, folder=tmp_path)
     for name in SHAPES:
-        kept = torch.stack([rank[name] for rank in old]).sum(0)
-        still = torch.stack([rank[f"kept {name}"] for rank in new]).sum(0)
-        assert kept.any()
-        assert torch.equal(new[0][name].flatten() + still, kept)
+        residual = torch.stack([rank[name] for rank in old]).sum(0)
+        still = torch.stack([rank[f"residual {name}"] for rank in new]).sum(0)
+        assert residual.any()
+        assert torch.equal(new[0][name].flatten() + still, residual)

@@ -1,16 +1,18 @@
 """One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Bucket, Dense, LocalWorld, MiCRO, Report, TopK
+from sparsync import Bucket, Dense, GradientReducer, LocalWorld, MiCRO, Report, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
 
@@ -84,7 +86,7 @@ def refusals() -> None:
     sparsync.attach(hooked, Dense())
     with pytest.raises(TypeError, match="or pass the bare module"):
         sparsync.reduce_gradients(hooked, Dense())
-    with pytest.raises(TypeError, match="takes a scheme"):
+    with pytest.raises(TypeError, match="scheme must be an instance of"):
         sparsync.reduce_gradients(nn.Linear(3, 3), "topk")  # pyright: ignore[reportArgumentType]
     model, scheme = nn.Linear(3, 3), TopK(0.5)
     sparsync.reduce_gradients(model, scheme)
@@ -92,9 +94,14 @@ def refusals() -> None:
         sparsync.reduce_gradients(nn.Linear(3, 3), scheme)
     with pytest.raises(ValueError, match="another scheme before"):
         sparsync.reduce_gradients(model, TopK(0.5))
+    with pytest.raises(ValueError, match=r"timeout_s was 300\.0 in the first call for this model, got 5"):
+        sparsync.reduce_gradients(model, scheme, timeout_s=5)
+    sparsync.reduce_gradients(
+        copy.deepcopy(model), copy.deepcopy(scheme)
+    )  # copies are another model and another scheme
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    with pytest.raises(RuntimeError, match="step it after reduce_gradients"):
+    with pytest.raises(RuntimeError, match="step it after they are reduced"):
         sparsync.reduce_gradients(stepping, TopK(0.5))
     with pytest.raises(RuntimeError, match="density"):
         sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
@@ -102,6 +109,54 @@ def refusals() -> None:
 
 def test_what_cannot_be_reduced_is_refused() -> None:
     run(refusals, 2)
+
+
+def resumed(folder: Path) -> None:
+    """Four steps at once; and two, a checkpoint, and two by another reducer; all with a loss scaler and a learning rate that change."""
+
+    def trained(
+        reducer: GradientReducer, optimizer: torch.optim.Optimizer, scaler: GradScaler, steps: range
+    ) -> list[torch.Tensor]:
+        found = []
+        for step in steps:
+            optimizer.param_groups[0]["lr"] = 2.0**-step
+            scaler.update(2.0 ** (step + 4))
+            scale = scaler.scale(torch.ones(()))
+            for parameter in reducer.model.parameters():
+                parameter.grad = gradient(parameter, dist.get_rank(), step) * scale
+            reducer.reduce()
+            found.append(
+                torch.cat([each.grad.flatten() for each in reducer.model.parameters() if each.grad is not None])
+            )
+        return found
+
+    def made() -> tuple[GradientReducer, torch.optim.Optimizer, GradScaler]:
+        model, scaler = nn.Linear(8, 8), GradScaler("cpu")
+        scaler.scale(torch.ones(()))  # which makes its scale
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return GradientReducer(model, TopK(0.25), optimizer=optimizer, scaler=scaler, timeout_s=20), optimizer, scaler
+
+    whole, before, after = made(), made(), made()
+    wanted = trained(*whole, range(4))
+    trained(*before, range(2))
+    sparsync.checkpoint.save(before[0], folder)
+    dist.barrier()
+    sparsync.checkpoint.load(after[0], folder)
+    assert all(map(torch.equal, trained(*after, range(2, 4)), wanted[2:]))
+    assert [report.step for report in after[0].take_reports()] == [2, 3]
+    weight = next(whole[0].model.parameters())
+    came = sum(gradient(weight, rank, step) * 2.0**-step for rank in (0, 1) for step in range(4))
+    state = whole[0].state_dict()
+    residual = state["scheme"]["residual"]["weight"].view(8, 8) * 2.0**-3 / state["loss_scale"]
+    dist.all_reduce(residual)
+    written = sum(2 * grad[:64].view(8, 8) * 2.0**-step / 2.0 ** (step + 4) for step, grad in enumerate(wanted))
+    assert torch.equal(residual + written, came)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_reducer_is_saved_and_loaded_and_its_residual_follows_the_learning_rate_and_the_loss_scale(
+    tmp_path: Path,
+) -> None:
+    run(resumed, 2, folder=tmp_path)
 
 
 def numbered() -> list[int]:
@@ -140,7 +195,7 @@ def sparse_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the embedding")
-def test_sparse_gradients_are_reduced_in_full_and_reported_so_through_either_door() -> None:
+def test_sparse_gradients_are_reduced_in_full_and_reported_so_behind_either_integration() -> None:
     run(sparse_gradients, 2)
 
 
@@ -167,7 +222,7 @@ def failing() -> list[float]:
             sparsync.reduce_gradients(model, scheme, timeout_s=20)
             seen.append(float(model.weight.grad[0, 0]))
         except (MemoryError, RuntimeError) as error:
-            assert isinstance(error, MemoryError) or "(rank 0 says MemoryError: no memory)" in str(error)
+            assert isinstance(error, MemoryError) or "(rank 0 reports MemoryError: no memory)" in str(error)
             seen.append(-1.0)
     return seen
 

@@ -14,8 +14,8 @@ from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_l
 from sparsync.collectives import reduce_scatter
 from sparsync.collectives.skip_plan import SkipPlan, rotating_offsets
 from sparsync.core import Comm, generator
-from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
-from sparsync.integrations.fsdp2_units import Sharded
+from sparsync.integrations.fsdp2 import ReduceScatterInto
+from sparsync.integrations.fsdp2_units import ShardedParameter
 from sparsync.integrations.rollback import Rollback
 
 WORLDS = (1, 2, 3, 5, 8)
@@ -179,7 +179,7 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
                 parts = [(key, 5)]
                 out = outs[key] = torch.empty(5, dtype=dtype)
                 bucket = Bucket(key, x, step, shard_layout(parts, P))
-                into = _Into(ours, out, average, P)
+                into = ReduceScatterInto(ours, out, average, P)
                 skipped.reduced(
                     into, Bucket(key, out, step, own_shard_layout(parts, comm.rank)), into.reduce(bucket, comm)
                 )
@@ -234,7 +234,7 @@ def test_a_parameter_is_cut_into_the_rows_that_its_owners_have(owners: int, shap
     rows = -(-shape[0] // owners)
     length = rows * int(torch.Size(shape[1:]).numel())
     parameter = torch.arange(torch.Size(shape).numel()).float() + 1
-    each = Sharded("weight", shape, 0, length)
+    each = ShardedParameter("weight", shape, 0, length)
     cut = each.cut(parameter, owners)
     assert len(cut) == owners
     for part, chunk in zip(cut, parameter.view(shape).chunk(owners) if shape[0] else (), strict=False):
@@ -245,7 +245,7 @@ def test_a_parameter_is_cut_into_the_rows_that_its_owners_have(owners: int, shap
 
 def test_columns_are_joined_in_the_parameters_own_order() -> None:
     parameter = torch.arange(24).float()
-    each = Sharded("weight", (3, 8), 1, 6)
+    each = ShardedParameter("weight", (3, 8), 1, 6)
     for part, chunk in zip(each.cut(parameter, 4), parameter.view(3, 8).chunk(4, dim=1), strict=True):
         assert torch.equal(part, chunk.flatten())
     assert torch.equal(each.join(each.cut(parameter, 4)), parameter)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparsync import integrations as integrations
     from sparsync import schemes as schemes
     from sparsync import testing as testing
     from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from sparsync.core import ParameterSpan as ParameterSpan
     from sparsync.core import Report as Report
     from sparsync.core import Span as Span
+    from sparsync.integrations import checkpoint as checkpoint
     from sparsync.integrations.attach import attach as attach
     from sparsync.integrations.doctor import doctor as doctor
+    from sparsync.integrations.manual import GradientReducer as GradientReducer
     from sparsync.integrations.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
     from sparsync.schemes.dense import Dense as Dense
@@ -38,6 +41,7 @@ _HOME = {
     "Dense": "sparsync.schemes.dense",
     "ErrorFeedbackScheme": "sparsync.base.error_feedback",
     "ExDyna": "sparsync.schemes.exdyna",
+    "GradientReducer": "sparsync.integrations.manual",
     "GroupComm": "sparsync.comm.group",
     "LocalWorld": "sparsync.comm.local",
     "MeteredComm": "sparsync.comm.metered",
@@ -56,6 +60,12 @@ _HOME = {
     "doctor": "sparsync.integrations.doctor",
     "reduce_gradients": "sparsync.integrations.manual",
 }
+_MODULES = {
+    "checkpoint": "sparsync.integrations.checkpoint",
+    "integrations": "sparsync.integrations",
+    "schemes": "sparsync.schemes",
+    "testing": "sparsync.testing",
+}
 __all__ = [
     "AutoProtect",
     "Bucket",
@@ -63,6 +73,7 @@ __all__ = [
     "Dense",
     "ErrorFeedbackScheme",
     "ExDyna",
+    "GradientReducer",
     "GroupComm",
     "LocalWorld",
     "MeteredComm",
@@ -78,7 +89,9 @@ __all__ = [
     "TopK",
     "Update",
     "attach",
+    "checkpoint",
     "doctor",
+    "integrations",
     "reduce_gradients",
     "schemes",
     "testing",
@@ -87,8 +100,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name in ("schemes", "testing"):
-        return import_module(f"sparsync.{name}")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'sparsync' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")

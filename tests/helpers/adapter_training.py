@@ -1,4 +1,4 @@
-"""What the tests of adapters share: a world as torchrun would make it, a small model, and what must be true of any training."""
+"""Shared by the tests of adapters: a world as torchrun would make it, a small model, and what must be true of any training."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ BATCH = 4
 
 
 def as_torchrun() -> int:
-    """Tells frameworks, by way of the environment, that this process is a rank already; returns which."""
+    """Set the environment of a process that torchrun has started, for frameworks to find; return the rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
-    os.environ |= {name: str(value) for name, value in told.items()}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "tests", "ACCELERATE_USE_CPU": "true"}
     return rank
 

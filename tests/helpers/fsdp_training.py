@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import sparsync
 from helpers.known_gradients import whole_numbers
 from sparsync.base.scheme import Scheme
-from sparsync.integrations.handle import Handle
+from sparsync.integrations.handle import AttachedHandle, Handle
 
 TIMEOUT_S = 20.0  # longer than any step that works
 Inputs = Mapping[str, Tensor]
@@ -127,7 +127,7 @@ def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
             do(module)
 
 
-def on(net: Net, scheme: Scheme, **options: Any) -> Handle:
+def on(net: Net, scheme: Scheme, **options: Any) -> AttachedHandle:
     """attach, with a timeout for tests."""
     return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
 

@@ -14,10 +14,19 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import sparsync
 from helpers.ddp_training import NAMES, TIMEOUT_S, N, Trained, Training, known, step_at_once
 from helpers.known_gradients import KnownGradients, expected, row
-from integrations.situations import OTHER, SAME, STEPS, as_in_memory, common, same_everywhere, trained, two_alike
+from integrations.situations import (
+    OTHER,
+    SAME,
+    STEPS,
+    as_in_memory,
+    both_same_on_all_ranks,
+    common,
+    same_on_all_ranks,
+    trained,
+)
 from integrations.table import Case, refusals, trial
 from sparsync.integrations import checkpoint
-from test_ddp import NOBODYS, used
+from test_ddp import UNUSED, used
 
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
 BATCHES = 2  # of the rank that runs out of data
@@ -60,7 +69,7 @@ def in_part(id: str) -> Trained:
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
         training.step({name: x for name, x in inputs.items() if used(training.rank, step, name)})
-    assert training.model.get_parameter(NOBODYS).grad is None
+    assert training.model.get_parameter(UNUSED).grad is None
     done = training.done()
     done.grads.nan_to_num_(nan=0.0)  # of the one that nobody uses
     return done
@@ -82,7 +91,7 @@ def zero_afterwards(rank: int, step: int, name: str) -> Tensor:
     return torch.zeros(N) if rank and step >= BATCHES else known(rank, step, name)
 
 
-def uneven_alike(id: str, ranks: list[Trained]) -> None:
+def uneven_as_expected(id: str, ranks: list[Trained]) -> None:
     wanted = expected(id, 2, ranks[0].steps, NAMES, zero_afterwards)
     ranks[0].check(wanted.grads, wanted.residuals[0])
     ranks[1].check(wanted.grads[:BATCHES], wanted.residuals[1])
@@ -119,9 +128,8 @@ def rebucketed(id: str) -> Trained:
 def compiled(id: str) -> Trained:
     torch._dynamo.reset()
     training = Attached(id)
-    training.ddp.bucket_bytes_cap = (
-        2**20
-    )  # where the compiler cuts its graph: not below that; DDP has its buckets already
+    # Keeps the compiler from cutting its graph; DDP has its buckets already.
+    training.ddp.bucket_bytes_cap = 2**20
     training.ddp = torch.compile(training.ddp, backend="aot_eager")  # pyright: ignore[reportAttributeAccessIssue]
     return trained(training)
 
@@ -166,25 +174,25 @@ def refusal(model: Callable[[], DistributedDataParallel]) -> Case:
 
 CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
     "gradient_as_bucket_view=True": Case(
-        SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_everywhere)
+        SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_on_all_ranks)
     ),
     "static_graph=True": Case(
         f"{SAME}; attach warns that DDP cannot accumulate then",
-        trial(partial(with_options, static_graph=True), same_everywhere),
+        trial(partial(with_options, static_graph=True), same_on_all_ranks),
     ),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         f"{SAME}, where an unused parameter counts as zero; one that no rank uses keeps its gradient",
-        trial(in_part, partial(same_everywhere, gradient=of_used)),
+        trial(in_part, partial(same_on_all_ranks, gradient=of_used)),
     ),
     "ranks that run out of data (join)": Case(
-        f"{SAME}, where a joined rank's count as zero", trial(uneven, uneven_alike)
+        f"{SAME}, where a joined rank's count as zero", trial(uneven, uneven_as_expected)
     ),
-    "two models at once": Case(f"of both models, {SAME}", trial(two_at_once, partial(two_alike, keys=()))),
-    "a group that is not the world": Case(SAME, trial(in_a_group, same_everywhere, P=3)),
+    "two models at once": Case(f"of both models, {SAME}", trial(two_at_once, partial(both_same_on_all_ranks, keys=()))),
+    "a group that is not the world": Case(SAME, trial(in_a_group, same_on_all_ranks, P=3)),
     "buckets that change": Case(
-        f"{SAME}; nothing of a residual is lost on the way", trial(rebucketed, same_everywhere)
+        f"{SAME}; nothing of a residual is lost on the way", trial(rebucketed, same_on_all_ranks)
     ),
-    "torch.compile": Case(SAME, trial(compiled, same_everywhere)),
+    "torch.compile": Case(SAME, trial(compiled, same_on_all_ranks)),
     "torch.compile with the python reducer": refusal(with_python_reducer),
     "DDP's mixed_precision": refusal(with_mixed_precision),
     "an optimizer in the backward pass": refusal(with_stepping_optimizer),

@@ -11,16 +11,16 @@ from torch.amp.grad_scaler import GradScaler
 from helpers.distributed import run
 from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
 from integrations.attach import nothing
-from integrations.failing import FAILURE, Failure, Unlucky, failed_alike, failing
-from integrations.fsdp_integration import Done, Sharding, known, same_everywhere
-from integrations.scaled import SCALED, Scaled, scaled, scaled_alike
+from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.fsdp_integration import Done, Sharding, known, same_on_all_ranks
+from integrations.scaled import SCALED, Scaled, scaled, scaled_without_loss
 from integrations.situations import OTHER, SAME, STEPS
 from integrations.table import Case, RefusedError, Verdict, absent, trial
 from invariants.world import same_bits
 from sparsync.integrations import checkpoint
 
 OPTION = absent("an option of DistributedDataParallel")
-POISONED = "middle.weight"
+OVERFLOWING = "middle.weight"
 
 
 def trained(training: Sharding, first: int = 0, steps: int = STEPS) -> Done:
@@ -60,7 +60,7 @@ def of_three(rank: int, step: int, name: str) -> Tensor:
 
 
 def used(rank: int, step: int, name: str) -> bool:
-    return name != POISONED or (rank + step) % 2 == 0
+    return name != OVERFLOWING or (rank + step) % 2 == 0
 
 
 def in_part(id: str, replicas: bool) -> Done:
@@ -87,9 +87,9 @@ def two_at_once(id: str, replicas: bool) -> list[Done]:
     return [training.done() for training in both]
 
 
-def two_alike(id: str, ranks: list[list[Done]], replicas: bool) -> None:
-    same_everywhere(id, [rank[0] for rank in ranks], replicas)
-    same_everywhere(OTHER, [rank[1] for rank in ranks], replicas)
+def both_same_on_all_ranks(id: str, ranks: list[list[Done]], replicas: bool) -> None:
+    same_on_all_ranks(id, [rank[0] for rank in ranks], replicas)
+    same_on_all_ranks(OTHER, [rank[1] for rank in ranks], replicas)
 
 
 def in_a_group(id: str, replicas: bool) -> Done | None:
@@ -134,22 +134,22 @@ def attached_twice(id: str, replicas: bool) -> None:
     training.attach(id)
 
 
-def poison(rank: int, step: int, name: str) -> Tensor:
+def with_infinity(rank: int, step: int, name: str) -> Tensor:
     gradient = known(rank, step, name)
-    if (rank, step, name) == (1, 1, POISONED):
+    if (rank, step, name) == (1, 1, OVERFLOWING):
         gradient[3, 1] = torch.inf
     return gradient
 
 
-def poisoned(id: str, replicas: bool) -> Done:
+def overflowing(id: str, replicas: bool) -> Done:
     training = Sharding(id, replicas)
     for step in range(STEPS):
-        training.step({name: poison(training.rank, step, name) for name in SHAPES})
+        training.step({name: with_infinity(training.rank, step, name) for name in SHAPES})
     return training.done()
 
 
-def poisoned_alike(id: str, ranks: list[Done], replicas: bool) -> None:
-    same_everywhere(id, ranks, replicas, poison)
+def finite_on_all_ranks(id: str, ranks: list[Done], replicas: bool) -> None:
+    same_on_all_ranks(id, ranks, replicas, with_infinity)
     for rank in ranks:
         for step, grads in enumerate(rank.rows):
             assert step == 1 or all(grad.isfinite().all() for grad in grads.values())
@@ -160,8 +160,8 @@ def poisoned_alike(id: str, ranks: list[Done], replicas: bool) -> None:
 def skipping(id: str, replicas: bool) -> Scaled:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
     training = Sharding(id, replicas, scaler=scaler)
-    came = scaled(training, scaler, list(SHAPES), known, POISONED)
-    came.poisoned = {name for name in SHAPES if name.startswith("middle")}
+    came = scaled(training, scaler, list(SHAPES), known, OVERFLOWING)
+    came.non_finite = {name for name in SHAPES if name.startswith("middle")}
     return came
 
 
@@ -187,7 +187,7 @@ def resumed(id: str, replicas: bool) -> tuple[Done, Done]:
     return trained(whole), trained(second, STEPS // 2, STEPS // 2)
 
 
-def resumed_alike(id: str, ranks: list[tuple[Done, Done]]) -> None:
+def resumed_to_the_same_bits(id: str, ranks: list[tuple[Done, Done]]) -> None:
     for whole, again in ranks:
         for a, b in zip(whole.rows, again.rows, strict=True):
             assert all(same_bits(a[name], b[name]) for name in SHAPES)
@@ -206,7 +206,7 @@ def saved(ids: Sequence[str], replicas: bool) -> dict[str, Any]:
     return found
 
 
-def taken_up(id: str, replicas: bool, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
+def restored(id: str, replicas: bool, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
     training = Sharding(id, replicas)
     checkpoint.restore(training.handle, states[id])
     kept = training.residual()
@@ -224,14 +224,14 @@ def resized(ids: Sequence[str], replicas: bool) -> dict[str, Verdict]:
         for a, b in zip(after[0][1].rows, after[1][1].rows, strict=True):
             assert all(same_bits(a[name], b[name]) for name in SHAPES)
 
-    return trial(partial(taken_up, replicas=replicas, states=states), judge)(ids)
+    return trial(partial(restored, replicas=replicas, states=states), judge)(ids)
 
 
 def cases(replicas: bool) -> dict[str, Case]:
     """Those of one axis."""
 
     def case(body: Any, gradient: Any = known, claim: str = SAME, judge: Any = None, P: int = 2) -> Case:
-        judge = judge or partial(same_everywhere, replicas=replicas, gradient=gradient)
+        judge = judge or partial(same_on_all_ranks, replicas=replicas, gradient=gradient)
         return Case(claim, trial(partial(body, replicas=replicas), judge, P))
 
     def of_type(name: str) -> Case:
@@ -258,7 +258,7 @@ def cases(replicas: bool) -> dict[str, Case]:
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
         "two models at once": case(
-            two_at_once, claim=f"of both models, {SAME}", judge=partial(two_alike, replicas=replicas)
+            two_at_once, claim=f"of both models, {SAME}", judge=partial(both_same_on_all_ranks, replicas=replicas)
         ),
         "a group that is not the world": case(in_a_group, P=3),
         "buckets that change": case(
@@ -272,23 +272,23 @@ def cases(replicas: bool) -> dict[str, Case]:
         ),
         "a model that is reduced already": case(attached_twice, claim="-", judge=nothing),
         "Inf on one rank": case(
-            poisoned,
+            overflowing,
             claim="the same bits, finite gradients and residuals from the next step on",
-            judge=partial(poisoned_alike, replicas=replicas),
+            judge=partial(finite_on_all_ranks, replicas=replicas),
         ),
         "a loss scaler skips a step (GradScaler)": case(
             skipping,
             claim=SCALED + ("; of several shards, in those that meet it" if replicas else ""),
-            judge=scaled_alike,
+            judge=scaled_without_loss,
         ),
-        "a rank fails in a step": case(  # of 2 ranks that SkipReduce leaves out, the other would never hear
-            unlucky, claim=f"{FAILURE}, after reset_iter_state()", judge=failed_alike, P=2 if replicas else 3
+        "a rank fails in a step": case(  # of 2 ranks SkipReduce leaves one out, which would not notice
+            unlucky, claim=f"{FAILURE}, after reset_iter_state()", judge=failed_on_all_ranks, P=2 if replicas else 3
         ),
-        "going on after a restart": case(
-            resumed, claim="from a saved state, the same bits as without a break", judge=resumed_alike
+        "resuming after a restart": case(
+            resumed, claim="from a saved state, the same bits as without a break", judge=resumed_to_the_same_bits
         ),
-        "going on with another number of ranks": Case(
-            f"what 3 {axis} had kept back, 2 hold, summed exactly; they go on alike",
+        "resuming with another number of ranks": Case(
+            f"the residuals of 3 {axis} go to 2, summed exactly; both continue with the same bits",
             partial(resized, replicas=replicas),
         ),
     }

@@ -16,12 +16,12 @@ from helpers.known_gradients import row, whole_numbers
 from integrations.table import refusals
 from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report
+from sparsync.base.sharded import own_shard_layout, shard_layout, shard_name
 from sparsync.core import Comm, laid_out
-from sparsync.integrations.fsdp2 import _Into  # pyright: ignore[reportPrivateUsage]
-from sparsync.integrations.fsdp2_units import Sharded, units_of
+from sparsync.integrations.fsdp2 import ReduceScatterInto
+from sparsync.integrations.fsdp2_units import ShardedParameter, units_of
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.rollback import Rollback
-from sparsync.schemes.sharded import own_pieces, piece, pieces, sharded
 
 Units = dict[str, list[str]]  # the parameters of each bucket of a step, in the order of their reduction
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, name), whole
@@ -104,7 +104,7 @@ class Sharding:
         return Done(self.rows, self.units, self.reports, self.residual())
 
 
-def same_everywhere(id: str, ranks: Sequence[Done | None], replicas: bool, gradient: Gradient = known) -> None:
+def same_on_all_ranks(id: str, ranks: Sequence[Done | None], replicas: bool, gradient: Gradient = known) -> None:
     """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld."""
     there = [rank for rank in ranks if rank is not None]
     whole = _of_replicas if replicas else _of_shards
@@ -141,10 +141,10 @@ def _of_replicas(id: str, P: int, units: list[Units], gradient: Gradient) -> Exp
 
 
 def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expected:
-    shards = {name: Sharded(name, shape, 0, _length(shape, P)) for name, shape in SHAPES.items()}
+    shards = {name: ShardedParameter(name, shape, 0, _length(shape, P)) for name, shape in SHAPES.items()}
 
     def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        scheme, rows, skipped = sharded(row(id).make()), [], Rollback()
+        scheme, rows, skipped = row(id).make().reduce_scatter_form(), [], Rollback()
         for step, keys in enumerate(units):
             rows.append({})
             for key, names in keys.items():
@@ -155,8 +155,11 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
                     x /= 2
                 lengths = [(name, shards[name].length) for name in names]
                 out = x.new_empty(sum(length for _, length in lengths))
-                bucket, into = Bucket(key, x, step, pieces(lengths, P)), _Into(scheme, out, average, P)
-                written = Bucket(key, out, step, own_pieces(lengths, comm.rank))
+                bucket, into = (
+                    Bucket(key, x, step, shard_layout(lengths, P)),
+                    ReduceScatterInto(scheme, out, average, P),
+                )
+                written = Bucket(key, out, step, own_shard_layout(lengths, comm.rank))
                 skipped.reduced(into, written, into.reduce(bucket, comm))
                 rows[-1] |= {slot.name: slot.span.of(out) for slot in laid_out(lengths)}
         return rows, scheme.state_dict()["residual"]
@@ -167,7 +170,11 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
         for step in range(len(units))
     ]
     residuals = [
-        {name: each.join([kept[piece(name, owner)] for owner in range(P)]) for name, each in shards.items() if kept}
+        {
+            name: each.join([kept[shard_name(name, owner)] for owner in range(P)])
+            for name, each in shards.items()
+            if kept
+        }
         for _, kept in found
     ]
     return rows, residuals

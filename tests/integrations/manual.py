@@ -1,4 +1,4 @@
-"""The integration `reduce_gradients`: any training loop without DistributedDataParallel."""
+"""The integration `GradientReducer`: any training loop without DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,13 +11,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-import sparsync
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, Trained
 from helpers.known_gradients import KnownGradients, Recorder, row
 from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
-from integrations.situations import SAME, STEPS, common, same_everywhere, trained
+from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained
 from integrations.table import Case, absent, refusals, trial
-from sparsync import Report
+from sparsync import GradientReducer
 from sparsync.integrations import checkpoint
 from test_ddp import used
 
@@ -26,7 +25,7 @@ OPTION = absent("an option of DistributedDataParallel; this integration takes th
 
 
 class Manual:
-    """A training by reduce_gradients on this rank, and the record of its steps."""
+    """A training by a GradientReducer on this rank, and the record of its steps."""
 
     def __init__(
         self,
@@ -39,11 +38,10 @@ class Manual:
         self.model = model or KnownGradients(COUNT, N, dtype)
         self.recorder = Recorder(row(id).make())
         self.forward: Any = self.model  # or what torch.compile makes of it
-        self.group, self.scaler = group, scaler
         self.rank = dist.get_rank(group)
-        self.first = 0  # the number of the first step
         self.rows: list[Tensor] = []
-        self.reports: list[Report] = []
+        with refusals():
+            self.reducer = GradientReducer(self.model, self.recorder, group=group, scaler=scaler, timeout_s=TIMEOUT_S)
 
     def step(self, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Without inputs, one of a rank that has none left."""
@@ -53,28 +51,23 @@ class Manual:
         self.model.zero_grad()
         for part in parts:
             self.forward(part).backward()
-        number = self.first + len(self.rows)
-        with refusals():
-            self.reports += sparsync.reduce_gradients(
-                self.model, self.recorder, group=self.group, step=number, scaler=self.scaler, timeout_s=TIMEOUT_S
-            )
+        self.reducer.reduce()
         self.rows.append(self.model.gradients().clone())
 
     def done(self) -> Trained:
-        return Trained(torch.stack(self.rows), self.recorder.steps, self.reports, self.residual())
+        return Trained(torch.stack(self.rows), self.recorder.steps, self.reducer.reports(), self.residual())
 
     def residual(self) -> dict[str, Tensor]:
         return self.recorder.state_dict().get("residual", {})
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.first + len(self.rows), "scheme": self.recorder.state_dict()}
+        return self.reducer.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.first = state["step"]
-        self.recorder.load_state_dict(state["scheme"])
+        self.reducer.load_state_dict(state)
 
     def load_any(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self.load(checkpoint.resized(states, self.rank, dist.get_world_size(self.group)))
+        checkpoint.restore(self.reducer, states)
 
 
 def in_part(id: str) -> Trained:
@@ -106,15 +99,14 @@ def compiled(id: str) -> Trained:
 
 
 def with_stepping_optimizer(id: str) -> None:
-    training = Manual(id)
-    _apply_optimizer_in_backward(torch.optim.SGD, training.model.parameters(), {"lr": 0.1})
-    trained(training)
+    model = KnownGradients(2, N)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    Manual(id, model=model)
 
 
 def with_ddp(id: str) -> None:
-    ddp = DistributedDataParallel(KnownGradients(2, N))
     with refusals():
-        sparsync.reduce_gradients(ddp, row(id).make())
+        GradientReducer(DistributedDataParallel(KnownGradients(2, N)), row(id).make())
 
 
 CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
@@ -125,14 +117,14 @@ CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     "buckets that change": absent("there is one bucket for each type of gradient, always"),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         f"{SAME}, where an unused parameter counts as zero; one that no rank uses gets zero",
-        trial(in_part, partial(same_everywhere, gradient=of_used, keys=KEYS)),
+        trial(in_part, partial(same_on_all_ranks, gradient=of_used, keys=KEYS)),
     ),
     "ranks that run out of data (join)": Case(
         f"{SAME}, where a rank without data goes on calling, and counts as zero",
-        trial(uneven, partial(same_everywhere, gradient=zero_afterwards, keys=KEYS)),
+        trial(uneven, partial(same_on_all_ranks, gradient=zero_afterwards, keys=KEYS)),
     ),
-    "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_everywhere, keys=KEYS), P=3)),
-    "torch.compile": Case(SAME, trial(compiled, partial(same_everywhere, keys=KEYS))),
+    "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_on_all_ranks, keys=KEYS), P=3)),
+    "torch.compile": Case(SAME, trial(compiled, partial(same_on_all_ranks, keys=KEYS))),
     "an optimizer in the backward pass": Case("-", trial(with_stepping_optimizer, nothing)),
     "a model that is reduced already": Case("-", trial(with_ddp, nothing)),
 }

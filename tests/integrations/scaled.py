@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-SCALED = "all ranks skip the step; of what a scheme keeps back and what came in nothing is lost but the bucket with the infinity"
-STEPS, POISONED = 6, 3  # the step that meets an infinity, on rank 1
+SCALED = "all ranks skip the step; of residuals and gradients nothing is lost but the bucket with the infinity"
+STEPS, OVERFLOWING = 6, 3  # the step that meets an infinity, on rank 1
 
 
 class Scalable(Protocol):
@@ -31,12 +31,12 @@ class Scaled:
     """What one rank saw."""
 
     applied: dict[str, Tensor]  # by the optimizer, in all steps
-    kept: dict[str, Tensor]  # in terms of the loss without scale
+    residual: dict[str, Tensor]  # of the loss without scale
     scales: list[float]
-    came: dict[str, Tensor]  # on this rank, but for the poisoned step
-    came_poisoned: dict[str, Tensor]  # in that step, as if it had been finite
-    poisoned: set[str] = field(default_factory=set)  # the parameters in the bucket with the infinity
-    poisoned_step: int = POISONED
+    came: dict[str, Tensor]  # on this rank, but for the overflowing step
+    came_overflowing: dict[str, Tensor]  # in that step, as if it had been finite
+    non_finite: set[str] = field(default_factory=set)  # the parameters in the bucket with the infinity
+    overflowing_step: int = OVERFLOWING
 
 
 def scaled(
@@ -44,26 +44,26 @@ def scaled(
     scaler: GradScaler,
     names: Sequence[str],
     gradient: Callable[[int, int, str], Tensor],
-    poisoned: str,
+    overflowing: str,
 ) -> Scaled:
-    """Some steps; an infinity is in the gradient of the parameter called `poisoned`."""
+    """Train some steps; an infinity is in the gradient of the parameter called `overflowing`."""
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # so that what it applied can be read off
     scaler.scale(torch.zeros(()))  # which makes its scale; the loss is scaled by way of the inputs
     scales, came = [], {name: torch.zeros(()) for name in names}
     for step in range(STEPS):
         inputs = {name: gradient(training.rank, step, name) for name in names}
-        if step != POISONED:
+        if step != OVERFLOWING:
             came = {name: came[name] + inputs[name] for name in names}
         scales.append(scaler.get_scale())
         given = {name: x * scales[-1] for name, x in inputs.items()}
-        if step == POISONED and training.rank == 1:
-            given[poisoned] = torch.full_like(given[poisoned], torch.inf)
+        if step == OVERFLOWING and training.rank == 1:
+            given[overflowing] = torch.full_like(given[overflowing], torch.inf)
         training.step(given)
         scaler.step(optimizer)
         scaler.update()
     unit = training.state().get("loss_scale") or 1.0
     kept = {name: part / unit for name, part in training.residual().items()}
-    missed = {name: gradient(training.rank, POISONED, name) for name in names}
+    missed = {name: gradient(training.rank, OVERFLOWING, name) for name in names}
     return Scaled(applied(training.model), kept, scales, came, missed)
 
 
@@ -76,20 +76,20 @@ def applied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def scaled_alike(id: str, ranks: list[Scaled]) -> None:
+def scaled_without_loss(id: str, ranks: list[Scaled]) -> None:
     """Whole numbers and scales of two, so that all is exact."""
     first = ranks[0]
     for rank in ranks:
         assert rank.scales == first.scales
         assert all(part.isfinite().all() for part in rank.applied.values())
         assert all(torch.equal(rank.applied[name], part) for name, part in first.applied.items())
-    if not first.kept:
+    if not first.residual:
         return
-    assert first.scales[POISONED + 1] == first.scales[POISONED] / 2
-    assert 0 < len(first.poisoned) < len(first.applied)
+    assert first.scales[OVERFLOWING + 1] == first.scales[OVERFLOWING] / 2
+    assert 0 < len(first.non_finite) < len(first.applied)
     for name, part in first.applied.items():
         came = sum(rank.came[name] for rank in ranks)
-        if name not in first.poisoned:
-            came = came + sum(rank.came_poisoned[name] for rank in ranks)
-        held = len(ranks) * part.flatten() + sum(rank.kept[name] for rank in ranks)
+        if name not in first.non_finite:
+            came = came + sum(rank.came_overflowing[name] for rank in ranks)
+        held = len(ranks) * part.flatten() + sum(rank.residual[name] for rank in ranks)
         assert torch.equal(held.float(), came.flatten().float()), name  # pyright: ignore[reportAttributeAccessIssue]

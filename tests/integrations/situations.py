@@ -12,8 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 from helpers.ddp_training import COUNT, NAMES, N, Trained, check, known, total
 from helpers.distributed import run
 from helpers.known_gradients import Gradient, KnownGradients, Recorder, row, whole_numbers
-from integrations.failing import FAILURE, Failure, Unlucky, failed_alike, failing
-from integrations.scaled import SCALED, Scaled, scaled, scaled_alike
+from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.scaled import SCALED, Scaled, scaled, scaled_without_loss
 from integrations.table import Case, Verdict, trial
 from invariants.world import same_bits
 
@@ -39,17 +39,17 @@ class Integration(Protocol):
     def done(self) -> Trained: ...
 
     def residual(self) -> dict[str, Tensor]:
-        """What is kept back now, copied."""
+        """Return the residual, copied."""
         ...
 
     def state(self) -> Any: ...
 
     def load(self, state: Any) -> None:
-        """Goes on from this rank's own state."""
+        """Continue from this rank's own state."""
         ...
 
     def load_any(self, states: Sequence[Any]) -> None:
-        """Goes on from the states of all ranks of another world."""
+        """Continue from the states of all ranks of another world."""
         ...
 
 
@@ -59,11 +59,12 @@ Make = Callable[..., Integration]  # (id of the scheme, model=..., ...)
 def common(
     integration: Make, flat: Callable[[Tensor], Tensor], keys: Sequence[str] = (), **stable: Any
 ) -> dict[str, Case]:
-    """The cases of an integration whose trainings `integration` makes. Its buckets are called `keys` and hold gradients in the order of `flat`.
+    """Return the cases of an integration whose trainings `integration` makes.
 
-    `stable` options keep its buckets the same from the first step on, also after a restart.
+    Its buckets are called `keys` and hold gradients in the order of `flat`. `stable` options keep its buckets the same from the first step
+    on, also after a restart.
     """
-    judged = partial(same_everywhere, keys=keys)
+    judged = partial(same_on_all_ranks, keys=keys)
 
     def case(body: Callable[..., Any], judge: Callable[..., None] = judged, claim: str = SAME, P: int = 2) -> Case:
         return Case(claim, trial(partial(body, integration=integration), judge, P))
@@ -72,7 +73,7 @@ def common(
         dtype = getattr(torch, name)
         named = [key.replace("float32", name) for key in keys]
         return case(
-            partial(typed, dtype=dtype), partial(same_everywhere, gradient=partial(cast, dtype=dtype), keys=named)
+            partial(typed, dtype=dtype), partial(same_on_all_ranks, gradient=partial(cast, dtype=dtype), keys=named)
         )
 
     return {
@@ -80,42 +81,44 @@ def common(
         "parameters of several types": case(
             several_types,
             partial(
-                same_everywhere,
+                same_on_all_ranks,
                 gradient=of_several_types,
                 keys=[*keys, *[key.replace("float32", "bfloat16") for key in keys]],
             ),
         ),
         "parameters in channels_last": case(
             partial(in_channels_last, flat=flat),
-            partial(same_everywhere, gradient=partial(of_channels_last, flat=flat), keys=keys),
+            partial(same_on_all_ranks, gradient=partial(of_channels_last, flat=flat), keys=keys),
         ),
         "accumulation over backward passes (no_sync)": case(
-            accumulated, partial(same_everywhere, gradient=of_three, keys=keys), f"the sum is reduced once; {SAME}"
+            accumulated, partial(same_on_all_ranks, gradient=of_three, keys=keys), f"the sum is reduced once; {SAME}"
         ),
         "sparse embeddings": case(
-            sparse, sparse_alike, "an embedding's gradient is the exact mean, sent in full, and replicas are the same"
+            sparse,
+            sparse_mean_on_all_ranks,
+            "an embedding's gradient is the exact mean, sent in full, and replicas are the same",
         ),
-        "two models at once": case(partial(two), partial(two_alike, keys=keys), f"of both models, {SAME}"),
+        "two models at once": case(partial(two), partial(both_same_on_all_ranks, keys=keys), f"of both models, {SAME}"),
         "Inf on one rank": case(
-            poisoned,
-            poisoned_alike,
+            overflowing,
+            finite_on_all_ranks,
             "all ranks see the same in that step, and finite gradients and residuals from the next one on",
         ),
         "a loss scaler skips a step (GradScaler)": Case(
-            SCALED, trial(partial(of_two_types, integration=integration), scaled_alike)
+            SCALED, trial(partial(of_two_types, integration=integration), scaled_without_loss)
         ),
-        "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, integration=integration), failed_alike)),
-        "going on after a restart": case(
-            partial(resumed, **stable), resumed_alike, "from a saved state, the same bits as without a break"
+        "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, integration=integration), failed_on_all_ranks)),
+        "resuming after a restart": case(
+            partial(resumed, **stable), resumed_to_the_same_bits, "from a saved state, the same bits as without a break"
         ),
-        "going on with another number of ranks": Case(
-            "what 3 ranks had kept back, 2 ranks hold, summed exactly; they go on alike",
+        "resuming with another number of ranks": Case(
+            "the residuals of 3 ranks go to 2, summed exactly; both continue with the same bits",
             partial(resized, integration=integration),
         ),
     }
 
 
-def same_everywhere(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
+def same_on_all_ranks(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
     check(id, [rank for rank in ranks if rank is not None], gradient, keys)
 
 
@@ -228,7 +231,7 @@ def sparse(id: str, integration: Make) -> tuple[Tensor, Tensor, set[str]]:
     return done.grads, torch.stack(wanted), {report.scheme for report in done.reports}
 
 
-def sparse_alike(id: str, ranks: list[tuple[Tensor, Tensor, set[str]]]) -> None:
+def sparse_mean_on_all_ranks(id: str, ranks: list[tuple[Tensor, Tensor, set[str]]]) -> None:
     for grads, wanted, names in ranks:
         assert same_bits(grads, ranks[0][0])
         assert torch.equal(grads[:, : wanted.shape[1]], wanted)
@@ -244,12 +247,12 @@ def two(id: str, integration: Make) -> list[Trained]:
     return [training.done() for training in both]
 
 
-def two_alike(id: str, ranks: list[list[Trained]], keys: Sequence[str]) -> None:
-    same_everywhere(id, [rank[0] for rank in ranks], keys=keys)
-    same_everywhere(OTHER, [rank[1] for rank in ranks], keys=keys)
+def both_same_on_all_ranks(id: str, ranks: list[list[Trained]], keys: Sequence[str]) -> None:
+    same_on_all_ranks(id, [rank[0] for rank in ranks], keys=keys)
+    same_on_all_ranks(OTHER, [rank[1] for rank in ranks], keys=keys)
 
 
-def poison(rank: int, step: int, name: str) -> Tensor:
+def with_infinity(rank: int, step: int, name: str) -> Tensor:
     """Inf on rank 1 at step 1, in one element of one parameter."""
     gradient = known(rank, step, name)
     if (rank, step, name) == (1, 1, "block3.bias"):
@@ -257,14 +260,14 @@ def poison(rank: int, step: int, name: str) -> Tensor:
     return gradient
 
 
-def poisoned(id: str, integration: Make) -> Trained:
+def overflowing(id: str, integration: Make) -> Trained:
     training = integration(id)
     for step in range(STEPS):
-        training.step({name: poison(training.rank, step, name) for name in NAMES})
+        training.step({name: with_infinity(training.rank, step, name) for name in NAMES})
     return training.done()
 
 
-def poisoned_alike(id: str, ranks: list[Trained]) -> None:
+def finite_on_all_ranks(id: str, ranks: list[Trained]) -> None:
     for rank in ranks:
         assert same_bits(rank.grads, ranks[0].grads)
         assert all(grads.isfinite().all() for step, grads in enumerate(rank.grads) if step != 1)
@@ -280,8 +283,8 @@ def of_two_types(id: str, integration: Make) -> Scaled:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
     training = integration(id, model=model, scaler=scaler)
     came = scaled(training, scaler, NAMES, known, "block3.bias")
-    layouts = training.recorder.steps[came.poisoned_step]
-    came.poisoned = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
+    layouts = training.recorder.steps[came.overflowing_step]
+    came.non_finite = next(names for layout in layouts if "block3.bias" in (names := {slot.name for slot in layout}))
     return came
 
 
@@ -308,7 +311,7 @@ def resumed(id: str, integration: Make, **stable: Any) -> tuple[Tensor, Tensor]:
     return whole.done().grads, torch.cat([first.done().grads, second.done().grads])
 
 
-def resumed_alike(id: str, ranks: list[tuple[Tensor, Tensor]]) -> None:
+def resumed_to_the_same_bits(id: str, ranks: list[tuple[Tensor, Tensor]]) -> None:
     for whole, again in ranks:
         assert same_bits(whole, ranks[0][0])
         assert same_bits(again, whole)
@@ -324,7 +327,7 @@ def saved(ids: Sequence[str], integration: Make) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def taken_up(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[Any, Trained]:
+def restored(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[Any, Trained]:
     training = integration(id)
     training.load_any(states[id])
     return training.residual(), trained(training)
@@ -340,4 +343,4 @@ def resized(ids: Sequence[str], integration: Make) -> dict[str, Verdict]:
             assert torch.equal(held, total(kept[name] for kept, _ in after)), name
         assert same_bits(after[0][1].grads, after[1][1].grads)
 
-    return trial(partial(taken_up, integration=integration, states=states), judge)(ids)
+    return trial(partial(restored, integration=integration, states=states), judge)(ids)

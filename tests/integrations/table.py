@@ -39,14 +39,14 @@ SITUATIONS = (  # every integration has a case for each
     "Inf on one rank",
     "a loss scaler skips a step (GradScaler)",
     "a rank fails in a step",
-    "going on after a restart",
-    "going on with another number of ranks",
+    "resuming after a restart",
+    "resuming with another number of ranks",
 )
 WORKS, REFUSED, ABSENT, FAILS = "works", "refused", "does not arise", "fails"
 
 
 class RefusedError(Exception):
-    """What an integration said instead of letting the situation in."""
+    """An integration refused the situation."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def trial(
 
 
 def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]:
-    """What each came to on this rank; exceptions are among it."""
+    """Return the result, or the exception, of each scheme on this rank."""
     found: dict[str, Any] = {}
     for id in ids:
         try:
@@ -101,8 +101,8 @@ def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]
 
 
 def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> Verdict:
-    """Of what the ranks returned. A refusal counts where all ranks were told the same."""
-    values = [value for value in values if value is not None]  # a rank that is not in the group has nothing to say
+    """Judge what the ranks returned. A refusal counts where all ranks get the same error."""
+    values = [value for value in values if value is not None]  # of a rank outside the group
     errors = [value for value in values if isinstance(value, Exception)]
     if len({str(error) for error in errors if isinstance(error, RefusedError)}) == 1 and len(errors) == len(values):
         return Verdict(REFUSED, str(errors[0]))

@@ -1,1 +1,1 @@
-"""sparsync in other people's trainers and dashboards; none of their packages is needed for anything else."""
+"""sparsync in trainers and dashboards; each module needs the package it is for, and nothing else here needs any."""

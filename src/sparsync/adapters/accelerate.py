@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a scheme for a prepared model, its state in what `save_state` writes.
+"""Hugging Face Accelerate: attaches a scheme to a prepared model, and adds its state to what `save_state` writes.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(density=0.01))
@@ -27,19 +27,19 @@ def attach(
     optimizer: Optimizer | None = None,
     timeout_s: float = 300.0,
 ) -> Handle | None:
-    """The handle of `sparsync.attach`, for a `model` from `accelerator.prepare`; None, with a warning, where there is one process.
+    """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; None, with a warning, where there is one process.
 
     With float16 residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
-    on `accelerator.save_state` writes every rank's residual into its folder, a file for each, and `load_state` takes them up; the folder
-    must be one that all ranks see. It may be that of another number of ranks. Raises as `sparsync.attach`, and TypeError for models that
-    are not trained with DDP.
+    on `accelerator.save_state` writes every rank's residual into its folder, a file for each, and `load_state` loads them, also those
+    of another number of ranks; the folder must be one that all ranks see. Raises as `sparsync.attach`, and TypeError for models that are
+    not trained with DDP.
     """
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:
         return None
     handle = attach_to_ddp(ddp, scheme, optimizer=optimizer, scaler=accelerator.scaler, timeout_s=timeout_s)
 
-    # Not register_for_checkpointing: of what that writes there is only the main process's.
+    # Not register_for_checkpointing: that writes the main process's state only.
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         checkpoint.save(handle, folder)
 

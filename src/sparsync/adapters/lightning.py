@@ -1,8 +1,8 @@
-"""Lightning: a callback that attaches a scheme when the model is wrapped, and keeps its state in Lightning's checkpoints.
+"""Lightning: a callback that attaches a scheme when the model is wrapped, and adds its state to Lightning's checkpoints.
 
     trainer = Trainer(strategy="ddp", callbacks=[Sparsync(sparsync.MiCRO(density=0.01))])
 
-Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and leaves it out on CPU without a word.
+Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence.
 """
 # pyright: reportMissingImports=false
 
@@ -27,13 +27,13 @@ KEY = "sparsync"  # of all ranks' states in a checkpoint
 
 
 class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one of two packages
-    """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest one.
+    """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest `fit`.
 
-    At the end of a `fit` Lightning drops its DDP model and the hook with it; what was kept back stays in `scheme`, also for the next one.
+    At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
 
     `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one; its loss scaler they follow anyway.
-    `recorder` gets the reports of the first rank after each batch. A checkpoint holds all ranks' residuals, and any number of ranks may go
-    on from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies that are not DDP's.
+    `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
+    continue from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies other than DDP's.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             self.recorder.record(self.handle.take_reports())
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.handle is not None:  # Lightning comes here on every rank, and writes the first one's
+        if self.handle is not None:  # Lightning calls this on every rank, and writes the first one's
             checkpoint[KEY] = states.gathered(self.handle, self._group)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -75,4 +75,4 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             return
         self._loaded = checkpoint.get(KEY)
         if self._loaded is None:
-            warnings.warn("this checkpoint holds no residuals of sparsync, so they start at zero", stacklevel=2)
+            warnings.warn("this checkpoint has no residuals of sparsync, so they start at zero", stacklevel=2)

@@ -1,7 +1,7 @@
 """Reports as numbers over time, for TensorBoard, wandb and Prometheus.
 
-They are for any integration: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reduce_gradients(...))`.
-Nothing here asks anything of other ranks: bytes are those that this rank sent.
+For any integration: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reduce_gradients(...))`.
+Nothing here communicates: bytes are those that this rank sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from sparsync.adapters.wrapped import needs
+from sparsync.base.scheme import Scheme
+from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.core import Report
-from sparsync.integrations.handle import Stateful
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -20,35 +21,35 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Where numbers go."""
+    """Records reports somewhere."""
 
     def record(self, reports: Iterable[Report], **more: float) -> None:
-        """Writes down what `numbers` makes of each step's reports, and `more` with the last step."""
+        """Record the `numbers` of each step's reports, and `more` with the last step."""
         ...
 
 
 def numbers(reports: Iterable[Report]) -> dict[str, float]:
-    """Sums over buckets of bytes_sent, messages, elements, selected, union, seconds, wait_seconds and STATION_seconds; density; overflows.
+    """Return sums over buckets of bytes_sent, messages, elements, selected, union, seconds, wait_seconds and PHASE_seconds, and density.
 
-    Those are buckets with NaN or Inf in the result, where the scheme looks for them; `dense` and `skip_reduce` do not.
+    "overflows" counts buckets with NaN or Inf in the result, where the scheme looks for them; `dense` and `skip_reduce` do not.
     """
     found = {"bytes_sent": 0.0, "messages": 0.0, "elements": 0.0, "selected": 0.0, "union": 0.0}
     found |= {"seconds": 0.0, "wait_seconds": 0.0, "overflows": 0.0}
     for report in reports:
         sent = report.sent or report.cost
-        parts = {"bytes_sent": sent.nbytes, "messages": sent.messages, "elements": report.elements}
-        parts |= {"selected": report.selected, "union": report.union, "overflows": bool(report.details.get("overflow"))}
-        parts |= {"seconds": report.seconds or 0.0, "wait_seconds": report.wait_s or 0.0}
-        parts |= {f"{name}_seconds": spent for name, spent in report.phases.items()}
-        for name, part in parts.items():
-            found[name] = found.get(name, 0.0) + part
+        added = {"bytes_sent": sent.nbytes, "messages": sent.messages, "elements": report.elements}
+        added |= {"selected": report.selected, "union": report.union, "overflows": bool(report.details.get("overflow"))}
+        added |= {"seconds": report.seconds or 0.0, "wait_seconds": report.wait_s or 0.0}
+        added |= {f"{name}_seconds": spent for name, spent in report.phases.items()}
+        for name, value in added.items():
+            found[name] = found.get(name, 0.0) + value
     return found | {"density": found["union"] / found["elements"] if found["elements"] else 1.0}
 
 
-def residual_norm(scheme: Stateful) -> float:
-    """The Euclidean norm of all that this rank keeps back; 0 where nothing is. Ask between steps; copies the residual once."""
-    parts = scheme.state_dict().get("residual", {}).values()
-    return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()) if parts else 0.0
+def residual_norm(scheme: Scheme | ReduceScatterScheme) -> float:
+    """Return the Euclidean norm of this rank's residual; 0 where there is none. Call it between steps; copies the residual once."""
+    residuals = scheme.state_dict().get("residual", {}).values()
+    return float(torch.stack([each.double().square().sum() for each in residuals]).sum().sqrt()) if residuals else 0.0
 
 
 class TensorBoard:

@@ -1,8 +1,8 @@
-"""Ray Train: a scheme inside the training loop of a TorchTrainer, and its state in the checkpoints that the loop reports.
+"""Ray Train: attaches a scheme inside the training loop of a TorchTrainer, and continues from the checkpoints that the loop reports.
 
 model, handle = sparsync.adapters.ray.prepare_model(model, sparsync.MiCRO(density=0.01))
 ...
-checkpoint.save(handle, folder)  # of sparsync.integrations, on every worker, before
+sparsync.checkpoint.save(handle, folder)  # on every worker, before
 ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))  # on every worker: Ray puts their files together
 """
 # pyright: reportMissingImports=false
@@ -32,11 +32,11 @@ def prepare_model(
     timeout_s: float = 300.0,
     **options: Any,
 ) -> tuple[nn.Module, Handle | None]:
-    """What `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
+    """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
 
     `optimizer`, `scaler` and `timeout_s` are for `sparsync.attach`, `options` for Ray.
 
-    Where the loop was given a checkpoint to start from that holds residuals, they are taken up, also by another number of workers.
+    Where the loop starts from a checkpoint with residuals, they are loaded, also those of another number of workers.
     Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
     """
     prepared = ray.train.torch.prepare_model(model, **options)

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a callback that attaches a scheme when training begins, its state beside each checkpoint.
+"""Hugging Face Trainer: a callback that attaches a scheme when training begins, and saves its state beside each checkpoint.
 
 trainer = Trainer(...)
 callback = sparsync.adapters.trainer.attach(trainer, sparsync.MiCRO(density=0.01))
@@ -32,12 +32,12 @@ def attach(
     resume_from: str | Path | None = None,
     timeout_s: float = 300.0,
 ) -> "Sparsync":
-    """Adds to `trainer` the callback it returns, whose `handle` is that of `sparsync.attach` once training has begun.
+    """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
     `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler they follow
     anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training
-    that goes on from one, also with another number of ranks, takes them from there, or from `resume_from` where the folder is not the one
-    it was saved as. `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
+    that continues from one, also with another number of ranks, loads them from there, or from `resume_from` where the folder was moved.
+    `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
     callback = Sparsync(trainer, scheme, follow_rates, recorder, resume_from, timeout_s)
     trainer.add_callback(callback)
@@ -70,7 +70,7 @@ class Sparsync(TrainerCallback):
         ddp = ddp_inside(trainer.model_wrapped, "Trainer", args.world_size)
         if ddp is None:
             return
-        if self._model is None or self._model() is not ddp:  # a second train() goes on with the model of the first
+        if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
             optimizer = kwargs["optimizer"] if self.follow_rates else None
             self.handle = attach_to_ddp(
                 ddp, self.scheme, optimizer=optimizer, scaler=trainer.accelerator.scaler, timeout_s=self.timeout_s
@@ -85,7 +85,7 @@ class Sparsync(TrainerCallback):
             checkpoint.load(self.handle, folder)
         else:
             warnings.warn(
-                f"{folder} holds no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from=",
+                f"{folder} has no residuals of sparsync, so they start at zero; where they are elsewhere, pass resume_from=",
                 stacklevel=2,
             )
 

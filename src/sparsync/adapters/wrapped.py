@@ -1,4 +1,4 @@
-"""What every adapter needs: the DDP model inside what a framework made of it, and what to say where a package is missing."""
+"""Shared by all adapters: finding the DDP model that a framework has wrapped, and the error for a missing package."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def needs(package: str, version: str) -> Iterator[None]:
-    """Imports inside this block that fail become an ImportError that says what to install; tried with this version."""
+    """Turn an import that fails inside this block into an ImportError that says what to install; tested with this version."""
     try:
         yield
     except ImportError as error:
@@ -19,16 +19,18 @@ def needs(package: str, version: str) -> Iterator[None]:
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:
-    """The DDP model that `model` is, or that torch.compile wrapped; None, with a warning, where there is only one rank.
+    """Return the DDP model that `model` is, or that torch.compile wrapped; None, with a warning, where there is only one rank.
 
-    Raises TypeError where several ranks train something else than a DDP model.
+    Raises TypeError where several ranks train anything but a DDP model.
     """
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     if isinstance(model, DistributedDataParallel):
         return model
     if ranks == 1:
-        warnings.warn(f"{framework} trains in one process, so there is nothing to send, and no scheme", stacklevel=3)
+        warnings.warn(
+            f"{framework} trains in one process, so there is nothing to send, and no scheme is attached", stacklevel=3
+        )
         return None
     raise TypeError(
         f"sparsync reduces the gradients of DistributedDataParallel, and {framework} made a {type(model).__name__} for {ranks} ranks; "

@@ -16,12 +16,12 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but m
 
 
 class ConnectionLostError(RuntimeError):
-    """An operation between ranks failed: what one rank sees of another's failure."""
+    """An operation between ranks failed, perhaps because another rank did."""
 
 
-ROLL_CALL_S = 3.0  # how long the others are waited for after a failure
-# What gloo's all_reduce can add up; it refuses the rest, int16 above all.
-_GLOO_ADDS = frozenset(
+REPORTS_S = 3.0  # how long a rank waits, after a failure, for the others to report theirs
+# The types that gloo's all_reduce can sum.
+_GLOO_SUMS = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 
@@ -38,7 +38,7 @@ class GroupComm:
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
     rank: int = field(init=False)
     size: int = field(init=False)
-    _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # what `private` was made over
+    _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # the group that `private` was given
     _timeout_s: float = field(default=0.0, init=False, repr=False)
     _name: str = field(default="", init=False, repr=False)  # in the store of `_base`, the same on all ranks
 
@@ -52,10 +52,10 @@ class GroupComm:
     def private(
         cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = ""
     ) -> "GroupComm":
-        """A communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
+        """Return a communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
 
-        After `timeout_s` seconds in one operation, or in here, a rank gives up with an error. `fingerprint` is compared between the ranks:
-        RuntimeError on all of them when it differs.
+        A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
+        their `fingerprint` differs.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
@@ -64,8 +64,8 @@ class GroupComm:
         store = base.get_group_store()
         name = f"sparsync/{base.group_name}/{store.add(f'sparsync/{rank}', 1)}"  # each rank counts its own calls
         _rendezvous(store, name, rank, len(ranks), timeout_s, fingerprint)
-        # HACK: dist.new_group has all ranks of the world take part, or else names the group by how many groups a rank belongs to; where
-        # that differs between ranks, they wait for each other for ever. Price: a function that torch may change.
+        # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
+        # differs between ranks, they wait for each other for ever. Price: a function that torch may change.
         try:
             made, _ = c10d._new_process_group_helper(
                 len(ranks),
@@ -88,40 +88,43 @@ class GroupComm:
         return comm
 
     def reconnect(self, fingerprint: str = "") -> "GroupComm":
-        """A communicator over fresh connections between the same ranks, as `private` would make it. Collective over them."""
-        assert self._base is not None, "only a private communicator can be reconnect"
+        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`."""
+        assert self._base is not None, "only a private communicator can reconnect"
         return GroupComm.private(self._base, self._timeout_s, fingerprint)
 
     def close(self) -> None:
-        """Ends the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
+        """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
         assert self._base is not None, "only a private communicator can be closed"
         if self.group is None:
             return
         with suppress(ValueError):  # destroyed already, with the world
             self.group.abort()
             dist.destroy_process_group(self.group)
-        self.group = None  # gloo closes its sockets when nobody holds the group any more
+        self.group = None  # gloo closes its sockets when nothing refers to the group any more
 
-    def end(self, because: str) -> str:
-        """Closes after a failure; which other ranks give a cause of their own, and which have not answered within a few seconds.
+    def close_and_report(self, cause: str) -> str:
+        """Close after a failure, exchange causes with the other ranks, and return what they report.
 
-        `because` is what others get to hear from this rank, "" where it only lost its connections. Empty where there is nothing to tell:
-        all others lost their connections, too, or this communicator was closed before, or nobody can be asked any more.
+        `cause` is what this rank reports; "" where it only lost its connections. Ranks that report no cause are left out, and those that
+        have not reported within a few seconds are named. Returns "" when this communicator was closed before.
         """
         if self.group is None:
             return ""
         self.close()
         assert self._base is not None
         keys = [f"{self._name}/failed/{other}" for other in range(self.size)]
-        with suppress(RuntimeError):  # where the store itself has gone nobody can tell
+        lines: list[str] = []
+        with suppress(RuntimeError):  # the store itself is gone, so there are no reports
             store = self._base.get_group_store()
-            store.set(keys[self.rank], because)
+            store.set(keys[self.rank], cause)
             with suppress(RuntimeError):
-                store.wait(keys, timedelta(seconds=min(ROLL_CALL_S, self._timeout_s)))
-            said = {other: store.get(key).decode() if store.check([key]) else None for other, key in enumerate(keys)}
-            others = {other: words for other, words in said.items() if other != self.rank and words != ""}
-            return "; ".join(_told(other, words) for other, words in others.items())
-        return ""
+                store.wait(keys, timedelta(seconds=min(REPORTS_S, self._timeout_s)))
+            for other in (other for other in range(self.size) if other != self.rank):
+                if not store.check([keys[other]]):
+                    lines.append(f"rank {other} does not answer")
+                elif reported := store.get(keys[other]).decode():
+                    lines.append(f"rank {other} reports {reported}")
+        return "; ".join(lines)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         for peer in (to, source):
@@ -130,7 +133,7 @@ class GroupComm:
         if not out.numel() and not into.numel():
             return
         try:
-            self._pass([(into, source)], [(out, to)])
+            self._transfer([(into, source)], [(out, to)])
         except RuntimeError as error:
             raise self._failure("send_recv", f"sending to rank {to}, receiving from rank {source}", error) from error
 
@@ -142,7 +145,7 @@ class GroupComm:
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
-            raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
+            raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
         outgoing = [part.numel() for part in parts]
         counts = self._known("all_to_all", counts, outgoing[self.rank]) or self._counts(outgoing)
         if self.size == 1:
@@ -152,7 +155,7 @@ class GroupComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.size == 1 or not x.numel():
             return x.clone()
-        if x.device.type == "cpu" and x.dtype not in _GLOO_ADDS:
+        if x.device.type == "cpu" and x.dtype not in _GLOO_SUMS:
             return self._sum_in_rank_order(x)
         total = x.clone()
         try:
@@ -162,41 +165,40 @@ class GroupComm:
         return total
 
     def _sum_in_rank_order(self, x: Tensor) -> Tensor:
-        """The sum by way of each rank adding up one slice; the same bytes as a ring sends."""
-        slices = spans(x.numel(), self.size)
-        lengths = [len(span) for span in slices]
-        parts = self.all_to_all([span.of(x) for span in slices], [lengths[self.rank]] * self.size)
-        mine = parts[0].clone()
-        for part in parts[1:]:
-            mine += part
-        return torch.cat(self.all_gather(mine, lengths))
+        """Sum chunk r of all ranks on rank r, and gather the sums; as many bytes as a ring sends."""
+        chunks = spans(x.numel(), self.size)
+        lengths = [len(chunk) for chunk in chunks]
+        received = self.all_to_all([chunk.of(x) for chunk in chunks], [lengths[self.rank]] * self.size)
+        total = received[0].clone()
+        for each in received[1:]:
+            total += each
+        return torch.cat(self.all_gather(total, lengths))
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
-        """What each rank sent here, when this one sends `parts`: every rank to the next, then to the one after it, and so on."""
+        """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""
         received = [parts[0].new_empty(count) for count in counts]
         received[self.rank] = parts[self.rank]
         distances = range(1, self.size)
         incoming = [(received[source], source) for source in ((self.rank - i) % self.size for i in distances)]
         outgoing = [(parts[to], to) for to in ((self.rank + i) % self.size for i in distances)]
         try:
-            self._pass(incoming, outgoing)
+            self._transfer(incoming, outgoing)
         except RuntimeError as error:
             raise self._failure(name, "with all ranks", error) from error
         return received
 
-    def _pass(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
-        """Fills each tensor of `incoming` from its rank and sends each of `outgoing` to its rank; empty ones take no message.
+    def _transfer(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
+        """Fill each tensor of `incoming` from its rank and send each of `outgoing` to its rank; empty ones take no message.
 
-        Receives are posted before sends. Gloo sends only once the other side has said that it is ready, on the same connection: where
-        a rank's own data leaves before its word, a pair of ranks talks in turns, at half the speed of the link. For the same reason
-        this does not use gloo's own all_to_all and all_gather.
+        Receives are posted before sends. Gloo sends data only after the receiver's ready message, which travels on the same connection:
+        behind a rank's own data it would be late, and the two ranks would send one after the other, at half the speed of the link.
+        For the same reason this does not use gloo's own all_to_all and all_gather.
         """
         group = self._open()
         receives = [(_bytes(part), rank) for part, rank in incoming if part.numel()]
         sends = [(_bytes(part), rank) for part, rank in outgoing if part.numel()]
-        if all(
-            part.device.type == "cpu" for part, _ in receives + sends
-        ):  # what a batch comes to there, without its checks
+        if all(part.device.type == "cpu" for part, _ in receives + sends):
+            # What a batch does on the CPU, without its checks.
             works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
             works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
         else:
@@ -208,7 +210,7 @@ class GroupComm:
                 work.wait()
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
-        """`counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""
+        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""
         if counts is None:
             return None
         if len(counts) != self.size or counts[self.rank] != own:
@@ -219,18 +221,18 @@ class GroupComm:
         return list(counts)
 
     def _counts(self, outgoing: list[int]) -> list[int]:
-        """How many elements each rank sends here, when this rank sends them `outgoing`."""
+        """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
         if self.size == 1:
             return outgoing
         group = self._open()
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        told = torch.tensor(outgoing, dtype=torch.int64, device=device)
-        heard = torch.empty_like(told)
+        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
+        received = torch.empty_like(sent)
         try:
-            dist.all_to_all_single(heard, told, group=group)
+            dist.all_to_all_single(received, sent, group=group)
         except RuntimeError as error:
             raise self._failure("exchange of lengths", "with all ranks", error) from error
-        return heard.tolist()  # a host sync: the sizes of the receive buffers depend on it
+        return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
 
     def _open(self) -> dist.ProcessGroup:
         if self.group is None:
@@ -250,18 +252,18 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _rendezvous(store: Store, name: str, rank: int, size: int, timeout_s: float, fingerprint: str) -> None:
-    """Returns when all ranks are here; an error names those that are not, or that disagree about `fingerprint`."""
+    """Wait for all ranks. Raises RuntimeError that names ranks that do not come, or that have another `fingerprint`."""
     keys = [f"{name}/{other}" for other in range(size)]
     store.set(keys[rank], fingerprint)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
-        said = [store.get(key).decode() for key in keys]
+        fingerprints = [store.get(key).decode() for key in keys]
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {rank} of {size}: {_missing(store, keys)} did not come to make a private group within {timeout_s:g} s ({error}); "
             "all ranks of the group must take part, e.g. call attach"
         ) from error
-    for other, theirs in enumerate(said):
+    for other, theirs in enumerate(fingerprints):
         if theirs != fingerprint:
             raise RuntimeError(
                 f"ranks must agree, but rank {rank} has {fingerprint} and rank {other} has {theirs}; "
@@ -269,17 +271,13 @@ def _rendezvous(store: Store, name: str, rank: int, size: int, timeout_s: float,
             )
 
 
-def _told(rank: int, words: str | None) -> str:
-    return f"rank {rank} does not answer" if words is None else f"rank {rank} says {words}"
-
-
 def _missing(store: Store, keys: list[str]) -> str:
-    with suppress(RuntimeError):  # where the store itself has gone nobody can tell
+    with suppress(RuntimeError):  # the store itself is gone
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
     return "some rank"
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory as bytes: gloo's collectives know no int16 and no float8, bytes they all know."""
+    """Return the same memory as bytes, which all of gloo's operations support; int16 and float8 they do not."""
     return x.view(torch.uint8)

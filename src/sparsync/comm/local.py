@@ -1,7 +1,7 @@
-"""P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says who waits for whom.
+"""P ranks in one process: one runs at a time, in a fixed order, and a deadlock is an error that says which rank waits for which.
 
-Each rank is a thread that runs until it must wait; then the next rank that can go on does. The order depends on nothing but the
-calls the ranks make, so the same program gives the same bits each time. For invariants at P = 1..64 and for studies at P = 256..1024.
+Each rank is a thread that runs until it must wait; then the next rank that can continue does. The order depends on nothing but the
+calls the ranks make, so the same program gives the same bits each time. For tests at P = 1..64 and for studies at P = 256..1024.
 """
 
 import threading
@@ -16,11 +16,11 @@ Result = TypeVar("Result")
 
 
 class DeadlockError(RuntimeError):
-    """Every rank that has not returned waits, and none can go on."""
+    """Every rank that has not returned waits, and none can continue."""
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank's thread after another rank failed; BaseException, so that no `except Exception` in a scheme holds it up."""
+    """Unwinds a rank's thread after another rank failed; a BaseException, so that no `except Exception` in a scheme catches it."""
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,33 @@ class LocalWorld:
             raise ValueError(f"a world has at least 1 rank, got {self.size}")
 
     def run(self, fn: Callable[["LocalComm"], Result]) -> list[Result]:
-        """What `fn(comm)` returned on every rank, in rank order.
+        """Run `fn(comm)` on every rank, and return the results in rank order.
 
-        The first error of any rank ends all of them and is raised here, with a note that names the rank. Raises DeadlockError when no
-        rank can go on, and RuntimeError when a message was sent that nobody received.
+        The first error on any rank ends all of them and is raised here, with a note that names the rank. Raises DeadlockError when no
+        rank can continue, and RuntimeError when a message was sent that no rank received.
         """
-        board = _Board(self.size)
+        scheduler = _Scheduler(self.size)
         results: list[Any] = [None] * self.size
 
         def body(rank: int) -> None:
-            board.start(rank)
+            scheduler.start(rank)
             try:
-                results[rank] = fn(LocalComm(rank, board))
+                results[rank] = fn(LocalComm(rank, scheduler))
             except _Stopped:
                 pass
             except BaseException as error:  # carried over to the caller's thread, whatever it is
                 error.add_note(f"(on rank {rank} of {self.size})")
-                board.fail(error)
+                scheduler.fail(error)
             finally:
-                board.finish(rank)
+                scheduler.finish(rank)
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
-        board.begin()
+        scheduler.begin()
         for thread in threads:
             thread.join()
-        board.close()
+        scheduler.close()
         return results
 
 
@@ -69,22 +69,22 @@ class LocalComm:
     """One rank's view of a LocalWorld."""
 
     rank: int
-    board: "_Board" = field(repr=False)
+    scheduler: "_Scheduler" = field(repr=False)
 
     @property
     def size(self) -> int:
-        return self.board.size
+        return self.scheduler.size
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         _check_peer(to, self.size)
         _check_peer(source, self.size)
-        mail = self.board.mail
+        mail = self.scheduler.mail
         if out.numel():
             mail[self.rank, to].append(out.clone())
         if not into.numel():
             return
         inbox = mail[source, self.rank]
-        self.board.wait(self.rank, lambda: bool(inbox), "send_recv", lambda: [source])
+        self.scheduler.wait(self.rank, lambda: bool(inbox), "send_recv", lambda: [source])
         message = inbox.popleft()
         if message.numel() != into.numel() or message.dtype != into.dtype:
             raise RuntimeError(
@@ -100,7 +100,7 @@ class LocalComm:
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
-            raise ValueError(f"all_to_all takes one part for each of {self.size} ranks, got {len(parts)}")
+            raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
         table = self._rendezvous("all_to_all", [part.clone() for part in parts])
         received = [row[self.rank] for row in table]
         _check_arrived(self.rank, "all_to_all", received, counts)
@@ -115,11 +115,11 @@ class LocalComm:
         return total
 
     def _rendezvous(self, name: str, deposit: object) -> list[Any]:
-        return self.board.meet(self.rank, name, deposit)
+        return self.scheduler.rendezvous(self.rank, name, deposit)
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     name: str
     deposits: dict[int, Any] = field(default_factory=dict)
     left: int = 0
@@ -132,31 +132,30 @@ class _Waiting:
     on: Callable[[], list[int]]
 
 
-class _Board:
-    """Who runs, who waits for what, and the messages under way. Only the thread whose turn it is touches it."""
+class _Scheduler:
+    """Which rank runs, which rank waits for what, and the messages sent but not received. Only the thread that runs uses it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.error: BaseException | None = None
-        self._turn = [
-            threading.Lock() for _ in range(size)
-        ]  # released: this rank's turn. A Semaphore does the same, slower
-        for turn in self._turn:
-            turn.acquire()
+        # A rank runs when its lock is released. A Semaphore does the same, slower.
+        self._go = [threading.Lock() for _ in range(size)]
+        for lock in self._go:
+            lock.acquire()
         self._waiting: dict[int, _Waiting] = {}
         self._finished: set[int] = set()
-        self._meetings: dict[int, _Meeting] = {}
-        self._met = [0] * size
+        self._rendezvous: dict[int, _Rendezvous] = {}
+        self._collectives = [0] * size  # how many each rank has called
 
     def begin(self) -> None:
-        self._turn[0].release()
+        self._go[0].release()
 
     def start(self, rank: int) -> None:
-        self._turn[rank].acquire()
+        self._go[rank].acquire()
 
     def wait(self, rank: int, ready: Callable[[], bool], name: str, on: Callable[[], list[int]]) -> None:
-        """Returns once `ready()`; lets the other ranks run until then. `on()` names the ranks waited for."""
+        """Let the other ranks run until `ready()`. `on()` names the ranks waited for."""
         if self.error is not None:
             raise _Stopped
         if ready():
@@ -164,55 +163,55 @@ class _Board:
         self._waiting[rank] = _Waiting(ready, name, on)
         following = self._next(rank)
         if following is None:
-            told = self._who_waits()
-            del self._waiting[rank]  # it goes on, with the error
-            raise DeadlockError(told)
+            message = self._deadlock()
+            del self._waiting[rank]  # it continues, with the error
+            raise DeadlockError(message)
         if following != rank:
-            self._turn[following].release()
-            self._turn[rank].acquire()
+            self._go[following].release()
+            self._go[rank].acquire()
         self._waiting.pop(rank, None)
         if self.error is not None:
             raise _Stopped
 
-    def meet(self, rank: int, name: str, deposit: object) -> list[Any]:
-        """What every rank deposited at this rank's next collective, in rank order."""
-        number = self._met[rank]
-        self._met[rank] += 1
-        meeting = self._meetings.setdefault(number, _Meeting(name))
-        if meeting.name != name:
-            other = next(iter(meeting.deposits))
+    def rendezvous(self, rank: int, name: str, deposit: object) -> list[Any]:
+        """Wait for all ranks at this rank's next collective, and return what each deposited, in rank order."""
+        number = self._collectives[rank]
+        self._collectives[rank] += 1
+        entry = self._rendezvous.setdefault(number, _Rendezvous(name))
+        if entry.name != name:
+            other = next(iter(entry.deposits))
             raise RuntimeError(
-                f"collective number {number}: rank {rank} called {name}, rank {other} called {meeting.name}; "
+                f"collective number {number}: rank {rank} called {name}, rank {other} called {entry.name}; "
                 "all ranks must make the same calls in the same order"
             )
-        meeting.deposits[rank] = deposit
-        self.wait(rank, lambda: len(meeting.deposits) == self.size, name, lambda: self._absent(meeting))
-        meeting.left += 1
-        if meeting.left == self.size:
-            del self._meetings[number]
-        return [meeting.deposits[other] for other in range(self.size)]
+        entry.deposits[rank] = deposit
+        self.wait(rank, lambda: len(entry.deposits) == self.size, name, lambda: self._absent(entry))
+        entry.left += 1
+        if entry.left == self.size:
+            del self._rendezvous[number]
+        return [entry.deposits[other] for other in range(self.size)]
 
     def fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
 
     def finish(self, rank: int) -> None:
-        """Ends the turn of a rank that has returned; wakes the next, or, after an error, all that still wait."""
+        """Let the next rank run after this one has returned; after an error, all that still wait, one after the other."""
         self._finished.add(rank)
         following = self._next(rank)
         if following is None and len(self._finished) < self.size:
-            self.fail(DeadlockError(self._who_waits()))
+            self.fail(DeadlockError(self._deadlock()))
             following = self._next(rank)
         if following is not None:
-            self._turn[following].release()
+            self._go[following].release()
 
     def close(self) -> None:
         if self.error is not None:
             raise self.error
         unread = {pair: len(messages) for pair, messages in self.mail.items() if messages}
         if unread:
-            told = ", ".join(f"{count} from rank {a} to rank {b}" for (a, b), count in sorted(unread.items()))
-            raise RuntimeError(f"messages were sent that nobody received: {told}")
+            pairs = ", ".join(f"{count} from rank {a} to rank {b}" for (a, b), count in sorted(unread.items()))
+            raise RuntimeError(f"messages were sent that no rank received: {pairs}")
 
     def _next(self, rank: int) -> int | None:
         for distance in range(1, self.size + 1):
@@ -224,10 +223,10 @@ class _Board:
                 return other
         return None
 
-    def _absent(self, meeting: _Meeting) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in meeting.deposits]
+    def _absent(self, entry: _Rendezvous) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in entry.deposits]
 
-    def _who_waits(self) -> str:
+    def _deadlock(self) -> str:
         lines = [
             f"rank {rank} in {waiting.name} waits for rank{'s' if len(waiting.on()) > 1 else ''} "
             + ", ".join(
@@ -244,13 +243,13 @@ def _check_peer(rank: int, size: int) -> None:
 
 
 def _check_arrived(rank: int, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None) -> None:
-    """Raises RuntimeError where a part has not the length this rank was told, or not the type of its own part."""
+    """Raise RuntimeError where a tensor has not the length that this rank expects, or not the type of its own tensor."""
     if counts is not None and len(counts) != len(parts):
         raise ValueError(f"counts of {name} must have one length for each of {len(parts)} ranks, got {list(counts)}")
     for source, part in enumerate(parts):
         expected = counts[source] if counts is not None else part.numel()
         if part.numel() != expected or part.dtype != parts[rank].dtype:
             raise RuntimeError(
-                f"{name}: rank {rank} expected {expected} x {parts[rank].dtype} from rank {source}, which brought "
+                f"{name}: rank {rank} expected {expected} x {parts[rank].dtype} from rank {source}, which sent "
                 f"{part.numel()} x {part.dtype}"
             )

@@ -1,7 +1,7 @@
-"""Counting as a wrapper: what each operation of a communicator puts on the wire, in closed form and as counted.
+"""The cost of each operation of a communicator: in closed form, and counted by a wrapper.
 
-Messages are counted as they pass. The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
-algorithm, of the same volume per rank but other message counts. What really left a machine is what its network interface counts.
+The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
+algorithm, of the same volume per rank but other message counts. Only the network interface counts what really left the machine.
 """
 
 import time
@@ -16,12 +16,12 @@ COUNT_NBYTES = 8  # one int64 length for each pair of ranks, where lengths are n
 
 
 def send_cost(nbytes: int) -> Cost:
-    """One message, or none when there is nothing to send."""
+    """Return the cost of one message; of none when there is nothing to send."""
     return Cost(steps=1, messages=1 if nbytes else 0, nbytes=nbytes)
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """One message of `nbytes` to each other rank."""
+    """Return the cost of one message of `nbytes` to each other rank."""
     if P == 1:
         return Cost()
     gathered = Cost(P - 1, P - 1 if nbytes else 0, (P - 1) * nbytes)
@@ -29,7 +29,7 @@ def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
-    """One message to each other rank that gets anything; `nbytes[r]` go to rank r."""
+    """Return the cost of one message to each other rank that gets anything; `nbytes[r]` go to rank r."""
     P = len(nbytes)
     if P == 1:
         return Cost()
@@ -39,22 +39,22 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
 
 
 def counts_cost(P: int) -> Cost:
-    """Every rank tells every other one length."""
+    """Return the cost of one length from every rank to every other."""
     return Cost(1, P - 1, COUNT_NBYTES * (P - 1))
 
 
 def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
-    """A ring reduce-scatter followed by a ring all-gather over P near-equal slices: 2 (P-1)/P of the bytes leave each rank."""
+    """Return the cost of a ring reduce-scatter and a ring all-gather over P near-equal chunks: each rank sends 2 (P-1)/P of the bytes."""
     if P == 1:
         return Cost()
-    slices = [len(span) for span in spans(count, P)]
-    sent = [slices[(rank - j) % P] for j in range(1, P)] + [slices[(rank - j) % P] for j in range(P - 1)]
+    chunks = [len(chunk) for chunk in spans(count, P)]
+    sent = [chunks[(rank - j) % P] for j in range(1, P)] + [chunks[(rank - j) % P] for j in range(P - 1)]
     return Cost(2 * (P - 1), sum(1 for part in sent if part), element_nbytes * sum(sent))
 
 
 @dataclass
 class MeteredComm:
-    """A communicator that passes every call on, and counts what leaves this rank and how long the calls took.
+    """A communicator that passes every call on to `inner`, and counts what this rank sends and how long the calls take.
 
     `sent` and `wait_s` grow until `take()` returns and clears them.
     """
@@ -72,7 +72,7 @@ class MeteredComm:
         return self.inner.size
 
     def take(self) -> tuple[Cost, float]:
-        """What was counted since the last take, and the seconds spent inside the communicator; both start again at nothing."""
+        """Return what was sent since the last call and the seconds spent inside the communicator, and set both to zero."""
         taken = self.sent, self.wait_s
         self.sent, self.wait_s = Cost(), 0.0
         return taken

@@ -1,6 +1,6 @@
 """A communicator over some ranks of another one, made of its point-to-point messages alone.
 
-No process group is created, so a scheme may divide its ranks into nodes without any rank outside agreeing to it.
+No process group is created, so a scheme can divide its ranks into nodes without the other ranks taking part.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,15 @@ class SubsetComm:
             counts = self._exchange_counts([part.numel() for part in parts], parts[0].device)
         received = [torch.empty(0)] * self.size
         received[self.rank] = parts[self.rank]
-        for distance in range(
-            1, self.size
-        ):  # in round i everybody sends i places on, so no rank is sent to by two at once
+        # In round i every rank sends to the one i places on, so that no rank receives from two at once.
+        for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             received[source] = parts[0].new_empty(counts[source])
             self.send_recv(parts[to], to, received[source], source)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum in rank order. Bytes sent per rank: (P-1) * nbytes(x), since it is meant for a few numbers only."""
+        """Sum in rank order. Bytes sent per rank: (P-1) * nbytes(x), as it is meant for a few numbers only."""
         gathered = self.all_gather(x, [x.numel()] * self.size)
         total = gathered[0].clone()
         for part in gathered[1:]:
@@ -60,7 +59,7 @@ class SubsetComm:
         return total
 
     def _exchange_counts(self, outgoing: list[int], device: torch.device) -> list[int]:
-        told = torch.tensor(outgoing, dtype=torch.int64, device=device)
-        assert told.element_size() == COUNT_NBYTES
-        heard = self.all_to_all([told[r : r + 1] for r in range(self.size)], [1] * self.size)
-        return [int(count) for count in heard]  # a host sync: buffer sizes depend on it
+        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
+        assert sent.element_size() == COUNT_NBYTES
+        received = self.all_to_all([sent[r : r + 1] for r in range(self.size)], [1] * self.size)
+        return [int(count) for count in received]  # a host sync: buffer sizes depend on it

@@ -1,9 +1,7 @@
-"""Checkpoints of what schemes keep back: a file for each rank, entries of a torch.distributed.checkpoint, or all ranks' states in one list.
+"""Checkpoints of residuals: a file for each rank, entries of a torch.distributed.checkpoint, or one list of all ranks' states.
 
-Any number of ranks may go on.
-
-State differs from rank to rank under the same names, and torch.distributed.checkpoint keeps one of several tensors of a name without a
-word: so here every rank's state has a name of its own.
+Any number of ranks can continue from any of them. State differs from rank to rank under the same parameter names, and of several tensors
+with one name torch.distributed.checkpoint saves only one, in silence: so here every rank's state has a name of its own.
 """
 
 import io
@@ -21,30 +19,29 @@ from sparsync.feedback import redistributed
 from sparsync.integrations.handle import Handle
 
 _SUFFIX = ".pt"
-_ANY = re.compile(r"sparsync\.(.+\.)?rank\d+of\d+")
+_ANY_STATE = re.compile(r"sparsync\.(.+\.)?rank\d+of\d+")
 
 
 def save(handle: Handle, folder: str | Path) -> Path:
-    """The file in `folder` that now holds this rank's state, written whole or not at all. Call it on every rank, between two steps."""
+    """Write this rank's state into `folder`, whole or not at all, and return the file. Call it on every rank, between two steps."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = handle.state_dict()
     file = folder / (_name(handle.part, state["rank"], state["ranks"]) + _SUFFIX)
-    partly = file.with_suffix(".partly")
-    torch.save(state, partly)
-    partly.replace(file)
+    unfinished = file.with_suffix(".unfinished")
+    torch.save(state, unfinished)
+    unfinished.replace(file)
     return file
 
 
 def load(handle: Handle, folder: str | Path) -> None:
-    """Goes on from what `save` wrote, or from a torch.distributed.checkpoint with `entries`; call it on every rank, with the same folder.
+    """Continue from what `save` wrote, or from a torch.distributed.checkpoint with `entries`; call it on every rank, with the same folder.
 
-    With the number of ranks of then, every rank gets its own state. With another one, new rank r gets the sum of the residuals of old
-    ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; what cannot be carried over, such as
-    thresholds of partitions, starts anew.
-    Under FSDP2 with a replicate axis this holds for the ranks with the same shard, whose number must stay.
-    Raises ValueError when the folder lacks the states of some rank, or holds those of several numbers of ranks or of
-    different steps.
+    With the same number of ranks, every rank gets its own state. With another one, P, new rank r gets the sum of the residuals of old
+    ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; state that fits only the old number of ranks,
+    such as thresholds of partitions, starts again.
+    Under FSDP2 with a replicate axis this holds for the ranks with the same shard; the number of shards must stay.
+    Raises ValueError when the folder lacks the state of a rank, or has those of several numbers of ranks or of different steps.
     """
     folder = Path(folder)
     files = _files(folder)
@@ -60,12 +57,12 @@ def load(handle: Handle, folder: str | Path) -> None:
 
 
 def holds_states(folder: str | Path) -> bool:
-    """Whether `folder` holds states of any handle, complete or not."""
-    return any(map(_ANY.fullmatch, [*_files(Path(folder)), *_entry_names(Path(folder))]))
+    """Return whether `folder` has states of any handle, complete or not."""
+    return any(map(_ANY_STATE.fullmatch, [*_files(Path(folder)), *_entry_names(Path(folder))]))
 
 
 def entries(handle: Handle) -> dict[str, bytes]:
-    """What to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`."""
+    """Return what to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`."""
     state = handle.state_dict()
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -73,28 +70,27 @@ def entries(handle: Handle) -> dict[str, bytes]:
 
 
 def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]] | None:
-    """All ranks' states, in rank order, on the first rank of `group`, that of the handle; None on the others. Call it on every rank.
+    """Gather all ranks' states, in rank order, on the first rank of `group`, the handle's group; return None on the others.
 
-    For checkpoints that are one file, which the first rank writes; they hold the residuals of all ranks at once, as does its memory.
+    Call it on every rank. For checkpoints that are one file, which the first rank writes; its memory holds the residuals of all ranks
+    at once.
     """
     (mine,) = entries(handle).values()
     rank, ranks = handle.place
-    found: list[Any] | None = [None] * ranks if rank == 0 else None
-    dist.gather_object(mine, found, group=group, group_dst=0)
-    return found and [torch.load(io.BytesIO(each), weights_only=True, map_location="cpu") for each in found]
+    states: list[Any] | None = [None] * ranks if rank == 0 else None
+    dist.gather_object(mine, states, group=group, group_dst=0)
+    return states and [torch.load(io.BytesIO(each), weights_only=True, map_location="cpu") for each in states]
 
 
 def restore(handle: Handle, states: Sequence[Mapping[str, Any]]) -> None:
-    """Goes on from what `gathered` returned on the first rank; call it on every rank, of any number, with all states. See `load`."""
+    """Continue from what `gathered` returned on the first rank; call it on every rank, with all states. See `load`."""
     if not states:
-        raise ValueError(
-            "there are no states to go on from; pass what sparsync.integrations.checkpoint.gathered returned"
-        )
+        raise ValueError("there are no states to continue from; pass what sparsync.checkpoint.gathered returned")
     _restore(handle, states, "this checkpoint")
 
 
 def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as Handle.state_dict
-    """The state of rank `rank` of `ranks`, from those of all ranks of another world, in rank order; see `load`."""
+    """Return the state of rank `rank` of `ranks`, made from those of all ranks of another number, in rank order; see `load`."""
     state = {**states[0], "rank": rank, "ranks": ranks}
     residuals = [each["scheme"].get("residual", {}) for each in states]
     if any(residuals):
@@ -105,18 +101,20 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[
 def _load(handle: Handle, names: Sequence[str], read: Callable[[str], Mapping[str, Any]], folder: Path) -> None:
     pattern = re.compile(_name(re.escape(handle.part), r"(\d+)", r"(\d+)"))
     found = {(int(match[1]), int(match[2])) for match in map(pattern.fullmatch, names) if match}
-    worlds = {then for _, then in found}
+    worlds = {ranks for _, ranks in found}
     if len(worlds) != 1:
         raise ValueError(
-            f"{folder} holds the states of worlds of {sorted(worlds)} ranks; leave one of them there"
+            f"{folder} has the states of worlds of {sorted(worlds)} ranks; leave one of them there"
             if worlds
-            else f"{folder} holds no state of sparsync{handle.part and f' for {handle.part}'}; save one there with "
-            "sparsync.integrations.checkpoint.save on every rank"
+            else f"{folder} has no state of sparsync{handle.part and f' for {handle.part}'}; save one there with "
+            "sparsync.checkpoint.save on every rank"
         )
-    (then,) = worlds
-    if missing := sorted(set(range(then)) - {rank for rank, _ in found}):
-        raise ValueError(f"{folder} lacks the states of ranks {missing} of {then}; save on every rank, into one folder")
-    _restore(handle, [read(_name(handle.part, old, then)) for old in range(then)], str(folder))
+    (ranks,) = worlds
+    if missing := sorted(set(range(ranks)) - {rank for rank, _ in found}):
+        raise ValueError(
+            f"{folder} lacks the states of ranks {missing} of {ranks}; save on every rank, into one folder"
+        )
+    _restore(handle, [read(_name(handle.part, rank, ranks)) for rank in range(ranks)], str(folder))
 
 
 def _restore(handle: Handle, states: Sequence[Mapping[str, Any]], where: str) -> None:

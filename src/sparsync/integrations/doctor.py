@@ -1,8 +1,7 @@
-"""Preflight: what would break, or quietly do something else than expected, and the cure. DistributedDataParallel's is here."""
+"""Preflight: what would break, or do something unexpected in silence, and the cure. DistributedDataParallel's is here."""
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,16 +11,17 @@ from sparsync.integrations.findings import Axis, Finding
 
 
 def doctor(model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None) -> list[Finding]:
-    """What `attach(model, scheme)` would refuse or warn of, worst first; empty when all is well. Changes nothing, sends nothing.
+    """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
-    Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's.
+    Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
     if isinstance(model, DistributedDataParallel):
+        findings.check_scheme(scheme)
         found = list(_ddp(model, scheme))
     elif findings.is_fsdp2(model):
         from sparsync.integrations import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examined(model, scheme, replicate)
+        found = fsdp2_doctor.examine(model, scheme, replicate)
     else:
         raise TypeError(
             f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"
@@ -31,30 +31,9 @@ def doctor(model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None) -
 
 def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
     yield from _hooks(model)
-    yield from _gradients(model)
-    yield from findings.patterns([name for name, _ in model.module.named_parameters()], scheme)
-
-
-def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
-    if getattr(model, "mixed_precision", None) is not None:
-        yield Finding(
-            "DDP's mixed_precision has a communication hook of its own, and DDP takes one",
-            "use torch.autocast, or a model in 16 bits, instead",
-            RuntimeError,
-        )
-    elif any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.module.parameters()):
-        yield Finding(
-            "an optimizer that steps during the backward pass has a communication hook of its own, and DDP takes one",
-            "step the optimizer after the backward pass",
-            RuntimeError,
-        )
-    elif getattr(model, "_comm_hooks", None):
-        yield Finding(
-            "this model has a communication hook already, and DDP takes one", "wrap the module anew", RuntimeError
-        )
     if getattr(model, "_use_python_reducer", False):
         yield Finding(
-            "DDP was made with torch.compile's python reducer, which hands hooks something else than buckets",
+            "DDP was made with torch.compile's python reducer, which passes hooks something else than buckets",
             'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model',
             RuntimeError,
         )
@@ -63,14 +42,31 @@ def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
             "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()",
             "leave static_graph out if you use no_sync()",
         )
-
-
-def _gradients(model: DistributedDataParallel) -> Iterator[Finding]:
-    for name, module in model.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            yield Finding(
-                f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one",
-                "make it with sparse=False for the scheme to reduce it",
-            )
+    for name, _ in findings.sparse_embeddings(model.module):
+        yield Finding(
+            f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one",
+            "make it with sparse=False for the scheme to reduce it",
+        )
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
+    yield from findings.patterns([name for name, _ in model.module.named_parameters()], scheme)
+
+
+def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
+    """Find the hook that the model has already; DDP takes one."""
+    if getattr(model, "mixed_precision", None) is not None:
+        yield Finding(
+            "DDP's mixed_precision has a communication hook of its own, and DDP takes one",
+            "use torch.autocast, or a model in 16 bits, instead",
+            RuntimeError,
+        )
+    elif findings.steps_in_backward(model.module):
+        yield Finding(
+            "an optimizer that steps during the backward pass has a communication hook of its own, and DDP takes one",
+            "step the optimizer after the backward pass",
+            RuntimeError,
+        )
+    elif getattr(model, "_comm_hooks", None):
+        yield Finding(
+            "this model has a communication hook already, and DDP takes one", "wrap the module again", RuntimeError
+        )

@@ -1,4 +1,4 @@
-"""What a preflight finds, and the findings that all integrations share."""
+"""The findings of a preflight, and the checks that all integrations share."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,10 @@ from sparsync.base.scheme import Scheme
 from sparsync.selection.parameters import matches
 
 Axis = DeviceMesh | dist.ProcessGroup
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # what send, recv and all_reduce were tried or read on
+_BACKENDS = {
+    "cpu": ("gloo",),
+    "cuda": ("nccl",),
+}  # on which send, recv and all_reduce were tried, or their source was read
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,18 @@ class Finding:
         return f"{self.what}; {self.cure}"
 
 
+def check_scheme(scheme: object) -> None:
+    """Raise TypeError for anything but an instance of Scheme."""
+    if isinstance(scheme, Scheme):
+        return
+    cure = "subclass sparsync.Scheme to write one"
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        cure = f"pass an instance, {scheme.__name__}(...)"
+    raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
+
+
 def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
-    """Devices whose gradients this group cannot send."""
+    """Find the devices whose gradients this group cannot send."""
     for device in sorted(devices):
         name = backend(group, device)
         if name not in _BACKENDS.get(device, ()):
@@ -41,7 +54,7 @@ def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterato
 
 
 def backend(group: dist.ProcessGroup | None, device: str) -> str:
-    """The name of what serves tensors on this device; a group may have a backend for each."""
+    """Return the name of the backend for tensors on this device; a group may have one for each."""
     try:
         assert group is not None
         return group._get_backend(torch.device(device)).name()
@@ -50,7 +63,7 @@ def backend(group: dist.ProcessGroup | None, device: str) -> str:
 
 
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
-    """Names that somebody gave and that no parameter has; a scheme's own default patterns need not match."""
+    """Find given names and patterns that match no parameter; a scheme's own default patterns need not match."""
     for setting in ("protect", "dense", "patterns"):
         given = getattr(scheme, setting, ())
         if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
@@ -63,7 +76,19 @@ def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
                 )
 
 
+def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Find the embeddings whose gradients are sparse, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield name, module
+
+
+def steps_in_backward(model: nn.Module) -> bool:
+    """Return whether an optimizer steps during the model's backward pass."""
+    return any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.parameters())
+
+
 def is_fsdp2(model: nn.Module) -> bool:
-    """Whether fully_shard was called on this model; told without loading torch's FSDP, which takes half a second."""
+    """Return whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,25 +20,38 @@ from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_l
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.integrations.findings import Axis
-from sparsync.integrations.fsdp2_doctor import examined
-from sparsync.integrations.fsdp2_units import ReduceScatter, Sharded, Unit, fingerprint, process_group, units_of
-from sparsync.integrations.handle import Handle, Stateful
-from sparsync.integrations.residual_scale import Terms
+from sparsync.integrations.fsdp2_doctor import examine
+from sparsync.integrations.fsdp2_units import (
+    ReduceScatter,
+    ShardedParameter,
+    Unit,
+    fingerprint,
+    process_group,
+    units_of,
+)
+from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.residual_units import ResidualRescaler
 
 
-class Fsdp2Handle(Handle):
+class Fsdp2Handle(AttachedHandle):
     """The handle of one axis of an FSDP2 model."""
 
-    def __init__(self, scheme: Stateful, comm: GroupComm, units: list[Unit], terms: Terms, part: str = "") -> None:
-        names = {number: name for unit in units for number, name in unit.ids.items()}
-        super().__init__(scheme, comm, names, terms, part)
+    def __init__(
+        self,
+        scheme: Scheme | ReduceScatterScheme,
+        comm: GroupComm,
+        rescaler: ResidualRescaler,
+        units: list[Unit],
+        part: str = "",
+    ) -> None:
+        super().__init__(scheme, comm, rescaler, part)
         self._units = units
         self._seen: set[str] = set()  # the keys of this backward pass; empty between two
-        self._late: list[Future] = []  # to be waited for at its end
-        self._unused: list[tuple[Unit, bool]] = []
+        self._in_flight: list[Future] = []  # to be waited for before the backward pass ends
+        self._unused: list[tuple[Unit, bool]] = []  # units, and their setting for unused parameters before attach
 
     def detach(self) -> None:
-        """Gives the model back as it was before `attach`; reports and state stay. Call it on all ranks, between two steps."""
+        """Give the model back as it was before `attach`; reports and state stay. Call it on all ranks, between two steps."""
         self._dispatcher.flush()
         for unit, before in self._unused:
             unit.reduce_unused(before)
@@ -46,31 +59,31 @@ class Fsdp2Handle(Handle):
         self._dispatcher.stop()
 
     def _count_unused(self) -> None:
-        """From now on a parameter without gradient counts as zero: so every buffer has all parameters, and all ranks the same."""
+        """Let parameters without gradient count as zero from now on, so that every buffer has all parameters, on all ranks."""
         self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
 
-    def _submit(self, unit: Unit, bucket: Bucket, scheme: Any, into: Bucket) -> None:  # Any: a Reducer
-        """Has a bucket reduced; returns when that is done, or at once where nobody reads `into` before the backward pass ends."""
-        prepare = self._follow_terms if len(self._seen) == 1 else None
-        allowed = self._in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
+    def _submit(self, unit: Unit, bucket: Bucket, scheme: Scheme, into: Bucket) -> None:
+        """Have a bucket reduced; return when that is done, or at once where nothing reads `into` before the backward pass ends."""
+        prepare = self._rescaler.rescale if len(self._seen) == 1 else None
+        allowed = self._max_in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
 
-        def written() -> Bucket:  # as it is now, where somebody may divide it in place
+        def written() -> Bucket:  # a copy where FSDP2 may divide it in place
             return into if allowed else replace(into, grad=into.grad.clone())
 
-        self._late.append(self._dispatcher.submit(bucket, scheme, prepare, written))
+        self._in_flight.append(self._dispatcher.submit(bucket, scheme, prepare, written))
         try:
-            while len(self._late) > allowed:
-                self._late.pop(0).wait()
+            while len(self._in_flight) > allowed:
+                self._in_flight.pop(0).wait()
         except BaseException:
             self._abandon()
             raise
 
-    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """How many buffers like this one may be under way at once."""
+    def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """Return how many buffers like this one may be under way at once."""
         return len(self._units)
 
     def _open(self, unit: Unit) -> int:
-        """The number of this step, which a backward pass opens, or a unit that comes a second time in one."""
+        """Return the number of this step. A backward pass opens one, and so does a unit that comes a second time in the same pass."""
         if not self._seen or unit.key in self._seen:
             self._seen.clear()
             self._step += 1
@@ -80,31 +93,31 @@ class Fsdp2Handle(Handle):
         return self._step
 
     def _close(self) -> None:
-        """Ends the step: waits for what the backward pass did not wait for."""
-        late, self._late = self._late, []
+        """End the step: wait for what the backward pass did not wait for."""
+        pending, self._in_flight = self._in_flight, []
         self._seen.clear()
         try:
-            for future in late:
+            for future in pending:
                 future.wait()
-            self._dispatcher.step_ended()
+            self._connection.end_step()
         except BaseException:
-            self._late = late  # all of them have ended or will soon: a failed step fails as a whole
+            self._in_flight = pending  # all of them have ended or will soon: a failed step fails as a whole
             self._abandon()
             raise
 
     def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
-        """The error of a step that ends because a buffer lacks parameters."""
+        """Return the error of a step that ends because a buffer lacks parameters."""
         self._abandon()
-        wanted = sum(each.length for each in unit.sharded())
+        wanted = sum(each.length for each in unit.trained())
         return RuntimeError(
             f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
             "gradient, and this scheme must know which; leave set_reduce_scatter_unused_params(True), as attach set it"
         )
 
     def _abandon(self) -> None:
-        """Forgets a step that failed; the next unit opens another."""
-        late, self._late = self._late, []
-        for future in late:
+        """Forget a step that failed; the next unit opens another."""
+        pending, self._in_flight = self._in_flight, []
+        for future in pending:
             with suppress(Exception):  # the error that ended the step is on its way to the caller
                 future.wait()
         self._seen.clear()
@@ -115,11 +128,13 @@ class ShardHandle(Fsdp2Handle):
 
     scheme: ReduceScatterScheme
 
-    def __init__(self, scheme: ReduceScatterScheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
-        super().__init__(scheme, comm, units, terms)
+    def __init__(
+        self, scheme: ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]
+    ) -> None:
+        super().__init__(scheme, comm, rescaler, units)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
-            unit.module.set_custom_reduce_scatter(_OurReduceScatter(self, unit))
+            unit.module.set_custom_reduce_scatter(_UnitReduceScatter(self, unit))
         if scheme.needs_layout:
             self._count_unused()
 
@@ -130,27 +145,32 @@ class ShardHandle(Fsdp2Handle):
         self._before = []
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
-        state = super().state_dict()
-        kept = state["scheme"]["residual"]
-        return {**state, "scheme": {"residual": {each.name: each.join(found) for each, found in self._pieces(kept)}}}
+        """Return this rank's state, with residuals of whole parameters: so they fit any number of ranks."""
+        state, (_, P) = super().state_dict(), self.place
+        by_shard = state["scheme"].get("residual", {})
+        whole = {
+            each.name: each.join([by_shard[shard_name(each.name, owner)] for owner in range(P)])
+            for each in self._trained()
+            if shard_name(each.name, 0) in by_shard
+        }
+        return {**state, "scheme": {**state["scheme"], "residual": whole}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        whole = dict(state.get("scheme", {}).get("residual", {}))
-        known = {each.name: each for unit in self._units for each in unit.sharded()}
-        if strangers := sorted(whole.keys() - known.keys()):
+        scheme, known = dict(state.get("scheme", {})), {each.name: each for each in self._trained()}
+        whole = scheme.get("residual", {})
+        if unknown := sorted(whole.keys() - known.keys()):
             raise ValueError(
-                f"this state keeps something of {strangers[0]!r}, which is no trained parameter of this model; load that of the same model"
+                f"this state has a residual of {unknown[0]!r}, which is no trained parameter of this model; load that of the same model"
             )
-        _, owners = self.place
-        kept = {
-            shard_name(name, owner): part
+        scheme["residual"] = {
+            shard_name(name, owner): shard
             for name, flat in whole.items()
-            for owner, part in enumerate(known[name].cut(flat, owners))
+            for owner, shard in enumerate(known[name].cut(flat, self.place[1]))
         }
-        super().load_state_dict({**state, "scheme": {"residual": kept}})
+        super().load_state_dict({**state, "scheme": scheme})
 
     def reduce_scatter(self, unit: Unit, x: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
-        """Fills `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
+        """Fill `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             self._abandon()
             raise ValueError(
@@ -164,23 +184,17 @@ class ShardHandle(Fsdp2Handle):
         lengths = [("parameters", out.numel())] if lengths is None else lengths
         bucket = Bucket(unit.key, x, self._open(unit), shard_layout(lengths, P))
         into = Bucket(unit.key, out, bucket.step, own_shard_layout(lengths, rank))
-        self._submit(unit, bucket, _Into(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
+        self._submit(unit, bucket, ReduceScatterInto(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
 
-    def _in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """One while the next is made: each is a whole gradient. None where an all-reduce hook reads the result at once.
+    def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """Return 1, as each is a whole gradient; 0 where an all-reduce hook reads the result at once.
 
-        On CUDA none either, as FSDP2 gives the buffer's memory away once this returns.
+        On CUDA 0 as well, because FSDP2 gives the buffer's memory away once this returns.
         """
         return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
 
-    def _pieces(self, kept: Mapping[str, Tensor]) -> list[tuple[Sharded, list[Tensor]]]:
-        _, owners = self.place
-        trained = [each for unit in self._units for each in unit.sharded()]
-        return [
-            (each, [kept[shard_name(each.name, owner)] for owner in range(owners)])
-            for each in trained
-            if shard_name(each.name, 0) in kept
-        ]
+    def _trained(self) -> list[ShardedParameter]:
+        return [each for unit in self._units for each in unit.trained()]
 
 
 class ReplicateHandle(Fsdp2Handle):
@@ -188,11 +202,11 @@ class ReplicateHandle(Fsdp2Handle):
 
     scheme: Scheme
 
-    def __init__(self, scheme: Scheme, comm: GroupComm, units: list[Unit], terms: Terms) -> None:
+    def __init__(self, scheme: Scheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]) -> None:
         shards = units[0].shard_group
         assert shards is not None
         part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
-        super().__init__(scheme, comm, units, terms, part)
+        super().__init__(scheme, comm, rescaler, units, part)
         self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
@@ -204,9 +218,9 @@ class ReplicateHandle(Fsdp2Handle):
             unit.set_all_reduce_hook(None)
 
     def all_reduce(self, unit: Unit, shard: Tensor) -> None:
-        """Replaces `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.
+        """Replace `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.
 
-        While set_requires_all_reduce(False) holds, it is put aside instead, and what the gradients get is zero.
+        While set_requires_all_reduce(False) holds, it is put aside instead, and the gradients get zero.
         """
         before = self._partial.pop(unit.key, None)
         if before is not None and before.shape == shard.shape:
@@ -228,7 +242,7 @@ class ReplicateHandle(Fsdp2Handle):
         self._partial.clear()
 
 
-class _OurReduceScatter(ReduceScatter):
+class _UnitReduceScatter(ReduceScatter):
     """The reduce-scatter of one unit."""
 
     def __init__(self, handle: ShardHandle, unit: Unit) -> None:
@@ -243,24 +257,22 @@ class _OurReduceScatter(ReduceScatter):
         self._handle.reduce_scatter(self._unit, input_tensor, output_tensor, op)
 
 
-@dataclass(frozen=True)
-class _Into:
-    """A reduce-scatter as a dispatcher calls it: the result goes to `out`."""
+class ReduceScatterInto(Scheme):
+    """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean, or of the sum, to `out`."""
 
-    scheme: ReduceScatterScheme
-    out: Tensor
-    average: bool
-    ranks: int
-
-    @property
-    def name(self) -> str:
-        return self.scheme.name
+    def __init__(self, scheme: ReduceScatterScheme, out: Tensor, average: bool, ranks: int) -> None:
+        self.name, self._scheme, self._out = scheme.name, scheme, out
+        self._average, self._ranks = average, ranks
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        return self.scheme.reduce_scatter(bucket, self.out, comm, self.average)
+        return self._scheme.reduce_scatter(bucket, self._out, comm, self._average)
+
+    @property
+    def has_residual(self) -> bool:
+        return self._scheme.has_residual
 
     def rollback(self, bucket: Bucket) -> None:
-        self.scheme.rollback(bucket, self.ranks if self.average else 1)
+        self._scheme.rollback(bucket, self._ranks if self._average else 1)
 
 
 def attach_fsdp2(
@@ -272,25 +284,30 @@ def attach_fsdp2(
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
 ) -> Fsdp2Handle:
-    """Makes an FSDP2 model reduce its gradients with `scheme` over one axis, and returns the handle to its reports and state.
+    """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
     Without `replicate` that is the shard axis, and the scheme SkipReduce, OkTopk or Dense, as a reduce-scatter. With it, an axis of a mesh
     or a process group, every scheme works, on the shards that FSDP2 has reduced already; `attach` can be called once for each axis.
     Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
-    fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model and go on.
+    fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/fsdp2.md.
     """
-    for finding in examined(model, scheme, replicate):
+    for finding in examine(model, scheme, replicate):
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=3)
     units = units_of(model)
+    names, settings = {number: name for unit in units for number, name in unit.ids.items()}, scheme.config_fingerprint()
     if replicate is None:
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=scheme.config_fingerprint())
-        return ShardHandle(scheme.reduce_scatter_form(), comm, units, Terms(optimizer, scaler))
-    said = f"{scheme.config_fingerprint()} and parameters {fingerprint(units)}"
-    comm = GroupComm.private(process_group(replicate), timeout_s, fingerprint=said)
-    return ReplicateHandle(scheme, comm, units, Terms(optimizer, scaler))
+        form = scheme.reduce_scatter_form()
+        rescaler = ResidualRescaler(form, names, optimizer, scaler)
+        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=settings)
+        return ShardHandle(form, comm, rescaler, units)
+    rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
+    comm = GroupComm.private(
+        process_group(replicate), timeout_s, fingerprint=f"{settings} and parameters {fingerprint(units)}"
+    )
+    return ReplicateHandle(scheme, comm, rescaler, units)
 
 
 def _named(op: Any) -> str:

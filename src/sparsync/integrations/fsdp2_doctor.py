@@ -1,4 +1,4 @@
-"""Preflight for FSDP2: what would break, or quietly do something else than expected, and the cure."""
+"""Preflight for FSDP2: what would break, or do something unexpected in silence, and the cure."""
 
 from collections.abc import Iterator
 
@@ -16,20 +16,21 @@ _ONE_AXIS = (
 )
 
 
-def examined(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
-    """What `attach(model, scheme, replicate=replicate)` would refuse or warn of."""
+def examine(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
+    """Return what `attach(model, scheme, replicate=replicate)` would refuse or warn of."""
+    findings.check_scheme(scheme)
     units = units_of(model)
     found = list(_meshes(units))
     if found:
         return found
     names = [name for unit in units for name in unit.names]
-    found += _left_alone(model, names)
+    found += _ignored(model, names)
     found += _shard_axis(units, scheme) if replicate is None else _replicate_axis(units, replicate)
     return [*found, *findings.patterns(names, scheme)]
 
 
 def _meshes(units: list[Unit]) -> Iterator[Finding]:
-    """What makes it unclear over which ranks there is anything to reduce."""
+    """Find what makes it unclear which ranks reduce together."""
     if not units:
         yield Finding("this model has no parameters that FSDP2 shards", "call fully_shard on it first", ValueError)
     elif any(len(unit.groups) > 1 for unit in units):
@@ -66,13 +67,13 @@ def _meshes(units: list[Unit]) -> Iterator[Finding]:
         )
 
 
-def _left_alone(model: nn.Module, names: list[str]) -> Iterator[Finding]:
+def _ignored(model: nn.Module, names: list[str]) -> Iterator[Finding]:
     others = [name for name, each in model.named_parameters() if each.requires_grad and name not in names]
     if others and len(others) + len(names) > len(dict(model.named_parameters())):
-        return  # names that a wrapper changed; then nobody can tell
+        return  # a wrapper changed the names, so they cannot be compared
     if others:
         yield Finding(
-            f"nobody reduces the gradients of {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}, which FSDP2 was told to ignore",
+            f"the gradients of {', '.join(others[:4])}{', ...' if len(others) > 4 else ''} are not reduced, because FSDP2 ignores them",
             "leave them out of ignored_params, or reduce them yourself",
         )
 
@@ -91,7 +92,7 @@ def _shard_axis(units: list[Unit], scheme: Scheme) -> Iterator[Finding]:
             'name the axis to reduce over: attach(model, scheme, replicate=mesh["replicate"])',
             ValueError,
         )
-    if not all(unit.has_own_reduce_scatter for unit in units):
+    if not all(unit.has_default_reduce_scatter for unit in units):
         yield Finding(
             "a module has a reduce-scatter of its own already: another scheme's, set_custom_reduce_scatter, "
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm",

@@ -1,6 +1,6 @@
-"""What FSDP2 reduces at once, and what sparsync reads of it.
+"""The units that FSDP2 reduces: their parameters, and where these lie in its buffers.
 
-HACK: which parameters lie where in FSDP2's buffers is told by no public function, so this file, and only this one, reads attributes of
+HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
 torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py uses each.
 """
 
@@ -22,33 +22,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from sparsync.integrations.findings import Axis
 
 ROOT = "(root)"  # the key of the outermost unit
-_REDUCED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
+_NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A parameter as FSDP2 holds it: cut into pieces along `dim`, the last ones perhaps shorter or empty."""
+class ShardedParameter:
+    """A parameter as FSDP2 holds it: cut into shards along `dim`, the last ones perhaps shorter or empty."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
-    length: int  # of a piece, with its padding
+    length: int  # of a shard, with its padding
 
-    def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole, flat, of what lies in the pieces of all owners."""
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter, flat, from the shards of all ranks."""
         if self.dim == 0:
-            return torch.cat(list(pieces))[: math.prod(self.shape)]
+            return torch.cat(list(shards))[: math.prod(self.shape)]
         shape = list(self.shape)
-        shape[self.dim] //= len(pieces)
-        return torch.cat([part.view(shape) for part in pieces], dim=self.dim).flatten()
+        shape[self.dim] //= len(shards)
+        return torch.cat([shard.view(shape) for shard in shards], dim=self.dim).flatten()
 
-    def cut(self, whole: Tensor, owners: int) -> list[Tensor]:
-        """The pieces of all owners of a whole, flat; padding is zero."""
+    def cut(self, whole: Tensor, ranks: int) -> list[Tensor]:
+        """Return the shards of all ranks, flat, of a whole parameter; padding is zero."""
         if self.dim == 0:
-            padded = whole.new_zeros(owners * self.length)
+            padded = whole.new_zeros(ranks * self.length)
             padded[: whole.numel()] = whole
-            return list(padded.split(self.length)) if self.length else [padded] * owners
-        return [part.flatten() for part in whole.view(self.shape).chunk(owners, dim=self.dim)]
+            return list(padded.split(self.length)) if self.length else [padded] * ranks
+        return [shard.flatten() for shard in whole.view(self.shape).chunk(ranks, dim=self.dim)]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Unit:
 
     @property
     def group(self) -> Any:  # Any: FSDPParamGroup
-        """The only group of parameters."""
+        """The group of parameters, where there is one only."""
         return self.groups[0]
 
     @property
@@ -86,30 +86,30 @@ class Unit:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether FSDP2 itself all-reduces over a second axis."""
+        """True where FSDP2 itself all-reduces over a second axis."""
         return isinstance(self.group.mesh_info, HSDPMeshInfo)
 
     @property
     def copies(self) -> int:
-        """How many ranks there are for each shard in the mesh that the shard axis was taken from."""
+        """The number of ranks with the same shard, in the mesh that the shard axis was taken from."""
         mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
         return mesh._get_root_mesh().size() // mesh.size()
 
     @property
     def in_other_meshes(self) -> bool:
-        """Whether a parameter was a DTensor before it was sharded, as with tensor parallelism."""
+        """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
         return any(parameter.is_dtensor for parameter in self.parameters)
 
     @property
     def premultiplies(self) -> bool:
-        """Whether FSDP2 asks for ReduceOp.PREMUL_SUM where it reduces float32 or bfloat16."""
+        """True where FSDP2 asks for ReduceOp.PREMUL_SUM when it reduces float32 or bfloat16."""
         factor, group = self.group.gradient_divide_factor, self.shard_group
         size = group.size() if group is not None else 1
         return factor is not None and factor != size and not self.group.force_sum_reduction_for_comms
 
     @property
     def all_reduces_now(self) -> bool:
-        """What set_requires_all_reduce last said."""
+        """The latest argument of set_requires_all_reduce."""
         return self.group.all_reduce_grads
 
     @property
@@ -117,8 +117,8 @@ class Unit:
         return self.group._reduce_scatter_comm
 
     @property
-    def has_own_reduce_scatter(self) -> bool:
-        """Whether the reduce-scatter is torch's plain one."""
+    def has_default_reduce_scatter(self) -> bool:
+        """True while the reduce-scatter is FSDP2's own."""
         return type(self.reduce_scatter) is DefaultReduceScatter
 
     @property
@@ -129,36 +129,38 @@ class Unit:
         self.group._all_reduce_hook = hook
 
     def reduce_unused(self, wanted: bool) -> bool:
-        """Has parameters without gradient count as zero, or not; returns how it was."""
+        """Have parameters without gradient count as zero, or not; return the setting before."""
         before = self.group.reduce_scatter_unused_params
         self.group.reduce_scatter_unused_params = wanted
         return before
 
-    def sharded(self) -> list[Sharded]:
-        """The parameters that are trained, in the order in which they lie in the buffers."""
+    def trained(self) -> list[ShardedParameter]:
+        """Return the trained parameters, in the order in which they lie in the buffers."""
         return [
-            Sharded(name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel())
+            ShardedParameter(
+                name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
+            )
             for name, each in zip(self.names, self.parameters, strict=True)
             if each.sharded_param.requires_grad
         ]
 
     def lengths(self, count: int) -> list[tuple[str, int]] | None:
-        """Name and length of each piece in a shard of `count` elements; None where some parameters are missing from it."""
-        found = [(each.name, each.length) for each in self.sharded()]
+        """Return name and length of each parameter in a shard of `count` elements; None where some parameters are missing from it."""
+        found = [(each.name, each.length) for each in self.trained()]
         return found if sum(length for _, length in found) == count else None
 
     def reads_late(self, dtype: torch.dtype) -> bool:
-        """Whether the gradients that FSDP2 makes of a reduced buffer of this type are views of it, read after the backward pass only.
+        """Return whether the gradients of a reduced buffer of this type are views of it that nothing reads before the backward pass ends.
 
-        Not where it divides or converts them, adds them to others, moves them to the CPU, or somebody waits for each.
+        They are read earlier where FSDP2 divides or converts them, adds them to others or moves them to the CPU, and by hooks on them.
         """
         group = self.group
-        as_they_are = dtype in _REDUCED_AS_THEY_ARE and dtype == (group._orig_dtype or dtype)
-        return as_they_are and not group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
+        unchanged = dtype in _NOT_DIVIDED and dtype == (group._orig_dtype or dtype)
+        return unchanged and not group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model, outer modules first, called after their modules; those without parameters are left out."""
+    """Return the units of a model, outer modules first, called after their modules; those without parameters are left out."""
     modules = dict(model.named_modules())
     prefixes = {id(module): f"{name}." if name else "" for name, module in modules.items()}
     found: dict[int, Unit] = {}
@@ -175,7 +177,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def process_group(axis: Axis) -> dist.ProcessGroup:
-    """The group of ranks of an axis. Raises ValueError for a mesh of several axes."""
+    """Return the process group of an axis. Raises ValueError for a mesh of several axes."""
     if not isinstance(axis, DeviceMesh):
         return axis
     if axis.ndim != 1:
@@ -186,7 +188,7 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
 
 
 def fingerprint(units: Iterable[Unit]) -> str:
-    """A short word that differs where the shards of these units do; "unknown" while some have no memory yet."""
+    """Return a digest of the shards of these units; "unknown" while some have no memory yet."""
     digest = hashlib.blake2b(digest_size=6)
     for unit in units:
         for name, each in zip(unit.names, unit.parameters, strict=True):
@@ -200,5 +202,5 @@ def fingerprint(units: Iterable[Unit]) -> str:
 
 def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam
     sharded = parameter.sharded_param
-    waited_for = bool(getattr(sharded, "_post_accumulate_grad_hooks", None))
-    return sharded.grad is not None or parameter.offload_to_cpu or waited_for
+    has_hooks = bool(getattr(sharded, "_post_accumulate_grad_hooks", None))
+    return sharded.grad is not None or parameter.offload_to_cpu or has_hooks

@@ -1,120 +1,107 @@
-"""What every attached model has in common: reports, state, what residuals are in terms of, and the thread that reduces."""
+"""The handle of a model whose gradients a scheme reduces: reports, and the state to save. Every integration returns one."""
 
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from sparsync.base.scheme import Scheme
+from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Report
 from sparsync.feedback import state_from
+from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
-from sparsync.integrations.residual_scale import Terms
-from sparsync.integrations.rollback import Rollback
+from sparsync.integrations.residual_units import ResidualRescaler
 
-KEPT_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What a handle asks of a scheme, whatever it reduces."""
-
-    @property
-    def name(self) -> str: ...
-
-    def state_dict(self) -> dict[str, Any]: ...  # Any: as Scheme
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None: ...
+MAX_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
 
 
 class Handle:
-    """What `attach` returns: the reports, and the state to save with a checkpoint. State differs from rank to rank: save each one's.
+    """The reports and the state of `scheme` on one model, seen from one rank.
 
-    `names` gives each parameter's name by its id. `part` names the piece of the model that this rank's group of ranks has, "" where that
-    is all of it; states of different parts have nothing in common.
+    `part` names what this rank's worker group has of the model, such as "shard0of2"; "" is
+    all of it. States of different parts have nothing in common.
     """
 
     def __init__(
-        self,
-        scheme: Stateful,
-        comm: GroupComm,
-        names: Mapping[int, str],
-        terms: Terms,
-        part: str = "",
+        self, scheme: Scheme | ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, part: str = ""
     ) -> None:
         self.scheme = scheme
         self.part = part
-        self._names = names
-        self._terms = terms
-        terms.go_on(scheme)
+        self._rescaler = rescaler
+        self._connection = Connection(scheme, comm)
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
-        self._reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
-        skipped = Rollback() if getattr(scheme, "keeps", False) else None
-        reset_shared_state = getattr(scheme, "reset_shared_state", _nothing)
-        self._dispatcher = Dispatcher(comm, self._reports.append, reset_shared_state, skipped)
-        weakref.finalize(self, self._dispatcher.stop)
+        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and how many ranks there are."""
+        """This rank, and the number of ranks."""
         return self._place["rank"], self._place["ranks"]
 
     def reports(self) -> list[Report]:
-        """One report for each bucket and step so far, oldest first; the newest 10 000 are kept."""
+        """Return one report for each bucket and step so far, oldest first; only the newest 10 000 are there."""
         return list(self._reports)
 
     def take_reports(self) -> list[Report]:
-        """The reports since the last call, and forgets them."""
+        """Return the reports since the last call, and forget them."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
-        """This rank's state; call it between steps."""
-        self._dispatcher.flush()
+        """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint."""
+        self._flush()
         return {
             **self._place,
             "part": self.part,
             "step": self._step,
-            "rates": dict(self._terms.at.rates),
-            "loss_scale": self._terms.at.scale,
+            "rates": dict(self._rescaler.units.rates),
+            "loss_scale": self._rescaler.units.scale,
             "scheme": self.scheme.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on this rank; call it on all ranks, with states of the same step.
+        """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
 
-        Raises ValueError for another rank's state, whose residual would count twice, or for that of a world of another size.
+        Raises ValueError for another rank's state, whose residual would count twice, and for one of another number of ranks.
         """
         wanted = ("step", "rates", "loss_scale", "scheme")
         step, rates, scale, scheme = (state_from(state, key, "a sparsync handle") for key in wanted)
         place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
         if place != self._place or state.get("part", "") != self.part:
             raise ValueError(
-                f"this is the state of {_called(place, state.get('part', ''))}, and this is {_called(self._place, self.part)}; "
-                "load each rank's own. sparsync.integrations.checkpoint.load finds it, and deals residuals out to another number of ranks"
+                f"this is the state of {_described(place, state.get('part', ''))}, and this is {_described(self._place, self.part)}; "
+                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks"
             )
-        self._dispatcher.flush()
-        self._dispatcher.rewind()
+        self._flush()
         self.scheme.load_state_dict(scheme)
         self._step = step
-        self._terms.at.rates, self._terms.at.scale = dict(rates), scale
+        self._rescaler.units.rates, self._rescaler.units.scale = dict(rates), scale
+
+    def _flush(self) -> None:
+        """Wait until the scheme's state is that of a whole step, and end the step."""
+        self._connection.end_step()
+
+
+class AttachedHandle(Handle):
+    """The handle that `attach` returns. Buckets are reduced on a thread of their own, which ends with the handle."""
+
+    def __init__(
+        self, scheme: Scheme | ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, part: str = ""
+    ) -> None:
+        super().__init__(scheme, comm, rescaler, part)
+        self._dispatcher = Dispatcher(self._connection, self._reports.append)
+        weakref.finalize(self, self._dispatcher.stop)
 
     def detach(self) -> None:
-        """Gives the model back as it was before `attach`. Only FSDP2 can: raises RuntimeError for DistributedDataParallel."""
-        raise RuntimeError("DistributedDataParallel keeps a hook for good; wrap the module anew to train without one")
+        """Give the model back as it was before `attach`. Raises RuntimeError for DistributedDataParallel; only FSDP2 can."""
+        raise RuntimeError(
+            "DistributedDataParallel cannot remove a communication hook; wrap the module again to train without one"
+        )
 
-    def _follow_terms(self) -> None:
-        """Puts the residuals in terms of the present learning rates and loss scale; to be run before a step's first bucket."""
-        factors = self._terms.factors(self._names)
-        if factors:
-            self.scheme.rescale_residual(factors)
-
-
-def _nothing() -> None:
-    """Nothing is held alike on all ranks."""
+    def _flush(self) -> None:
+        self._dispatcher.flush()
 
 
-def _called(place: Mapping[str, int], part: str) -> str:
+def _described(place: Mapping[str, int], part: str) -> str:
     return f"rank {place['rank']} of {place['ranks']}" + (f" of {part}" if part else "")

@@ -1,53 +1,38 @@
-"""Steps that a loss scaler will skip: what their finite buckets have written is kept back again, so that nothing is lost."""
+"""Steps that a loss scaler skips: what their finite buckets wrote returns to the residuals, so that nothing is lost."""
 
-from typing import Protocol, runtime_checkable
-
-from sparsync.base.scheme import overflowed
-from sparsync.core import Bucket, Comm, Report
-
-
-@runtime_checkable
-class Reducer(Protocol):
-    """The part of a scheme that reduces; one that keeps anything has `rollback`, too."""
-
-    @property
-    def name(self) -> str: ...
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report: ...
-
-
-@runtime_checkable
-class Keeper(Protocol):
-    """A scheme that can take back what it wrote."""
-
-    def rollback(self, bucket: Bucket) -> None: ...
+from sparsync.base.scheme import Scheme, overflowed
+from sparsync.core import Bucket, Report
 
 
 class Rollback:
-    """Looks at each bucket once it is reduced. All ranks see the same and do the same, so no message is needed.
+    """Tracks the buckets that a step has written, and rolls them back when one of them is non-finite.
 
-    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. Other buckets of that step, before it and
-    after it, have sent from their residuals what nobody will apply: each rank keeps the mean that was written, P times in all.
+    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of that step, earlier
+    and later ones, have sent from their residuals what nobody will apply: each rank adds the mean that was written to its residual again,
+    P times in all. All ranks see the same buckets and do the same, so no message is needed.
     """
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._finite: list[tuple[Keeper, Bucket]] = []
+        self._written: list[tuple[Scheme, Bucket]] = []
         self._skipped = False
 
-    def reduced(self, scheme: Reducer, bucket: Bucket, report: Report) -> None:
-        """To be called after each bucket of a step, in the same order on all ranks, while no gradient of the step has been touched yet."""
+    def reduced(self, scheme: Scheme, bucket: Bucket, report: Report) -> None:
+        """Take note of a bucket that `scheme` has just reduced; roll back what this step has written if it is to be skipped.
+
+        To be called in the same order on all ranks, while no gradient of the step has been touched since it was reduced.
+        """
         if bucket.step != self._step:
-            self._step, self._finite, self._skipped = bucket.step, [], False
+            self._step, self._written, self._skipped = bucket.step, [], False
         if overflowed(report, bucket.grad):
             self._skipped = True
-        elif isinstance(scheme, Keeper) and getattr(scheme, "keeps", True):
-            self._finite.append((scheme, bucket))
+        elif scheme.has_residual:
+            self._written.append((scheme, bucket))
         if self._skipped:
-            for each, written in self._finite:
+            for each, written in self._written:
                 each.rollback(written)
-            self._finite = []
+            self._written = []
 
-    def ended(self) -> None:
-        """Ends the step: lets go of what it has written, and takes the next bucket for one of another step, whatever its number."""
-        self._step, self._finite = None, []
+    def end_step(self) -> None:
+        """Forget the step. The next bucket belongs to another one, even if that has the same number."""
+        self._step, self._written = None, []

@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync import Bucket, GroupComm, attach
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Report, laid_out
+from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
-from sparsync.integrations.rollback import Rollback
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import percentiles, write
 from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks
@@ -204,8 +204,7 @@ def _attached(choice: SchemeChoice, options: argparse.Namespace) -> Case:
     model = _model(options)
     handle = attach(model, choice.make(), timeout_s=TIMEOUT_S)
     scheme, reports = choice.make(), list[Report]()
-    skipped = Rollback() if scheme.has_residual else None
-    dispatcher = Dispatcher(GroupComm.private(timeout_s=TIMEOUT_S), reports.append, scheme.reset_shared_state, skipped)
+    dispatcher = Dispatcher(Connection(scheme, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]
 
     def reduce(grads: Sequence[Tensor], step: int) -> None:

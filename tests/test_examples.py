@@ -1,0 +1,103 @@
+"""The examples run, and say that a fraction of the elements was sent."""
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsync
+from helpers import distributed
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket
+
+TESTS = Path(__file__).parent
+EXAMPLES = TESTS.parent / "examples"
+SENT = r"{}: \d+ of \d+ elements, \d+ bytes sent"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(command: list[str]) -> str:
+    """Run a command with two ranks in mind, and return what it printed."""
+    source = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def printed(name: str) -> str:
+    """Run an example as __main__ in the process group there is, and return what it printed."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    with redirect_stdout(io.StringIO()) as text:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return text.getvalue()
+
+
+def three() -> list[str]:
+    return [printed(name) for name in ("ddp.py", "fsdp2.py", "no_ddp.py")]
+
+
+@pytest.mark.distributed
+def test_the_examples_for_ddp_fsdp2_and_neither_send_a_fraction_of_the_elements() -> None:
+    first, second = distributed.run(three, 2)
+    for text, keys in zip(first, (["bucket0"], ["2", "0"], ["float32/cpu"]), strict=True):
+        assert re.fullmatch("".join(f"{SENT.format(key)}\n" for key in keys), text)
+    assert second == ["", "", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("torch", [*TORCHRUN, str(EXAMPLES / "ddp.py")]),
+        ("lightning", [sys.executable, str(EXAMPLES / "lightning.py")]),
+        ("transformers", [*TORCHRUN, str(EXAMPLES / "trainer.py")]),
+    ],
+)
+def test_the_commands_of_the_examples_work(package: str, command: list[str]) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert re.search(SENT.format("bucket0"), run(command))
+
+
+def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from own_scheme import ScaledSign  # pyright: ignore[reportMissingImports]
+
+    def reduce(comm: LocalComm) -> tuple[list[float], bool]:
+        metered = sparsync.MeteredComm(comm)
+        bucket = Bucket("b", torch.tensor([1.0, -3.0]) * (comm.rank + 1), 0)
+        report = ScaledSign().reduce(bucket, metered)
+        return bucket.grad.tolist(), report.cost == metered.take()[0]
+
+    assert LocalWorld(2).run(reduce) == [([3.0, -3.0], True)] * 2
+
+
+def test_a_job_of_your_own_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from own_job import MyJob  # pyright: ignore[reportMissingImports]
+
+    job = MyJob()
+    model = job.model(0)
+    optimizer, schedule = job.optimizer(model, 50)
+    before = job.quality(*job.evaluate(model, 0, 1))
+    for step in range(50):
+        optimizer.zero_grad()
+        job.loss(model, job.batch(0, step, 0, 1)).backward()
+        optimizer.step()
+        schedule.step()
+    assert job.quality(*job.evaluate(model, 0, 1)) < before / 2
+    halves = [job.evaluate(model, rank, 2) for rank in (0, 1)]
+    assert tuple(map(sum, zip(*halves, strict=True))) == job.evaluate(model, 0, 1)
