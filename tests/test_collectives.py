@@ -1,4 +1,4 @@
-"""The collectives by themselves: halves, edges and closed forms. Who is in which sum is an invariant, tests/invariants/test_contributors.py."""
+"""The collectives by themselves: halves, edges and closed forms. Contributor sets are tested in tests/invariants/test_contributors.py."""
 
 import pytest
 import torch

@@ -5,9 +5,9 @@ would; `isin`, `split` and `merge` are searches and a sort of the few elements s
 elements selected, too. Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
+from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
 from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
-from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
 
 __all__ = [
     "accumulate",
