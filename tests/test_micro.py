@@ -62,12 +62,12 @@ def test_one_rank_sends_nothing_and_keeps_the_rest(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_poisoned_rank_poisons_all_gradients_and_no_state(kind: str, poison: float) -> None:
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
+def test_nan_or_inf_on_one_rank_shows_on_all_and_changes_no_state(kind: str, nonfinite: float) -> None:
     P, n = 4, 97
     clean = [whole_numbers(n, P, step) for step in range(3)]
     dirty = [grad.clone() for grad in clean[1]]
-    dirty[2][40] = poison
+    dirty[2][40] = nonfinite
 
     def states(steps: list[list[torch.Tensor]], numbers: list[int]) -> list[object]:
         def body(comm: LocalComm) -> object:

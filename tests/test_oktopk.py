@@ -189,12 +189,12 @@ def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(make: Call
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_poisoned_step_leaves_no_trace(poison: float, make: Callable[[float], OkTopk]) -> None:
+@pytest.mark.parametrize("nonfinite", [float("nan"), float("inf")])
+def test_a_step_with_nan_or_inf_leaves_no_trace(nonfinite: float, make: Callable[[float], OkTopk]) -> None:
     n, P = 300, 4
     grads = [[heavy(n, r, t) for r in range(P)] for t in range(3)]
     bad = [grad.clone() for grad in grads[1]]
-    bad[2][17] = poison
+    bad[2][17] = nonfinite
     clean = run([make(0.02) for _ in range(P)], [grads[0], grads[2]])
     struck = run([make(0.02) for _ in range(P)], [grads[0], bad, grads[2]])
     assert all(bool(x.isnan().all()) for x in struck[1][0])

@@ -57,7 +57,7 @@ def test_ok_topk_sends_at_most_so_many_bytes_for_an_element(values: Values, nbyt
 @pytest.mark.parametrize("values", FORMATS)
 @pytest.mark.parametrize("P", [1, 2, 4, 8])
 def test_what_ok_topk_rounds_away_stays_in_the_residuals(values: Values, P: int) -> None:
-    """Whole numbers, so that every sum is exact: what is written times P and what is kept back are what came in."""
+    """Whole numbers, so that every sum is exact: what is written times P and what stays in the residual are what came in."""
     n = 400
     steps = [whole_numbers(n, P, seed) for seed in range(4)]
     ranks = run(lambda: OkTopk(density=0.1, values=values), P, steps)

@@ -8,6 +8,7 @@ import torch
 
 from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
 from sparsync import (
+    AutoProtect,
     Bucket,
     Dense,
     LocalWorld,
@@ -116,11 +117,16 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (
         SkipReduce,
         {"protect": "*.bias"},
-        r"protect takes a list of parameter names or patterns, or \"auto\", got '\*.bias'",
+        r"protect takes a list of parameter names or patterns, got '\*.bias'; AutoProtect finds them by itself",
     ),
     (SkipReduce, {"node_size": 0}, "node_size must be at least 1 rank, got 0"),
-    (SkipReduce, {"protect_share": 1.1}, r"protect_share must be in \[0, 1\], got 1.1"),
-    (SkipReduce, {"observe_steps": 0}, "observe_steps must be at least 1, got 0"),
+    (AutoProtect, {"share": 1.1}, r"share must be in \[0, 1\], the share of elements to protect, got 1.1"),
+    (AutoProtect, {"observe_steps": 0}, "observe_steps must be at least 1, got 0"),
+    (
+        AutoProtect,
+        {"scheme": SkipReduce(protect=["*.bias"])},
+        "AutoProtect chooses what its scheme protects, got protect=",
+    ),
     (SkipReduce, {"divide_by": "contributors", "feedback": True}, 'use divide_by="ranks"'),
     (RandomPruning, {"drop": 1.0}, r"drop must be in \[0, 1\), the share of ranks each element loses, got 1.0"),
     (RandomPruning, {"mode": "both"}, "mode must be one of complementary, independent, got 'both'"),
@@ -157,12 +163,12 @@ def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    [TopK(0.1), SkipReduce(feedback=True), SkipReduce(protect="auto"), SkipReduce(feedback=True, protect="auto")],
+    [TopK(0.1), SkipReduce(feedback=True), AutoProtect(), AutoProtect(SkipReduce(feedback=True))],
     ids=["topk", "feedback", "auto", "feedback-auto"],
 )
 def test_one_stateful_scheme_cannot_serve_two_ranks(scheme: Scheme) -> None:
     with pytest.raises(
-        RuntimeError, match="keeps the state of rank 0 and was called by rank 1; make one scheme per rank"
+        RuntimeError, match="holds the state of rank 0 and was called by rank 1; make one scheme per rank"
     ):
         run([scheme] * 2, reals(2, COUNT, 1))
 

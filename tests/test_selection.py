@@ -67,10 +67,10 @@ def test_among_equals_the_first_are_taken() -> None:
     assert reference.top_k(torch.zeros(5), 2).index.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_poisoned_element_is_always_selected(poison: float) -> None:
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
+def test_a_nonfinite_element_is_always_selected(nonfinite: float) -> None:
     x = torch.arange(10.0)
-    x[2] = poison
+    x[2] = nonfinite
     assert reference.top_k(x, 1).index.tolist() == [2]
 
 
@@ -85,8 +85,8 @@ def long_vectors() -> dict[str, Tensor]:
     on_sample, off_sample = torch.full((LONG,), 0.5), torch.full((LONG,), 0.5)
     on_sample[::stride] = 2.0 + torch.rand(len(on_sample[::stride]), generator=source)
     off_sample[1::stride] = 2.0 + torch.rand(len(off_sample[1::stride]), generator=source)
-    poisoned = normal.clone()
-    poisoned[torch.tensor([5, 600, 70_000 % LONG])] = torch.tensor([math.nan, math.inf, -math.inf])
+    nonfinite_values = normal.clone()
+    nonfinite_values[torch.tensor([5, 600, 70_000 % LONG])] = torch.tensor([math.nan, math.inf, -math.inf])
     sparse = torch.zeros(LONG)
     sparse[torch.randperm(LONG, generator=source)[:50]] = torch.randn(50, generator=source)
     return {
@@ -98,7 +98,7 @@ def long_vectors() -> dict[str, Tensor]:
         "largest-on-the-sample": on_sample,
         "largest-off-the-sample": off_sample,
         "ramp": torch.arange(LONG, dtype=torch.float32),
-        "poisoned": poisoned,
+        "nonfinite": nonfinite_values,
         "nan": torch.full((LONG,), math.nan),
     }
 
@@ -230,9 +230,9 @@ def test_what_was_observed_less_often_is_compared_per_step() -> None:
     assert found.most(0.34) == ("q",)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_poisoned_observation_does_not_decide(poison: float) -> None:
-    found = observed([torch.tensor([poison, 0.0]), torch.tensor([0.0, 2.0])], lengths=(1, 1))
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf])
+def test_a_nonfinite_observation_does_not_decide(nonfinite: float) -> None:
+    found = observed([torch.tensor([nonfinite, 0.0]), torch.tensor([0.0, 2.0])], lengths=(1, 1))
     assert all(math.isfinite(value) for value in found.variance.values())
     assert found.most(0.5) == ("p1",)
 

@@ -121,7 +121,7 @@ class ErrorFeedback:
 
         Raises RuntimeError when this object already serves another rank, and ValueError when a parameter's size has changed.
         """
-        self._serve(rank)
+        self.serve(rank)
         flat = self._flat.get(bucket.layout)
         if flat is None or flat.device != bucket.grad.device:
             flat = self._lay_out(bucket)
@@ -148,8 +148,8 @@ class ErrorFeedback:
         self._flat.clear()
         self._rank = None
 
-    def _serve(self, rank: int) -> None:
-        """Take the first rank that calls for the one whose state this is."""
+    def serve(self, rank: int) -> None:
+        """Take the first rank that calls for the one whose state this is. Raises RuntimeError when another one calls."""
         if self._rank is None:
             self._rank = rank
         if self._rank != rank:

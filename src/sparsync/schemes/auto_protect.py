@@ -62,6 +62,7 @@ class AutoProtect(Scheme):
         return cls(inner, share, observe_steps)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        self.scheme.residual.serve(comm.rank)
         observing = comm.size > 1 and self._observing(bucket)
         self.scheme.protect = [entry.name for entry in bucket.layout] if observing else list(self.protected or ())
         squares = square_norms(bucket.layout, bucket.grad) if observing else None
