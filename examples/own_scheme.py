@@ -8,34 +8,34 @@ from dataclasses import dataclass
 import torch
 
 import sparsync
-from sparsync.core import Comm
+from sparsync.collectives.exchange import all_gather
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import Comm, sum_in_rank_order
 
 
 @dataclass
 class ScaledSign(sparsync.Scheme):
-    """Every rank sends the sign of each element as one byte, and the mean magnitude of its elements, times `gain`."""
-
-    name = "scaled_sign"
+    """Send the sign of each element as one byte, and the mean magnitude of the elements, times `gain`."""
 
     gain: float = 1.0
 
+    name = "scaled_sign"
+
     def reduce(self, bucket: sparsync.Bucket, comm: Comm) -> sparsync.Report:
         grad, n, P = bucket.grad, bucket.grad.numel(), comm.size
+        if P == 1 or not n:
+            return self.report(bucket)
         scale = (grad.abs().sum() / max(n, 1) * self.gain).float().reshape(1)  # NaN or Inf in any element shows here
-        scales = comm.all_gather(scale, [1] * P)
-        signs = comm.all_gather(grad.sign().to(torch.int8), [n] * P)
-        total = torch.zeros(n, device=grad.device)
-        for each_sign, each_scale in zip(signs, scales, strict=True):  # in rank order: the same bits on every rank
-            total += each_sign * each_scale
+        with recorded_cost() as cost:
+            scales = all_gather(scale, [1] * P, comm)
+            signs = all_gather(grad.sign().to(torch.int8), [n] * P, comm)
+        # In rank order: the same bits on every rank.
+        total = sum_in_rank_order([sign * scale for sign, scale in zip(signs, scales, strict=True)])
         grad.copy_(total / P)
-        others = P - 1
-        cost = sparsync.Cost(
-            2 * others, (1 + (n > 0)) * others, (4 + n) * others
-        )  # rounds, messages and bytes of this rank
-        return sparsync.Report(self.name, bucket.key, bucket.step, n, n, n, cost)
+        return self.report(bucket, cost.total)
 
 
 if __name__ == "__main__":
-    from sparsync.testing import check_scheme  # pyright: ignore[reportMissingImports]
+    from sparsync.testing import check_scheme
 
     check_scheme(ScaledSign, worlds=(1, 2, 4))
