@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import annotations
 from sparsync import Bucket, Cost, ParameterSpan, Report, Span
 from sparsync.core import Sparse, generator, spans
 
@@ -89,8 +90,9 @@ def test_density_is_the_union_over_the_elements_and_one_for_an_empty_bucket() ->
     assert report(0, 0).density == 1.0
 
 
-def test_the_annotations_of_shapes_are_executed() -> None:
+def test_the_annotations_of_shapes_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every other test would pass with wrong ones."""
+    monkeypatch.setattr(annotations, "every_call", True)
     with pytest.raises(TypeError, match="index"):
         Sparse(torch.zeros(2), torch.zeros(2), 5)
     with pytest.raises(TypeError, match="value"):

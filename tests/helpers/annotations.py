@@ -29,9 +29,15 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
     """
     if thing is None:
         return partial(executed, typechecker=typechecker)
-    if thing.__module__ in UNCHECKED:
+    hints = getattr(thing, "__annotations__", {}).values()
+    # Triton compiles a kernel from its source, which a wrapper would hide.
+    if (
+        thing.__module__ in UNCHECKED
+        or not hints
+        or any(getattr(hint, "__name__", "") == "constexpr" for hint in hints)
+    ):
         return thing
-    if any(_has_shape(hint) for hint in getattr(thing, "__annotations__", {}).values()):
+    if any(_has_shape(hint) for hint in hints):
         if not isclass(thing):
             return sometimes(jaxtyped(thing, typechecker=checked), thing)
         plain = thing.__init__

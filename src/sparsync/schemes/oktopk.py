@@ -19,7 +19,7 @@ The plain constructor differs more, so that traffic has a bound and nothing drif
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 import torch
@@ -30,11 +30,13 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.exchange import all_gather, all_reduce
-from sparsync.collectives.sparse_allreduce import ElementCodec, Reduced
+from sparsync.collectives.sparse_allreduce import Reduced
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.phases import phase
+from sparsync.schemes import oktopk_published
+from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven, unwritten
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.tail_sketch import quotas, sketch
 from sparsync.wire.elements import Elements
@@ -44,25 +46,6 @@ Rule = Literal["exact", "paper", "code"]
 WORDS = 2  # of an element on the wire, at most: its position and its value
 _SKETCH_BITS = 31
 _SKETCH_WORDS = 6  # how many sums a region has, and the levels of five sample points
-
-
-@dataclass
-class Control:
-    """What one rank knows of one bucket besides its residual; the local threshold is its own, the rest the same on all ranks."""
-
-    t: int = 0  # steps
-    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
-    # Of the published rules only; None: to be evaluated.
-    local_threshold: float | None = None
-    global_threshold: float | None = None
-
-    def regions(self, n: int, P: int) -> tuple[Span, ...]:
-        """Return the region of each rank."""
-        return sparse_allreduce.regions_of(self.boundaries or sparse_allreduce.equal_boundaries(n, P), n)
-
-    def become(self, other: "Control") -> None:
-        """Take over all of `other`."""
-        self.__dict__.update(other.__dict__)
 
 
 @dataclass
@@ -136,9 +119,10 @@ class OkTopk(ErrorFeedbackScheme):
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         k, control = count_for(self.density, bucket.grad.numel()), self.control.of(bucket, comm.size)
         if self.rule != "exact":
-            from sparsync.schemes import oktopk_published
-
-            return oktopk_published.step(self, acc, k, control, bucket, comm)
+            settings = oktopk_published.Settings(
+                self.rule == "code", self.imbalance, self.threshold_steps, self.region_steps
+            )
+            return oktopk_published.step(acc, k, settings, control, bucket, comm)
         return self._exact_step(acc, k, control, bucket, comm)
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
@@ -235,49 +219,6 @@ def _cleared(
     sent = mine.index[at]
     errors = [] if reduced.error is None else [Sparse(sent, reduced.error[at], mean.length)]
     return torch.cat([sent, in_own]), errors, stop - start
-
-
-def uneven(held: Sequence[int], imbalance: float) -> bool:
-    """Return whether some rank holds more than `imbalance` times the mean, and could hold less."""
-    P, most = len(held), max(held)
-    return most * P > imbalance * sum(held) and most > -(-sum(held) // P)
-
-
-def balanced(
-    sums: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
-) -> tuple[Sparse, Sequence[Span]]:
-    """Return this rank's `wanted` survivors, and the span that those of each rank lie in."""
-    if list(wanted) == list(held):
-        return sums, regions
-    moved = sparse_allreduce.balance(sums, held, wanted, regions, comm, codec)
-    return moved, [Span(0, sums.length)] * comm.size
-
-
-def unwritten(sums: Sparse, decoded: Tensor, written: torch.dtype, P: int) -> Sparse:
-    """Return what P times the mean lacks of these sums, where the mean is `decoded` in the type `written`."""
-    return replace(sums, value=sums.value - P * decoded.to(written).to(sums.value.dtype))
-
-
-def k_largest(elements: Sparse, k: int) -> Sparse:
-    """Return the k elements of largest magnitude."""
-    top = kernels.top_k(elements.value, min(k, elements.value.numel())).index
-    return Sparse(elements.index[top], elements.value[top], elements.length)
-
-
-def details(
-    mine: Sparse, survivors: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
-) -> dict[str, Detail]:
-    """Return what the report says besides the counts; thresholds are the smallest selected magnitudes, here and of the sums."""
-    total = sum(held)
-    return {
-        "local_threshold": smallest_magnitude(mine.value),
-        "global_threshold": smallest_magnitude(survivors.value),
-        "local_count": mine.index.numel(),
-        "global_count": survivors.index.numel(),
-        "received_count": sum(incoming) - incoming[rank],
-        "imbalance": max(held) * len(held) / total if total else 1.0,
-        "balanced": list(wanted) != list(held),
-    }
 
 
 def _times(threshold: float | None, factor: float | None) -> float | None:

@@ -4,7 +4,7 @@ Numbers in comments are the lines of `OK_SPARSE_ALLREDUCE` as reconstructed from
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,26 +15,35 @@ from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.exchange import all_gather, all_reduce
 from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
-from sparsync.schemes.oktopk import Control, OkTopk, balanced, details, k_largest, uneven, unwritten
+from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven, unwritten
 from sparsync.wire import raw
 
 
-def step(scheme: OkTopk, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
-    """Return the update of one step of `scheme`, whose rule is "paper" or "code"."""
-    n, P, rank, x = bucket.grad.numel(), comm.size, comm.rank, acc.values
-    scales = scheme.rule == "code"
+@dataclass(frozen=True)
+class Settings:
+    """What the published step needs of the scheme's settings; tau' is `threshold_steps` and tau is `region_steps`."""
+
+    scales: bool  # thresholds between re-evaluations, as the authors' code does
+    imbalance: float
+    threshold_steps: int
+    region_steps: int
+
+
+def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket: Bucket, comm: Comm) -> Update:
+    """Return the update of one step."""
+    n, P, rank, x, scales = bucket.grad.numel(), comm.size, comm.rank, acc.values, settings.scales
     # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
-    threshold = _local_threshold(x, k, control, scheme.threshold_steps, scales)
+    threshold = _local_threshold(x, k, control, settings.threshold_steps, scales)
     mine = kernels.select_ge(x, threshold)
     # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
-    boundaries = _boundaries(mine, control, scheme.region_steps, comm)
+    boundaries = _boundaries(mine, control, settings.region_steps, comm)
     # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
     regions = sparse_allreduce.regions_of(boundaries, n)
     region = x.new_zeros(len(regions[rank]))
     reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, raw)
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
     global_threshold = control.global_threshold
-    evaluate = control.t % scheme.threshold_steps == 0 or global_threshold is None
+    evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
     kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
     finite = acc.finite and kernels.all_finite(region)
     size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=x.device)
@@ -43,7 +52,7 @@ def step(scheme: OkTopk, acc: Accumulator, k: int, control: Control, bucket: Buc
     raise_if_found_inf(held)
     # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
     kept = Sparse(kept.index + regions[rank].start, kept.value, n)
-    wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, scheme.imbalance) else held
+    wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, settings.imbalance) else held
     kept, places = balanced(kept, held, wanted, regions, comm, raw)
     survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, raw)
     if evaluate:
