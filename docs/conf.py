@@ -28,6 +28,7 @@ python_use_unqualified_type_names = True
 default_role = "literal"
 
 _LIST_ITEM = re.compile(r"\s*(-|\d+\.) ")
+_COLUMNS = re.compile(r"\S {3,}\S")
 
 
 def setup(app: object) -> None:
@@ -36,26 +37,30 @@ def setup(app: object) -> None:
 
 
 def _as_restructured_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Rewrite a docstring, which is plain text with `names` in backquotes, lists and indented code, in place."""
+    """Rewrite a docstring, which is plain text with `names` in backquotes, lists, columns and indented code, in place."""
     text: list[str] = []
-    for number, line in enumerate(lines):
-        following = next((each for each in lines[number + 1 :] if each), "")
-        before = text[-1] if text else ""
-        indented = len(line) - len(line.lstrip())
-        if line.startswith("    "):  # code
-            text.append(line)
-            continue
-        if _LIST_ITEM.match(line) and before and not _LIST_ITEM.match(before) and not before.startswith(" "):
-            text.append("")
-        if before.startswith("  ") and line and not indented:  # the end of a list item
-            text.append("")
-        line = _outside_of_names(line)
-        if line.endswith(":") and number + 1 < len(lines) and not lines[number + 1] and following.startswith("    "):
-            line += ":"
-        text.append(line)
+    for paragraph in "\n".join(lines).split("\n\n"):
+        if paragraph.startswith("    "):
+            text += ["::", "", *paragraph.splitlines(), ""]
+        elif _COLUMNS.search(paragraph):
+            text += ["::", "", *(f"    {line}" for line in paragraph.splitlines()), ""]
+        else:
+            text += [*_lists_apart(paragraph.splitlines()), ""]
     if inspect.isclass(obj) and is_dataclass(obj):
-        text += ["", *(f":param {field}: {_outside_of_names(comment)}" for field, comment in _comments(obj).items())]
+        text += [f":param {field}: {_outside_of_names(comment)}" for field, comment in _comments(obj).items()]
     lines[:] = text
+
+
+def _lists_apart(paragraph: list[str]) -> list[str]:
+    """Return the lines with an empty one where a list begins and where it ends."""
+    text: list[str] = []
+    for line in paragraph:
+        before = text[-1] if text else ""
+        in_list = bool(_LIST_ITEM.match(before) or before.startswith("  "))
+        if before and in_list != bool(_LIST_ITEM.match(line) or line.startswith("  ")):
+            text.append("")
+        text.append(_outside_of_names(line))
+    return text
 
 
 def _outside_of_names(line: str) -> str:
