@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo test test-slow test-all test-adapters check sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo test test-slow test-all test-adapters check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -14,7 +14,7 @@ setup: $(READY)
 $(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[lab,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[lab,dev,docs]"
 	touch $(READY)
 
 demo: $(READY)
@@ -45,6 +45,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# The pages and the API reference, as build/docs/index.html. A warning is an error; no network is needed.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 # Decoders under attack, with sanitizers, in every instruction set of the codecs: make fuzz EXECUTIONS=100000000 SEED=2.
 CXX        ?= g++

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, Report, Scheme
+from sparsync import Bucket, LocalWorld, Report, Scheme, kernels
 from sparsync.core import Comm
 from sparsync.lab import workloads
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.workloads import one_process
-from sparsync.selection.density import select_top
+from sparsync.selection.density import count_for
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Oracle(Scheme):
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         mean = comm.all_reduce(bucket.grad.clone()) / comm.size
         acc = self.residual.get(bucket.key, torch.zeros_like(mean)) + mean
-        largest = select_top(acc, self.density)
+        largest = kernels.top_k(acc, count_for(self.density, acc.numel()))
         bucket.grad.zero_().index_copy_(0, largest.index.long(), largest.value)
         self.residual[bucket.key] = acc.index_fill_(0, largest.index.long(), 0.0)
         k = largest.index.numel()
