@@ -104,9 +104,8 @@ def skipping_on_the_shard_axis() -> None:
                 assert report.cost.nbytes == (P - 1 - skip) * chunk + skip * residual
         mine = torch.tensor([offset for each in drawn.values() for offset in each])
         assert all(torch.equal(theirs, mine) for theirs in everywhere(mine))
-        assert all(
-            sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values()
-        )  # P-1 steps: each equally often
+        # P-1 steps: each equally often.
+        assert all(sorted(each) == sorted(list(range(1, P)) * skip) for each in drawn.values())
     scaled = made()
     each_unit(scaled, lambda unit: unit.set_force_sum_reduction_for_comms(True))
     handle = on(scaled, SkipReduce(skip=2))

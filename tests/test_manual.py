@@ -96,9 +96,8 @@ def refusals() -> None:
         sparsync.reduce_gradients(model, TopK(0.5))
     with pytest.raises(ValueError, match=r"timeout_s was 300\.0 in the first call for this model, got 5"):
         sparsync.reduce_gradients(model, scheme, timeout_s=5)
-    sparsync.reduce_gradients(
-        copy.deepcopy(model), copy.deepcopy(scheme)
-    )  # copies are another model and another scheme
+    # Copies are another model and another scheme.
+    sparsync.reduce_gradients(copy.deepcopy(model), copy.deepcopy(scheme))
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="step it after they are reduced"):

@@ -71,9 +71,8 @@ class GradientReducer(Handle):
         other buckets have sent is rolled back.
         Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
         """
-        self._step = (
-            self._step + 1 if step is None else step
-        )  # a failed step counts, for it may have failed on some ranks only
+        # A failed step counts, for it may have failed on some ranks only.
+        self._step = self._step + 1 if step is None else step
         try:
             self._rescaler.rescale()
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
