@@ -25,6 +25,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.core import Span, Sparse
 from sparsync.kernels import dispatch, reference, sparse_reference
+from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 
@@ -232,20 +233,20 @@ def _same(result: Sparse, expected: Sparse) -> bool:
 
 
 def _measured(cases: list[Case], data: Data, density: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all cases round by round, each round beginning with another one, and return a JSON row for each."""
+    """Run all cases interleaved, and return a JSON row for each."""
     kind, clock = _clock(options)
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
-    for round_number in range(options.rounds + 1):
-        first = round_number % len(cases)
-        for case in (*cases[first:], *cases[:first]):
-            data.residual.copy_(data.before)
-            begun = clock()
-            result = case.run()
-            taken = clock() - begun
-            if round_number == 0 and not case.check(result):
-                raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
-            if round_number > 0:
-                seconds[case.name].append(taken)
+
+    def measure(case: Case, number: int) -> float:
+        data.residual.copy_(data.before)
+        begun = clock()
+        result = case.run()
+        taken = clock() - begun
+        if number == 0 and not case.check(result):
+            raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
+        return taken
+
+    found = interleaved(cases, measure, options.rounds, warmup=1)
+    seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
     return [_row(case, seconds, data, density, kind) for case in cases]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparsync.kernels import backend, codecs, set_backend
 from sparsync.kernels.codec_reference import PositionCodec
+from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
 from sparsync.wire import indices
@@ -41,22 +42,22 @@ class Case:
     accepts: Callable[[Tensor], bool]
     facts: dict[str, Any]  # Any: JSON
     packet: Tensor = field(init=False)
-    encode_s: list[float] = field(default_factory=list)
-    decode_s: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
+    def measure(self) -> tuple[float, float]:
+        """Encode and decode once, and return the seconds of each. Raises RuntimeError when the result is wrong."""
         began = time.perf_counter()
         self.packet = self.encode()
         between = time.perf_counter()
         decoded = self.decode(self.packet)
-        self.decode_s.append(time.perf_counter() - between)
-        self.encode_s.append(between - began)
+        ended = time.perf_counter()
         if not self.accepts(decoded):
             raise RuntimeError(f"{self.name} did not bring back what was encoded")
+        return between - began, ended - between
 
-    def row(self) -> dict[str, Any]:
+    def row(self, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
         bits = round(8 * self.packet.numel() / max(1, self.raw.numel()), 3)
-        rates = {"encode": self._rates(self.encode_s), "decode": self._rates(self.decode_s)}
+        encode_s, decode_s = zip(*seconds, strict=True)
+        rates = {"encode": self._rates(encode_s), "decode": self._rates(decode_s)}
         return {"case": self.name, "bits": bits, **self.facts, "raw_gbytes_per_s": rates}
 
     def _rates(self, seconds: Sequence[float]) -> dict[str, float]:
@@ -168,13 +169,10 @@ def _copy(raw: Tensor, facts: dict[str, Any]) -> Case:
 
 
 def _measured(cases: Sequence[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
-    for number in range(options.rounds + 1):  # the first touches the memory and does not count
-        for shift in range(len(cases)):
-            cases[(number + shift) % len(cases)].measure()
-    for case in cases:
-        case.encode_s, case.decode_s = case.encode_s[1:], case.decode_s[1:]
+    # The first round touches the memory and does not count.
+    found = interleaved(cases, lambda case, _: case.measure(), options.rounds, warmup=1)
     about = {"bench": "wire", "backend": backend(), "rounds": options.rounds, **versions(), "machine": machine()}
-    return [case.row() | about for case in cases]
+    return [case.row(each) | about for case, each in zip(cases, found, strict=True)]
 
 
 if __name__ == "__main__":
