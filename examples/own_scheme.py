@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import sparsync
-from sparsync.collectives.exchange import all_gather
-from sparsync.comm.cost import recorded_cost
+from sparsync.collectives import all_gather, recorded_cost
 from sparsync.core import Comm, sum_in_rank_order
 
 

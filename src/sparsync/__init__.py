@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from sparsync.comm.local import LocalWorld as LocalWorld
     from sparsync.comm.metered import MeteredComm as MeteredComm
     from sparsync.core import Bucket as Bucket
+    from sparsync.core import Comm as Comm
     from sparsync.core import Cost as Cost
+    from sparsync.core import NonFiniteError as NonFiniteError
     from sparsync.core import ParameterSpan as ParameterSpan
     from sparsync.core import Report as Report
     from sparsync.core import Span as Span
+    from sparsync.core import Sparse as Sparse
+    from sparsync.feedback import Accumulator as Accumulator
     from sparsync.integrations import checkpoint as checkpoint
     from sparsync.integrations.attach import attach as attach
     from sparsync.integrations.doctor import doctor as doctor
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
 
 # Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
 _HOME = {
+    "Accumulator": "sparsync.feedback",
+    "Comm": "sparsync.core",
+    "NonFiniteError": "sparsync.core",
+    "Sparse": "sparsync.core",
     "AutoProtect": "sparsync.schemes.auto_protect",
     "Bucket": "sparsync.core",
     "Cost": "sparsync.core",
@@ -67,8 +75,10 @@ _MODULES = {
     "testing": "sparsync.testing",
 }
 __all__ = [
+    "Accumulator",
     "AutoProtect",
     "Bucket",
+    "Comm",
     "Cost",
     "Dense",
     "ErrorFeedbackScheme",
@@ -78,6 +88,7 @@ __all__ = [
     "LocalWorld",
     "MeteredComm",
     "MiCRO",
+    "NonFiniteError",
     "OkTopk",
     "ParameterSpan",
     "PerParameter",
@@ -86,6 +97,7 @@ __all__ = [
     "Scheme",
     "SkipReduce",
     "Span",
+    "Sparse",
     "TopK",
     "Update",
     "attach",

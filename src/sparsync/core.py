@@ -193,7 +193,7 @@ FOUND_INF = -1
 
 
 class NonFiniteError(RuntimeError):
-    """NaN or Inf on some rank. Raised on all ranks alike, from what all of them received; nothing was written."""
+    """NaN or Inf on some rank. Raised on all ranks, from what all of them received; nothing was written."""
 
 
 def raise_if_found_inf(received: Iterable[int]) -> None:

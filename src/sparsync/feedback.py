@@ -200,6 +200,14 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     return dealt
 
 
+def check_state_of(name: str, state: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict
+    """Raise ValueError when `state` names another scheme than `name`."""
+    if state.get("scheme", name) != name:
+        raise ValueError(
+            f"this is the state of {state['scheme']!r}, and this scheme is {name!r}; load the state of the same scheme"
+        )
+
+
 def state_from(state: Mapping[str, Any], key: str, owner: str) -> Any:  # Any: what state_dict put under this key
     """Return `state[key]`. Raises ValueError that says what the state dict lacks."""
     if key not in state:

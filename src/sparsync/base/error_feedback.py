@@ -1,7 +1,7 @@
 """The driver of all schemes with error feedback: everything around a scheme's `step`.
 
-A scheme says what is selected and how it travels. Here, once for all of them, stands the rest: accumulating, agreeing that all ranks
-are finite, writing the mean, clearing the residual, rollback, state and reports.
+A scheme says what is selected and how it travels. Here, once for all of them, stands the rest: accumulating, what NaN and Inf lead to,
+writing the mean, clearing the residual, rollback, state and reports.
 """
 
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from sparsync import kernels
 from sparsync.base.scheme import Scheme
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse
-from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
+from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.phases import phase
 
 State = TypeVar("State")
@@ -24,7 +24,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Update:
-    """What one step comes to. `mean` is the same on every rank; the rest is this rank's own.
+    """The result of one step. `mean` is the same on every rank; the rest is this rank's own. `errors` share no memory with acc.
 
     With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
     residuals: acc where it was not cleared, and the errors.
@@ -33,7 +33,7 @@ class Update:
     mean: Sparse  # written to the gradient, which is zero elsewhere
     cleared: Tensor  # [c] positions at which the residual becomes zero, int32 or int64
     selected: int  # k: how many elements this rank selected
-    errors: Sequence[Sparse] = ()  # added to the residual then: what rounding dropped
+    errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
     details: Mapping[str, Detail] = field(default_factory=dict)
     # Changes the scheme's shared state; called only when the mean is finite.
     commit: Callable[[], None] = lambda: None
@@ -47,21 +47,29 @@ class ErrorFeedbackScheme(Scheme):
     """
 
     residuals: Residuals = "float32"
+    feedback: ErrorFeedback
+    _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
 
     def __post_init__(self) -> None:
-        self.feedback = ErrorFeedback(self.residuals)
-        self._shared: dict[str, ByBucket[Any]] = {}  # Any: each of another dataclass
+        # As in a frozen dataclass, which a scheme may be.
+        object.__setattr__(self, "feedback", ErrorFeedback(self.residuals))
+        object.__setattr__(self, "_shared", {})
 
     @abstractmethod
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         """Return the mean of what was selected from `acc`, and what this rank's residual loses.
 
         `bucket` gives key, step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
-        or Inf; where that is not known beforehand it may show in the mean instead.
+        or Inf; where that is not known beforehand it may show in the mean instead. Communicate through `sparsync.collectives`, whose
+        costs the report adds up.
         """
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` by the mean of `step`. With NaN or Inf on any rank, it shows on all and no state changes."""
+        if "feedback" not in vars(self):
+            raise TypeError(
+                f"{type(self).__name__} has no error feedback yet; decorate it with @dataclass, and call super().__post_init__() in its own"
+            )
         if not bucket.grad.numel():
             return self.report(bucket, selected=0, union=0)
         acc = self.feedback.accumulate(bucket, comm.rank)
@@ -71,9 +79,15 @@ class ErrorFeedbackScheme(Scheme):
             except NonFiniteError:
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
-        mean, written = update.mean, update.mean.value.to(bucket.grad.dtype)
-        # A host sync. All ranks received the same mean, so all decide alike.
+        # A copy: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
+        mean, written = update.mean, update.mean.value.to(bucket.grad.dtype, copy=True)
+        # A host sync. All ranks received the same mean, so all decide the same.
         overflow = not kernels.all_finite(written)
+        if not overflow and not acc.finite:
+            raise RuntimeError(
+                f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
+                "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
+            )
         with phase("apply"):
             if overflow:
                 bucket.grad.zero_()
@@ -108,13 +122,14 @@ class ErrorFeedbackScheme(Scheme):
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         shared = {key: table.state_dict() for key, table in self._shared.items()}
-        return {"residual": self.feedback.state_dict(), **shared}
+        return {"scheme": self.name, "residual": self.feedback.state_dict(), **shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        parts = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
-        self.feedback.load_state_dict(parts["residual"])
+        check_state_of(self.name, state)
+        own = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
         for key, table in self._shared.items():
-            table.load_state_dict(parts[key])
+            table.load_state_dict(own[key])
+        self.feedback.load_state_dict(own["residual"])
 
 
 @dataclass
@@ -150,8 +165,11 @@ class ByBucket(Generic[State]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        self._shapes = {key: list(entry["shape"]) for key, entry in state.items()}
-        self._states = {key: self.make(**_copied(entry["state"])) for key, entry in state.items()}
+        shapes = {key: list(state_from(entry, "shape", f"bucket {key!r}")) for key, entry in state.items()}
+        states = {
+            key: self.make(**_copied(state_from(entry, "state", f"bucket {key!r}"))) for key, entry in state.items()
+        }
+        self._shapes, self._states = shapes, states
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -31,8 +31,17 @@ class Scheme(ABC):
         """Replace `bucket.grad` [n] by an estimate of the mean gradient, the same bits on every rank.
 
         Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank,
-        and leave the scheme's state as it was. An exception on any rank fails the step on all ranks.
+        and leave the scheme's state as it was. An exception on any rank fails the step on all ranks. Communicate through
+        `sparsync.collectives` inside `recorded_cost()`, and return `self.report(bucket, cost.total)`.
         """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Settings were checked together, and compared between ranks.
+        if is_dataclass(self) and name in vars(self) and name in {field.name for field in fields(self)}:
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is a setting, which stays as it is; make a new scheme"
+            )
+        super().__setattr__(name, value)
 
     def report(
         self,

@@ -63,7 +63,7 @@ class ReduceScatterScheme(ABC):
         """Fill `out` with NaN, and return the report of a step that changed no residual."""
         out.fill_(torch.nan)
         n = bucket.grad.numel()
-        return Report(self.name, bucket.key, bucket.step, n, 0, n, cost, details={"overflow": True})
+        return Report(self.name, bucket.key, bucket.step, n, 0, 0, cost, details={"overflow": True})
 
 
 def shard_layout(lengths: Sequence[tuple[str, int]], P: int) -> tuple[ParameterSpan, ...]:

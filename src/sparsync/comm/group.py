@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.core import spans
+from sparsync.core import spans, sum_in_rank_order
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 
@@ -169,10 +169,7 @@ class GroupComm:
         chunks = spans(x.numel(), self.size)
         lengths = [len(chunk) for chunk in chunks]
         received = self.all_to_all([chunk.of(x) for chunk in chunks], [lengths[self.rank]] * self.size)
-        total = received[0].clone()
-        for each in received[1:]:
-            total += each
-        return torch.cat(self.all_gather(total, lengths))
+        return torch.cat(self.all_gather(sum_in_rank_order(received), lengths))
 
     def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
         """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""

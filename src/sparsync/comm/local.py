@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from sparsync.core import sum_in_rank_order
+
 Result = TypeVar("Result")
 
 
@@ -109,10 +111,7 @@ class LocalComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         gathered = self._rendezvous("all_reduce", x.clone())
         _check_arrived(self.rank, "all_reduce", gathered, [x.numel()] * self.size)
-        total = gathered[0].clone()
-        for part in gathered[1:]:  # in rank order, so that every rank gets the same bits
-            total += part
-        return total
+        return sum_in_rank_order(gathered)
 
     def _rendezvous(self, name: str, deposit: object) -> list[Any]:
         return self.scheduler.rendezvous(self.rank, name, deposit)

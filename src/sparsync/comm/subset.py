@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import COUNT_NBYTES
-from sparsync.core import Comm
+from sparsync.core import Comm, sum_in_rank_order
 
 
 @dataclass
@@ -51,12 +51,8 @@ class SubsetComm:
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum in rank order. Bytes sent per rank: (P-1) * nbytes(x), as it is meant for a few numbers only."""
-        gathered = self.all_gather(x, [x.numel()] * self.size)
-        total = gathered[0].clone()
-        for part in gathered[1:]:
-            total += part
-        return total
+        """Sum in rank order. Meant for a few numbers. Bytes sent per rank: (P-1) * nbytes(x)."""
+        return sum_in_rank_order(self.all_gather(x, [x.numel()] * self.size))
 
     def _exchange_counts(self, outgoing: list[int], device: torch.device) -> list[int]:
         sent = torch.tensor(outgoing, dtype=torch.int64, device=device)

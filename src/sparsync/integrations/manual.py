@@ -1,5 +1,8 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
+import weakref
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -123,7 +126,9 @@ def reduce_gradients(
     reducer = _linked(scheme) or _linked(model)
     if reducer is None:
         reducer = GradientReducer(model, scheme, group=group, scaler=scaler, timeout_s=timeout_s)
-        vars(model)[_LINK] = vars(scheme)[_LINK] = _Link(reducer)
+        vars(model)[_LINK] = _Link(lambda: reducer)
+        # Weak, so that the scheme does not hold the model: it may serve another one when this one is gone.
+        vars(scheme)[_LINK] = _Link(weakref.ref(reducer))
     if reducer.scheme is not scheme:
         raise ValueError(
             f"this model was reduced by another scheme before, {reducer.scheme!r}; make one and pass it every time"
@@ -142,7 +147,7 @@ def reduce_gradients(
 class _Link:
     """Leads from a model, and from a scheme, to the reducer of both. A copy leads nowhere: nothing reduces a copied model yet."""
 
-    def __init__(self, reducer: GradientReducer | None = None) -> None:
+    def __init__(self, reducer: Callable[[], GradientReducer | None] = lambda: None) -> None:
         self.reducer = reducer
 
     def __reduce__(self) -> tuple[type["_Link"], tuple[()]]:
@@ -151,7 +156,7 @@ class _Link:
 
 def _linked(owner: object) -> GradientReducer | None:
     link = getattr(owner, "__dict__", {}).get(_LINK)
-    return link.reducer if link is not None else None
+    return link.reducer() if link is not None else None
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

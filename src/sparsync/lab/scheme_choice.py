@@ -10,7 +10,7 @@ import torch
 from sparsync import schemes
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket
+from sparsync.core import Bucket, Report
 
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
@@ -51,12 +51,16 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
     """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now."""
 
     def reduce(comm: LocalComm) -> None:
-        choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
+        report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
+        if not isinstance(report, Report):
+            raise TypeError(f"reduce must return a sparsync.Report, such as self.report(bucket), got {report!r}")
 
     try:
         LocalWorld(ranks).run(reduce)
-    except ValueError as error:
-        raise ValueError(f"scheme {choice.label!r} cannot run on {ranks} ranks: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"scheme {choice.label!r} cannot run on {ranks} ranks: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _parse_scheme(text: str, density: float, skip: int | float | None) -> SchemeChoice:
@@ -77,7 +81,7 @@ def _parse_scheme(text: str, density: float, skip: int | float | None) -> Scheme
 def _parse_setting(setting: str) -> tuple[str, Any]:  # Any: as `_parse_value`
     key, _, text = setting.partition("=")
     value = _parse_value(text)
-    return key, [value] if key in LISTS and isinstance(value, str) and value != "auto" else value
+    return key, [value] if key in LISTS and isinstance(value, str) else value
 
 
 def _parse_value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its form

@@ -64,9 +64,9 @@ class AutoProtect(Scheme):
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         self.scheme.residual.serve(comm.rank)
         observing = comm.size > 1 and self._observing(bucket)
-        self.scheme.protect = [entry.name for entry in bucket.layout] if observing else list(self.protected or ())
+        protect = [entry.name for entry in bucket.layout] if observing else list(self.protected or ())
         squares = square_norms(bucket.layout, bucket.grad) if observing else None
-        report = self.scheme.reduce(bucket, comm)
+        report = self.scheme.reduce_protecting(protect, bucket, comm)
         cost = report.cost
         if squares is not None:
             with recorded_cost() as observed:
@@ -88,11 +88,6 @@ class AutoProtect(Scheme):
     def reset_shared_state(self) -> None:
         self.disagreement = Disagreement()
         self.protected = None
-
-    def config_fingerprint(self) -> str:
-        # What is protected is found at run time.
-        self.scheme.protect = ()
-        return repr(self)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         chosen = None if self.protected is None else list(self.protected)

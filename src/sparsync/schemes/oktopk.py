@@ -1,7 +1,7 @@
 """Ok-Topk: a sparse all-reduce whose traffic does not grow with P, on top-k selections (Li and Hoefler, arXiv 2201.07598).
 
 Every rank owns a region of the vector. It sends its largest elements to the owners of their regions, who add them up; the k largest
-sums of all regions survive and are gathered. A rank clears what it contributed to a survivor and keeps everything else.
+sums of all regions survive and are gathered. A rank clears what it contributed to a survivor; everything else stays in its residual.
 
 `OkTopk.published()` is the paper's algorithm, in `oktopk_published`. Differs from the paper there:
 - The learning rate stays outside: the residual is in units of the gradient, and `rescale_residual` with old rate / new rate keeps
@@ -11,7 +11,7 @@ sums of all regions survive and are gathered. A rank clears what it contributed 
 - A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
 
 The plain constructor differs more, so that traffic has a bound and nothing drifts:
-- Selections are exact in every step. What threshold is kept says where to look first, so neither scale nor its changes matter.
+- Selections are exact in every step. The last threshold only says where to look first, so neither scale nor its changes matter.
 - A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
 - How many survive in each region is computed from a tail sketch of each (`selection.tail_sketch`): exactly k, about the k largest sums.
 - Regions follow the survivors, whose positions all ranks know, at every step and without traffic.

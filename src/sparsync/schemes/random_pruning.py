@@ -1,7 +1,7 @@
 """Fine-grained random pruning: each element of the gradient loses some ranks, drawn from a shared seed.
 
-The study that SkipReduce's coarse slices are compared with (thesis "Skip-Reduce", KAIST 2023, and doi 10.1145/3725843.3756092): it
-tells how much gradient may be dropped, but a ring still carries every slice, so it saves no traffic at all.
+The study that SkipReduce's coarse chunks are compared with (thesis "Skip-Reduce", KAIST 2023, and doi 10.1145/3725843.3756092): it
+tells how much gradient may be dropped, but a ring still carries every chunk, so it saves no traffic at all.
 Differs from the authors' code: the draws come from a generator of their own, not from torch's global one.
 """
 

@@ -40,7 +40,7 @@ from sparsync.collectives.skip_plan import (
 )
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
-from sparsync.feedback import ErrorFeedback, state_from
+from sparsync.feedback import ErrorFeedback, check_state_of, state_from
 from sparsync.selection.parameters import SpanSet, matches
 
 Mode = Literal["random", "naive"]
@@ -107,13 +107,17 @@ class SkipReduce(Scheme):
         return cls(skip=skip, mode="naive", divide_by="ranks")
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        return self.reduce_protecting(self.protect, bucket, comm)
+
+    def reduce_protecting(self, protect: Sequence[str], bucket: Bucket, comm: Comm) -> Report:
+        """Reduce as `reduce` does, with these parameters never skipped."""
         n, plan = bucket.grad.numel(), self._plan(bucket, comm)
         acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
         sent = bucket.grad if acc is None else acc.values.to(bucket.grad.dtype)
         # What rounding to the gradient's type drops, and then what is left out.
         omitted = None if acc is None else acc.values - sent
-        dense = SpanSet.of(entry for entry in bucket.layout if matches(entry.name, self.protect))
-        names = {entry.name for entry in bucket.layout if matches(entry.name, self.protect)}
+        names = {entry.name for entry in bucket.layout if matches(entry.name, protect)}
+        dense = SpanSet.of(entry for entry in bucket.layout if entry.name in names)
         skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
         with recorded_cost() as cost:
             self._reduce_spans(sent, omitted, dense, comm, SkipPlan(shift=plan.shift))
@@ -140,10 +144,16 @@ class SkipReduce(Scheme):
         self.residual.rescale(factors)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
-        return {"residual": self.residual.state_dict()}
+        return {"scheme": self.name, "residual": self.residual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.residual.load_state_dict(state_from(state, "residual", "SkipReduce"))
+        check_state_of(self.name, state)
+        residual = state_from(state, "residual", "SkipReduce")
+        if residual and not self.feedback:
+            raise ValueError(
+                "this state has a residual, which feedback=False would never send; make it with feedback=True"
+            )
+        self.residual.load_state_dict(residual)
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return SkipReduceScatter(self)
@@ -193,7 +203,7 @@ class SkipReduceScatter(ReduceScatterScheme):
     """SkipReduce where owners are fixed: each owner's sum lacks s of the P-1 others, other ones at every step.
 
     An owner always has its own gradient in its chunk, so its weight there is 1/(P-s) where the others' is (P-1-s)/((P-1)(P-s)) in the
-    long run: without effect where all ranks draw their data alike. Always in the direct form, whatever `form` says.
+    long run: without effect where all ranks draw from the same data. Always in the direct form, whatever `form` says.
     """
 
     def __init__(self, config: SkipReduce, name: str = "skip_reduce") -> None:
@@ -225,7 +235,7 @@ class SkipReduceScatter(ReduceScatterScheme):
                 # float16 makes Inf of what is too large for it.
                 finite = acc.finite and (sent is acc.values or kernels.all_finite(sent))
                 flag = torch.tensor([not finite], dtype=torch.int32, device=out.device)
-                # A host sync: all ranks must decide alike.
+                # A host sync: all ranks must decide the same.
                 if bool(torch.cat(all_gather(flag, [1] * P, comm)).any()):
                     return self.found_inf(bucket, out, cost.total)
             reduce_scatter(sent, out, comm, plan, always)

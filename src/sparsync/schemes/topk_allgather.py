@@ -1,4 +1,4 @@
-"""TopkA: every rank sends its largest elements to all, and keeps the rest for later (Aji and Heafield, arXiv 1704.05021).
+"""TopkA: every rank sends its largest elements to all; the rest stays in its residual (Aji and Heafield, arXiv 1704.05021).
 
 The selections of P ranks overlap little, so up to P * k elements of the result are set, and a rank receives (P-1) * k: both grow
 with P. Differs from the paper: nothing of note; NaN and Inf are passed on without touching the residual.

@@ -12,7 +12,7 @@ from sparsync.core import Span, spans
 
 BLOCKS = 1024  # ExDyna's; also the resolution of a Profile
 _UPPER, _LOWER = 1.05, 0.95238  # ExDyna: a partition with more, or less, of the mean load is out of balance
-_MASS = 1 << 40  # what the masses of a profile sum up to: integers, so that all ranks cut alike on any hardware
+_MASS = 1 << 40  # what the masses of a profile sum up to: integers, so that all ranks cut the same on any hardware
 _FLOOR = 8  # a profile spreads 1/8 of its mass evenly, so that no partition is longer than 8 n/P
 
 

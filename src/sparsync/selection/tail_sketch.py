@@ -7,7 +7,6 @@ Only integers and correctly rounded operations, so that unlike machines agree to
 Magnitudes travel as levels: the upper bits of a float32, which order as the numbers do and are about their logarithm.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +19,7 @@ _FLOAT32_BITS = 31  # of a magnitude
 _OCTAVE_BITS = 23  # 2^23 levels of 31 bits between a magnitude and its double
 _TOP = 0x7F7FFFFF  # the largest finite float32
 _TAIL = 2.0  # above the first sample point, twice the magnitude is taken to be reached by 2^-2 as many elements
+_UNIT = 1 << 20  # estimates are added up in parts of an element
 _TRIED = 216  # levels that are looked at at once: 216^4 is just above all levels of 31 bits
 
 
@@ -70,9 +70,9 @@ def quotas(
     while high - low > 1:
         step = -(-(high - low) // _TRIED)
         tried = range(low, high, step)
-        above = _reaching(tried, reached, points, limit, octave).tolist()
-        # Exact in whatever order; fewer elements reach a higher level.
-        enough = sum(math.fsum(each) >= total for each in above)
+        # Whole numbers, whose sums are exact in whatever order. Fewer elements reach a higher level.
+        above = (_reaching(tried, reached, points, limit, octave) * _UNIT).to(torch.int64).sum(1)
+        enough = int((above >= total * _UNIT).sum())
         low, high = tried[max(0, enough - 1)], min(high, tried[max(0, enough - 1)] + step)
     weights = _reaching([low], reached, points, limit, octave)[0].tolist()
     return apportion([int(weight * 1024) for weight in weights], limits, total)

@@ -33,7 +33,14 @@ def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
         n = step.grads[0].numel()
         for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
             if counted != report.cost:
-                fail(invariant, step.where(rank), "counted", counted, "the report's cost is", report.cost)
+                fail(
+                    invariant,
+                    step.where(rank),
+                    "counted",
+                    counted,
+                    "communicate through sparsync.collectives inside recorded_cost() and pass its total to report(); the report's cost is",
+                    report.cost,
+                )
             if report.elements != n:
                 fail(invariant, step.where(rank), "the report's elements are", report.elements, "the bucket has", n)
             for name, number in (("selected", report.selected), ("union", report.union)):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from sparsync.lab.report.results import Run
-from sparsync.lab.report.summary import Ratio, SchemeFigures, Summary
+from sparsync.lab.report.summary import SchemeFigures, Summary
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -46,10 +46,6 @@ def rate_text(bits_per_s: float) -> str:
 def ratio_text(value: float, bound: str = "") -> str:
     """Return a ratio to two digits, from 10 on to three: 0.96x, 7.4x, > 16.4x."""
     return f"{bound} {_times(value)}x".strip()
-
-
-def speedup_text(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else ratio_text(ratio.spread.median, ratio.bound)
 
 
 def percent(run: Run) -> str:
