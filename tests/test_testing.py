@@ -268,6 +268,7 @@ def test_a_failure_says_where_and_shows_both_values() -> None:
         check("traffic", ReportsOtherBytes)
     assert str(caught.value) == (
         "traffic: P = 2, n = 97, torch.float32, step 0, rank 0: counted Cost(steps=2, messages=2, nbytes=200), "
+        "communicate through sparsync.collectives inside recorded_cost() and pass its total to report(); "
         "the report's cost is Cost(steps=2, messages=2, nbytes=100)"
     )
 
