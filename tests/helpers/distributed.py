@@ -116,7 +116,7 @@ def _hear(rank: _Rank) -> None:
         returned, said = pickle.loads(rank.connection.recv_bytes())
     except EOFError:
         rank.process.join(5)
-        rank.trouble.append(f"rank {rank.number} died without a word, exit code {rank.process.exitcode}")
+        rank.trouble.append(f"rank {rank.number} died, exit code {rank.process.exitcode}")
         return
     if returned:
         rank.value = said
@@ -136,6 +136,11 @@ def _judge(ranks: list[_Rank], doomed: set[int], within_s: float, folder: Path) 
             f"rank {rank.number} had not returned, its stacks:\n{_stacks(folder, rank.number)}" for rank in late
         ]
         trouble.append(f"(the limit was {within_s:g} s, or {GRACE_S:g} s after the first failure)")
+    trouble += [
+        f"rank {rank.number} was ended by a signal, its stacks:\n{_stacks(folder, rank.number)}"
+        for rank in ranks
+        if rank.trouble and rank.number not in doomed and (rank.process.exitcode or 0) < 0
+    ]
     if trouble:
         raise AssertionError("\n".join(trouble))
 
@@ -149,6 +154,8 @@ def _body(rank: int, P: int, folder: Path, payload: bytes, within_s: float, conn
     _end_with_parent()
     with (folder / f"stacks{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        # What C++ aborts, gloo's threads for one, leaves its stacks too.
+        faulthandler.enable(stacks, all_threads=True)
         try:
             value = _joined(rank, P, folder, payload, within_s)
         except BaseException:
@@ -156,6 +163,7 @@ def _body(rank: int, P: int, folder: Path, payload: bytes, within_s: float, conn
         else:
             connection.send_bytes(_packed((True, value)))
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
 
 
 class _Pickler(pickle.Pickler):
