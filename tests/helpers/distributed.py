@@ -154,7 +154,7 @@ def _body(rank: int, P: int, folder: Path, payload: bytes, within_s: float, conn
     _end_with_parent()
     with (folder / f"stacks{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        # What C++ aborts, gloo's threads for one, leaves its stacks too.
+        # What aborts in C++ leaves its stacks too.
         faulthandler.enable(stacks, all_threads=True)
         try:
             value = _joined(rank, P, folder, payload, within_s)

@@ -178,7 +178,7 @@ def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
 
 
 def _triton() -> Mapping[str, Kernel] | None:
-    """None where Triton is not installed, or has nothing to run on. Asked each time, because interpreters get turned on."""
+    """Return the Triton kernels; None where Triton is missing or has no GPU. Asked each time: its interpreter may be turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     return _triton_kernels()
