@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
     from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
     from sparsync.schemes.topk_allgather import TopK as TopK
+    from sparsync.schemes.two_shot import TwoShot as TwoShot
 
 # Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
 _HOME = {
@@ -63,6 +64,7 @@ _HOME = {
     "ParameterSpan": "sparsync.core",
     "Span": "sparsync.core",
     "TopK": "sparsync.schemes.topk_allgather",
+    "TwoShot": "sparsync.schemes.two_shot",
     "Update": "sparsync.base.error_feedback",
     "attach": "sparsync.integrations.attach",
     "doctor": "sparsync.integrations.doctor",

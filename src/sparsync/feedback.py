@@ -70,6 +70,14 @@ class Accumulator:
         """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
         return self._noted(kernels.top_k_nonzero(chunk, min(k, chunk.numel()), bound=self._hint))
 
+    def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
+        """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be alike."""
+        with phase("select"):
+            key = f"{self._bucket.key}/{kind}"
+            found = kernels.top_k(chunk, k, self._hints.get(key))
+            self._hints[key] = _WARM * smallest_magnitude(found.value)
+            return found
+
     def keep(self) -> None:
         """Make the sum the new residual, and the gradient zero. What is sent is then cleared from the residual."""
         if self._sum is self._bucket.grad and self._sum.dtype == self.residual.dtype:

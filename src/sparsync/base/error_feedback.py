@@ -27,11 +27,13 @@ class Update:
     """The result of one step. `mean` is the same on every rank; the rest is this rank's own. `errors` share no memory with acc.
 
     With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
-    residuals: acc where it was not cleared, and the errors.
+    residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself.
     """
 
-    mean: Sparse  # written to the gradient, which is zero elsewhere
-    cleared: Tensor  # [c] positions at which the residual becomes zero, int32 or int64
+    mean: (
+        Sparse | Tensor
+    )  # written to the gradient, which is zero where a sparse one has no element; a tensor is all of it, [n]
+    cleared: Tensor | None  # [c] positions at which the residual becomes zero, int32 or int64; None: nowhere
     selected: int  # k: how many elements this rank selected
     errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
     details: Mapping[str, Detail] = field(default_factory=dict)
@@ -80,9 +82,11 @@ class ErrorFeedbackScheme(Scheme):
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
         # A copy: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        mean, written = update.mean, update.mean.value.to(bucket.grad.dtype, copy=True)
-        # A host sync. All ranks received the same mean, so all decide the same.
-        overflow = not kernels.all_finite(written)
+        mean = update.mean
+        value = mean.value if isinstance(mean, Sparse) else mean
+        written = value.to(bucket.grad.dtype, copy=True)
+        # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
+        overflow = not (kernels.all_finite(written) and kernels.all_finite(value * comm.size))
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
@@ -93,13 +97,17 @@ class ErrorFeedbackScheme(Scheme):
                 bucket.grad.zero_()
             else:
                 acc.keep()
-                kernels.clear_(acc.residual, update.cleared)
+                if update.cleared is not None:
+                    kernels.clear_(acc.residual, update.cleared)
                 for error in update.errors:
                     kernels.scatter_add_(acc.residual, error)
                 update.commit()
-            kernels.put_(bucket.grad, mean.index, written)
+            if isinstance(mean, Sparse):
+                kernels.put_(bucket.grad, mean.index, written)
+            else:
+                bucket.grad.copy_(written)
         details = {**update.details, "overflow": overflow}
-        return self.report(bucket, cost.total, selected=update.selected, union=mean.index.numel(), details=details)
+        return self.report(bucket, cost.total, selected=update.selected, union=written.numel(), details=details)
 
     def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
         """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""

@@ -19,6 +19,10 @@ _OURS: dict[str, tuple[str, str]] = {
     "dense": ("sparsync.schemes.dense:Dense", "every element, in the gradient's own precision"),
     "bf16": ("sparsync.schemes.dense:Dense.bf16", "every element, in 16 bits on the wire"),
     "topk": ("sparsync.schemes.topk_allgather:TopK", "each rank's largest elements, sent to all ranks"),
+    "two_shot": (
+        "sparsync.schemes.two_shot:TwoShot",
+        "the largest elements, or all, in few bits and two exchanges; owners of regions keep what they do not send",
+    ),
     "skip_reduce": (
         "sparsync.schemes.skip_reduce:SkipReduce",
         "a ring all-reduce that leaves out some of its reduce-scatter steps",
@@ -99,7 +103,11 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
     where = _OURS[base][0]
     found = locate(where, "scheme")
     # A named constructor, such as Dense.bf16, is its own published setting.
-    return found if base == name or "." in where.partition(":")[2] else found.published
+    if base == name or "." in where.partition(":")[2]:
+        return found
+    if not hasattr(found, "published"):
+        raise ValueError(f"scheme {base!r} has no published setting, because it is none of a paper's; use {base!r}")
+    return found.published
 
 
 def _known(name: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparsync.comm.cost import costs
-from sparsync.comm.metered import all_gather_cost, all_reduce_cost
+from sparsync.comm.metered import all_gather_cost, all_reduce_cost, all_to_all_cost
 from sparsync.core import Comm
 
 
@@ -27,3 +27,13 @@ def all_reduce(x: Tensor, comm: Comm) -> Tensor:
     Bytes sent per rank: 2 (P-1)/P * nbytes(x)
     """
     return comm.all_reduce(x)
+
+
+@costs(lambda _, parts, counts, comm: all_to_all_cost([part.nbytes for part in parts], comm.rank))
+def all_to_all(parts: Sequence[Tensor], counts: Sequence[int], comm: Comm) -> list[Tensor]:
+    """Return what each rank sent here, in rank order; `counts[r]`, the elements that come from rank r, are known beforehand.
+
+    Steps: 1
+    Bytes sent per rank: all parts but its own
+    """
+    return comm.all_to_all(parts, counts)

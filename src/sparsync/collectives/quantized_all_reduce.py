@@ -1,9 +1,9 @@
 """The mean over ranks of values that are quantized before they are sent, with what rounding drops known to one rank each.
 
-Every rank owns one chunk of the values. It sends its share of the mean, value / P, of every chunk to the chunk's owner; owners add up
-what they receive and send the result to all. What a rank's first packets drop of its values, and what an owner's packet drops of its
-sums, is that rank's error: added to its residual, no mass is lost. P times a decoded value is exact in float32, where P < 512. All
-ranks decode the same bytes, so all get the same mean.
+Every rank owns one chunk of the values. It sends its share of the mean, value / P, of every other chunk to the chunk's owner; owners add
+up what they receive and their own share, which is not rounded, and send the result to all. What a rank's first packets drop of its
+values, and what an owner's packet drops of its sums, is that rank's error: added to its residual, no mass is lost. P times a decoded
+value is exact in float32, where P < 512. All ranks decode the same bytes, so all get the same mean.
 """
 
 from typing import Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.core import Comm, Cost, spans
+from sparsync.phases import phase
 
 
 @runtime_checkable
@@ -47,20 +48,32 @@ def quantized_all_reduce(
     Steps: 1, then P-1
     Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
     """
-    P, dtype = comm.size, value.dtype
+    P, rank, dtype = comm.size, comm.rank, value.dtype
     chunks = spans(value.numel(), P)
-    mine, lengths = chunks[comm.rank], [len(chunk) for chunk in chunks]
+    mine, lengths = chunks[rank], [len(chunk) for chunk in chunks]
     sizes = [quantizer.nbytes(length, dtype) for length in lengths]
-    packets = [quantizer.encode(chunk) for chunk in (value / P).split(lengths)]
-    received = comm.all_to_all(packets, [sizes[comm.rank]] * P)
-    # float64, in which sums of a few quantized values are exact.
-    total = torch.zeros_like(mine.of(value), dtype=torch.float64)
-    for packet in received:
-        total += quantizer.decode(packet, len(mine), dtype)
-    gathered = comm.all_gather(quantizer.encode(total.to(dtype)), sizes)
-    decoded = [quantizer.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
-    mean = torch.cat(decoded).to(written).to(dtype)
-    shares = [quantizer.decode(packet, length, dtype) for packet, length in zip(packets, lengths, strict=True)]
-    error = value - P * torch.cat(shares)
-    mine.of(error).add_((P * (total - mine.of(mean))).to(dtype))
+    with phase("encode"):
+        shares = value / P
+        packets = [quantizer.encode(chunk.of(shares)) for owner, chunk in enumerate(chunks) if owner != rank]
+        packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
+    received = comm.all_to_all(packets, [sizes[rank] if source != rank else 0 for source in range(P)])
+    with phase("decode"):
+        # float64, in which sums of a few quantized values are exact. What a rank owns it adds as it is.
+        total = mine.of(value).to(torch.float64)
+        for source, packet in enumerate(received):
+            if source != rank:
+                total.add_(quantizer.decode(packet, len(mine), dtype), alpha=P)
+    with phase("encode"):
+        packet = quantizer.encode((total / P).to(dtype))
+    gathered = comm.all_gather(packet, sizes)
+    with phase("decode"):
+        decoded = [quantizer.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
+        mean = torch.cat(decoded).to(written).to(dtype)
+        error = torch.empty_like(value)
+        for owner, chunk in enumerate(chunks):
+            if owner == rank:
+                chunk.of(error).copy_(total - P * chunk.of(mean).to(torch.float64))
+            else:
+                sent = quantizer.decode(packets[owner], len(chunk), dtype)
+                torch.sub(chunk.of(value), sent, alpha=P, out=chunk.of(error))
     return mean, error

@@ -38,6 +38,10 @@ class Partition(Protocol):
         """Return the elements of `x` [n] in partition `p`, copied."""
         ...
 
+    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
+        """Write `value` to the elements of `x` [n] in partition `p`: the inverse of `of`."""
+        ...
+
     def positions(self, p: int, place: Tensor) -> Tensor:
         """Return where the elements at `place` of partition `p` stand in the vector, in the type of `place`."""
         ...
@@ -58,6 +62,9 @@ class Contiguous:
 
     def of(self, x: Tensor, p: int) -> Tensor:
         return self.spans[p].of(x).clone()
+
+    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
+        self.spans[p].of(x).copy_(value)
 
     def positions(self, p: int, place: Tensor) -> Tensor:
         return place + self.spans[p].start
@@ -99,6 +106,12 @@ class BlockCyclic:
         torch.index_select(x[: rows * self.P].view(-1, self.row), 0, chosen, out=out[:rows].view(-1, self.row))
         out[rows:] = tail.of(x)
         return out
+
+    def put_(self, x: Tensor, p: int, value: Tensor) -> None:
+        rows, tail = self.groups * self.row, self._tails()[p]
+        chosen = _rows(self.groups, self.P, x.device)[p]
+        x[: rows * self.P].view(-1, self.row).index_copy_(0, chosen.long(), value[:rows].view(-1, self.row))
+        tail.of(x).copy_(value[rows:])
 
     def positions(self, p: int, place: Tensor) -> Tensor:
         starts = _starts(self.n, self.P, self.row, place.device)[p]

@@ -7,6 +7,7 @@ the codecs.
 from functools import lru_cache
 from typing import get_args
 
+import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
@@ -26,8 +27,8 @@ def fixed_length_codec(k: int, span: int) -> PositionCodec:
 
 
 def fixed_length_nbytes(k: int, span: int) -> int:
-    """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span)."""
-    return nbytes(fixed_length_codec(k, span), k, span)
+    """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span): none for all of them."""
+    return 0 if k == span else nbytes(fixed_length_codec(k, span), k, span)
 
 
 def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
@@ -35,9 +36,19 @@ def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " 
 
     Raises ValueError for other positions.
     """
+    if index.numel() == span:
+        return _nothing_for_all(index, span)
     return codecs.encode_positions(fixed_length_codec(index.numel(), span), index, span)
 
 
 def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
     """Return what `encode_fixed_length` was given, int32. Raises RuntimeError for a packet that cannot be one of them."""
+    if k == span and not packet.numel():
+        return torch.arange(span, dtype=torch.int32, device=packet.device)
     return codecs.decode_positions(fixed_length_codec(k, span), packet, k, span)
+
+
+def _nothing_for_all(index: Tensor, span: int) -> Tensor:
+    if not torch.equal(index, torch.arange(span, dtype=index.dtype, device=index.device)):
+        raise ValueError(f"{span} positions inside [0, {span}) must be all of them in order, got others")
+    return torch.empty(0, dtype=torch.uint8, device=index.device)

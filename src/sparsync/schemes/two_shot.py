@@ -1,0 +1,170 @@
+"""TwoShot: an all-reduce of the largest elements, or of all, in few bits and two exchanges, without a control message.
+
+Every rank owns a region of the vector. It sends each other region's largest elements, rounded, to the region's owner. The owner adds
+them to all of its own elements, and sends the largest sums, rounded, to all. What a sender's rounding drops stays in the sender's
+residual, and what the owner does not send in the owner's: no mass is lost. How many elements travel is known beforehand. Regions take
+their rows from all over the vector in a hashed order, so that layers of different scale load the owners alike.
+
+The two exchanges are those of SparseReduceScatter and all-gather in Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; the fixed
+counts and the owner's residual are our own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.collectives.exchange import all_gather, all_to_all
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import Bucket, Comm, Detail, Report, Span, Sparse, spans
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.phases import phase
+from sparsync.selection.density import check_density, count_for
+from sparsync.selection.partition import BlockCyclic, Contiguous, Partition
+from sparsync.wire.elements import Elements
+from sparsync.wire.values import ValueCodec, Values, check_values
+
+
+@dataclass
+class TwoShot(ErrorFeedbackScheme):
+    """Send the share `density` of each region to its owner, and the same share of the owner's sums to all.
+
+    With density 1 it is a quantized all-reduce of all elements, and no positions travel. A rank sends about 2 (P-1)/P * density * n
+    elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf, or the mean overflows the gradient's
+    type, it shows in the gradient of every rank, and residuals stay as they were.
+    """
+
+    density: float = 0.05  # share of the elements that travels in either exchange
+    values: Values = "int4"  # how values travel; what rounding drops stays in the residuals
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "two_shot"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+        check_values(self.values)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        if self.density == 1.0:
+            mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
+            acc.values.copy_(error)
+            return Update(mean, None, bucket.grad.numel())
+        n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
+        regions = BlockCyclic(n, P)
+        lengths = regions.lengths()
+        counts = [count_for(self.density, length) for length in lengths]
+        packets = [torch.empty(0, dtype=torch.uint8, device=bucket.grad.device)] * P
+        unsent: list[tuple[int, Tensor]] = []
+        for p in range(P):
+            if p != rank and lengths[p]:
+                part = regions.of(acc.values, p)
+                packets[p] = _take(part, acc.top_k_of(part, counts[p], "sent"), codec)
+                unsent.append((p, part))
+        dtype, length, count = acc.values.dtype, lengths[rank], counts[rank]
+        nbytes = [codec.nbytes(k, size, dtype) for k, size in zip(counts, lengths, strict=True)]
+        received = all_to_all(packets, [nbytes[rank] if source != rank else 0 for source in range(P)], comm)
+        sums = regions.of(acc.values, rank)
+        with phase("decode"):
+            for source, packet in enumerate(received):
+                if source != rank:
+                    kernels.scatter_add_(sums, codec.decode(packet, count, length, dtype))
+        top = acc.top_k_of(sums, count, "sums")
+        with phase("encode"):
+            # As its share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
+            packet = codec.encode(Sparse(top.index, top.value / P, length))
+        gathered = all_gather(packet, nbytes, comm)
+        with phase("decode"):
+            decoded = [
+                codec.decode(each, k, size, dtype) for each, k, size in zip(gathered, counts, lengths, strict=True)
+            ]
+            # The difference to what is written, in the type of the gradient.
+            kernels.put_(sums, top.index, top.value - P * decoded[rank].value.to(bucket.grad.dtype).to(dtype))
+            for p, part in [*unsent, (rank, sums)]:
+                regions.put_(acc.values, p, part)
+            mean = kernels.merge(
+                [Sparse(regions.positions(p, part.index), part.value, n) for p, part in enumerate(decoded)]
+            )
+        return Update(mean, None, sum(counts) - count + length)
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
+        """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
+        n, P = bucket.grad.numel(), comm.size
+        regions, residual = _regions(n, P, self.density), self.feedback.residual(bucket, comm.rank).clone()
+        regions.put_(residual, comm.rank, regions.of(residual, comm.rank) / P)
+        return residual
+
+    def reduce_scatter_form(self) -> ReduceScatterScheme:
+        return TwoShotReduceScatter(self)
+
+
+def _regions(n: int, P: int, density: float) -> Partition:
+    """Return the regions of the owners; adjacent ones where all elements travel and no position does."""
+    return BlockCyclic(n, P) if density < 1 else Contiguous(spans(n, P))
+
+
+def _take(part: Tensor, chosen: Sparse, codec: Elements) -> Tensor:
+    """Return the packet of some elements of `part`, where only what rounding drops of them stays."""
+    with phase("encode"):
+        packet = codec.encode(chosen)
+        if codec.exact:
+            kernels.clear_(part, chosen.index)
+        else:
+            decoded = codec.decode_values(packet, chosen.index.numel(), part.numel(), part.dtype)
+            kernels.put_(part, chosen.index, chosen.value - decoded)
+    return packet
+
+
+class TwoShotReduceScatter(ReduceScatterScheme):
+    """The first exchange by itself, with the chunks for regions: each rank sends the share `density` of every other chunk.
+
+    Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
+    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
+    """
+
+    def __init__(self, config: TwoShot) -> None:
+        super().__init__(config.residuals)
+        self.config = config
+        self.name = config.name
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        n, P, m = bucket.grad.numel(), comm.size, out.numel()
+        acc = self.feedback.accumulate(bucket, comm.rank)
+        own, codec, dtype = Span(comm.rank * m, (comm.rank + 1) * m), Elements(self.config.values), acc.values.dtype
+        chunks, count = [Span(owner * m, (owner + 1) * m) for owner in range(P)], count_for(self.config.density, m)
+        others = [owner for owner in range(P) if owner != comm.rank]
+        chosen = [acc.top_k_of(chunks[owner].of(acc.values), count, "sent") for owner in others]
+        fits = acc.finite and all(_fits(each.value, self.config.values) for each in chosen)
+        if not fits:
+            # So that every owner learns of it without another message.
+            chosen = [Sparse(each.index, torch.full_like(each.value, torch.nan), m) for each in chosen]
+        packets = [codec.encode(each) for each in chosen]
+        packets.insert(comm.rank, packets[0].new_empty(0) if packets else torch.empty(0, dtype=torch.uint8))
+        region, size = own.of(acc.values).clone(), codec.nbytes(count, m, dtype)
+        with recorded_cost() as cost:
+            received = all_to_all(packets, [size if source != comm.rank else 0 for source in range(P)], comm)
+        for source, packet in enumerate(received):
+            if source != comm.rank:
+                kernels.scatter_add_(region, codec.decode(packet, count, m, dtype))
+        share = P if average else 1
+        out.copy_(region / share)
+        if not fits or not kernels.all_finite(out):
+            return self.found_inf(bucket, out, cost.total)
+        with phase("apply"):
+            acc.keep()
+            for owner, each in zip(others, chosen, strict=True):
+                error = each.value - codec.decode_values(packets[owner], count, m, dtype)
+                kernels.put_(chunks[owner].of(acc.residual), each.index, error.to(acc.residual.dtype))
+            # What rounding to its type drops.
+            own.of(acc.residual).copy_(region - out.to(dtype) * share)
+        details: dict[str, Detail] = {"overflow": False}
+        return Report(self.name, bucket.key, bucket.step, n, count * (P - 1) + m, n, cost.total, details=details)
+
+
+def _fits(value: Tensor, values: Values) -> bool:
+    """Return whether values arrive finite: float16 makes Inf of what is too large for it, which only one owner would see."""
+    return values != "float16" or kernels.all_finite(value.to(torch.float16))

@@ -1,0 +1,155 @@
+"""TwoShot: the rule against a plain restatement, two exchanges, bytes known beforehand, what stays with whom, its reduce-scatter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
+from sparsync.core import Comm, generator
+from sparsync.schemes import two_shot
+from sparsync.selection.density import count_for
+from sparsync.selection.partition import BlockCyclic
+from sparsync.wire.values import ValueCodec
+
+
+def gradients(P: int, n: int, step: int = 0) -> list[Tensor]:
+    """Layers of different scale, with heavy tails."""
+    scale = torch.linspace(0, 3, n).exp()
+    return [scale * torch.randn(n, generator=generator(rank, "two-shot", step)) ** 3 for rank in range(P)]
+
+
+def reduce(schemes: list[TwoShot], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:
+    """Return the mean, which all ranks have, the reports and the residuals; the bytes counted are those of the reports."""
+
+    def body(comm: Comm) -> tuple[Tensor, Report]:
+        metered = MeteredComm(comm)
+        bucket = Bucket("w", given[comm.rank].clone(), step)
+        report = schemes[comm.rank].reduce(bucket, metered)
+        assert metered.take()[0] == report.cost
+        return bucket.grad, report
+
+    found = LocalWorld(len(schemes)).run(body)
+    assert all(torch.equal(mean, found[0][0]) for mean, _ in found)
+    residuals = [scheme.state_dict()["residual"]["w"] for scheme in schemes]
+    return found[0][0], [report for _, report in found], residuals
+
+
+def restated(
+    residuals: list[Tensor], given: list[Tensor], density: float, values: ValueCodec
+) -> tuple[Tensor, list[Tensor]]:
+    """The rule with dense vectors: the mean and the new residuals."""
+    P, n = len(given), given[0].numel()
+    acc, mean = [e + x for e, x in zip(residuals, given, strict=True)], torch.zeros(n)
+    for owner in range(P):
+        position = BlockCyclic(n, P).positions(owner, torch.arange(BlockCyclic(n, P).lengths()[owner]))
+        k = count_for(density, position.numel())
+
+        def rounded(value: Tensor) -> Tensor:
+            return values.decode(values.encode(value), value.numel(), value.dtype)
+
+        def largest(x: Tensor, where: Tensor = position, k: int = k) -> Tensor:
+            return where[x[where].abs().argsort(descending=True, stable=True)[:k].sort().values]
+
+        for rank in range(P):
+            if rank != owner:
+                chosen = largest(acc[rank])
+                sent = rounded(acc[rank][chosen])
+                acc[rank][chosen] -= sent
+                acc[owner][chosen] += sent
+        chosen = largest(acc[owner])
+        mean[chosen] = rounded(acc[owner][chosen] / P)
+        acc[owner][chosen] -= P * mean[chosen]
+    return mean, acc
+
+
+@pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
+@pytest.mark.parametrize(("P", "n", "density"), [(1, 50, 0.1), (2, 999, 0.05), (4, 5000, 0.05), (5, 777, 0.3)])
+def test_is_the_rule(P: int, n: int, density: float, values: str) -> None:
+    schemes = [TwoShot(density, values) for _ in range(P)]  # pyright: ignore[reportArgumentType]
+    residuals = [torch.zeros(n) for _ in range(P)]
+    for step in range(3):
+        given = gradients(P, n, step)
+        mean, _, found = reduce(schemes, given, step)
+        wanted, residuals = restated(residuals, given, density, ValueCodec(values))  # pyright: ignore[reportArgumentType]
+        assert torch.equal(mean, wanted)
+        assert all(torch.equal(x, y) for x, y in zip(found, residuals, strict=True))
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_has_two_exchanges_whose_bytes_do_not_depend_on_the_gradients(density: float) -> None:
+    costs = []
+    for given in (gradients(4, 4000), [torch.zeros(4000) for _ in range(4)]):
+        _, reports, _ = reduce([TwoShot(density) for _ in range(4)], given)
+        costs.append([report.cost for report in reports])
+    assert costs[0] == costs[1]
+    # An all-to-all, of one round, and an all-gather, of P - 1.
+    assert {(cost.steps, cost.messages) for cost in costs[0]} == {(1 + 3, 3 + 3)}
+
+
+def test_loads_owners_alike_whatever_the_layers_scale() -> None:
+    _, reports, _ = reduce([TwoShot() for _ in range(4)], gradients(4, 100_000))
+    sent = [report.cost.nbytes for report in reports]
+    assert max(sent) <= 1.001 * min(sent)
+
+
+def test_bits_at_the_default_density() -> None:
+    n = 100_000
+    _, reports, _ = reduce([TwoShot() for _ in range(4)], gradients(4, n))
+    assert reports[0].cost.nbytes * 8 / n < 0.8
+
+
+def test_unsent_counts_every_residual_once() -> None:
+    """An owner holds for all ranks: each rank adds its own part and a P-th of its region's."""
+    P, n = 4, 1000
+    schemes, given = [TwoShot() for _ in range(P)], gradients(P, n)
+    _, _, residuals = reduce(schemes, given)
+    shares = LocalWorld(P).run(lambda comm: schemes[comm.rank].unsent(Bucket("w", torch.zeros(n), 1), comm))
+    for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
+        regions = BlockCyclic(n, P)
+        for p in range(P):
+            assert torch.equal(regions.of(share, p), regions.of(residual, p) / (P if p == rank else 1))
+
+
+@pytest.mark.parametrize("values", ["float32", "int4"])
+@pytest.mark.parametrize("average", [True, False])
+def test_reduce_scatter_loses_no_mass(values: str, average: bool) -> None:
+    P, m = 4, 64
+    forms = [TwoShot(0.1, values).reduce_scatter_form() for _ in range(P)]  # pyright: ignore[reportArgumentType]
+    given = [torch.randint(-8, 8, (P * m,), generator=generator(rank, "rs", 0)).float() * 7 for rank in range(P)]
+
+    def body(comm: Comm) -> tuple[Tensor, Report]:
+        out, metered = torch.empty(m, dtype=torch.float64), MeteredComm(comm)
+        bucket = Bucket("w", given[comm.rank].double(), 0)
+        report = forms[comm.rank].reduce_scatter(bucket, out, metered, average)
+        assert metered.take()[0] == report.cost
+        return out, report
+
+    found = LocalWorld(P).run(body)
+    written = torch.cat([out for out, _ in found]) * (P if average else 1)
+    kept = torch.stack([form.state_dict()["residual"]["w"] for form in forms]).sum(0)
+    assert torch.equal(written + kept, torch.stack(given).sum(0).double())
+    assert {report.cost.steps for _, report in found} == {1}
+
+
+def test_reduce_scatter_tells_all_ranks_of_nan() -> None:
+    P, m = 4, 32
+    forms = [TwoShot(0.1).reduce_scatter_form() for _ in range(P)]
+
+    def body(comm: Comm) -> tuple[Tensor, Report]:
+        out, grad = torch.empty(m), torch.ones(P * m)
+        if comm.rank == 2:
+            grad[5] = torch.nan
+        return out, forms[comm.rank].reduce_scatter(Bucket("w", grad, 0), out, comm, average=True)
+
+    for out, report in LocalWorld(P).run(body):
+        assert out.isnan().all()
+        assert report.details["overflow"] is True
+    assert all(not form.state_dict()["residual"]["w"].any() for form in forms)
+
+
+def test_refuses_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
+        TwoShot(density=0.0)
+    with pytest.raises(ValueError, match="values must be one of"):
+        TwoShot(values="int5")  # pyright: ignore[reportArgumentType]
+    assert two_shot.TwoShot.name == "two_shot"
