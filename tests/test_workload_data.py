@@ -16,6 +16,7 @@ from helpers import idx_files
 from helpers.idx_files import files, idx_file, write
 from sparsync.lab.workloads import fashion_images, idx, shakespeare_text
 from sparsync.lab.workloads.fashion import Fashion
+from sparsync.lab.workloads.gpt import Gpt
 from sparsync.lab.workloads.shakespeare import Shakespeare
 from sparsync.lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
@@ -66,11 +67,27 @@ def test_words_are_numbered_from_the_commonest_ties_in_order_of_the_alphabet(tmp
     assert words.types == 6
 
 
+def test_characters_are_numbered_in_their_order_and_those_of_the_held_out_text_alone_are_unknown(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").write_text("ba\n" * 13 + "z")
+    text = shakespeare_text.characters(str(tmp_path))
+    assert text.training[:3].tolist() == [3, 2, 1]
+    assert text.held_out.tolist() == [1, 0]
+    assert (text.vocabulary, text.types) == (4, 4)
+
+
 def test_the_vocabulary_is_chosen_without_a_look_at_the_held_out_words(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a a " + " ".join("b" * n for n in range(1, 56)) + " z z z")
     words = shakespeare_text.corpus(str(tmp_path), 2)
     assert words.training.tolist() == [1, 1] + [0] * 55
     assert words.held_out.tolist() == [0, 0, 0]
+
+
+def test_a_text_too_short_for_a_transformer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("b a " * 100)
+    with pytest.raises(ValueError, match="too short for windows of 64 characters"):
+        Gpt(data=str(tmp_path)).prepare()
 
 
 @pytest.mark.parametrize(

