@@ -20,6 +20,8 @@ from sparsync.lab.workloads import fashion_images
 from sparsync.lab.workloads.base import Batch, Workload, chunks, exactly_addable
 from sparsync.lab.workloads.fashion import Fashion
 from sparsync.lab.workloads.gpt import Gpt
+from sparsync.lab.workloads.movielens import MovieLens
+from sparsync.lab.workloads.movielens_ratings import ratings
 from sparsync.lab.workloads.networks import population_statistics
 from sparsync.lab.workloads.shakespeare import Shakespeare
 
@@ -35,13 +37,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return idx_files.write(tmp_path_factory.mktemp("idx"), idx_files.files())
 
 
-@pytest.fixture(params=["shakespeare", "gpt", "resnet", "mlp"])
-def workload(request: pytest.FixtureRequest, folder: Path) -> Workload:
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ratings of 90 users, each of 12 out of 130 films."""
+    folder = tmp_path_factory.mktemp("films")
+    rows = [(user, 1 + (7 * user + 11 * n) % 130, 3, 1000 + n) for user in range(1, 91) for n in range(12)]
+    (folder / "u.data").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(params=["shakespeare", "gpt", "resnet", "mlp", "movielens"])
+def workload(request: pytest.FixtureRequest, folder: Path, films: Path) -> Workload:
     # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":
         made: Workload = Shakespeare(vocabulary=500, width=16, batch_size=16, length=7, windows=45)
     elif request.param == "gpt":
         made = Gpt(width=16, layers=2, heads=2, context=7, batch_size=16, windows=45, learning_rate=0.02)
+    elif request.param == "movielens":
+        made = MovieLens(width=8, batch_size=16, learning_rate=0.02, data=str(films))
     else:
         made = Fashion(network=request.param, batch_size=16, data=str(folder))
     made.prepare()
@@ -245,7 +258,7 @@ def test_a_model_is_its_parameters(workload: Workload) -> None:
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("workload", ["shakespeare", "gpt", "mlp"], indirect=True)
+@pytest.mark.parametrize("workload", ["shakespeare", "gpt", "mlp", "movielens"], indirect=True)
 def test_the_mean_of_the_ranks_gradients_is_the_gradient_of_the_global_batch(workload: Workload) -> None:
     def gradient(rank: int, ranks: int) -> torch.Tensor:
         model = workload.model(0).double()
@@ -533,3 +546,40 @@ def test_the_statistics_of_an_evaluation_are_those_of_the_population(folder: Pat
 def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=f"there are {TRAINING_IMAGES}"):
         Fashion(batch_size=TRAINING_IMAGES + 1, data=str(folder)).prepare()
+
+
+# MovieLens
+
+
+def test_a_pair_is_a_rating_or_a_film_that_the_user_has_not_rated_in_the_training_data(films: Path) -> None:
+    workload = MovieLens(width=8, batch_size=900, negatives=4, data=str(films))
+    training = {(user, film) for user, film in ratings(str(films)).training.tolist()}
+    epoch = [workload.batch(0, step, 0, 1) for step in range(len(training) * 5 // 900)]
+    rated = [tuple(pair) for batch in epoch for pair in batch.input[batch.target == 1].tolist()]
+    assert len(rated) == len(set(rated))
+    assert set(rated) <= training
+    drawn = {tuple(pair) for batch in epoch for pair in batch.input[batch.target == 0].tolist()}
+    assert not drawn & training
+    share = sum(int(batch.target.sum()) for batch in epoch) / (900 * len(epoch))
+    assert share == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_recommender_that_scores_all_films_alike_has_no_hit(films: Path) -> None:
+    workload = MovieLens(width=8, data=str(films))
+    model = workload.model(0)
+    nn.init.zeros_(model.output.weight)
+    assert workload.evaluate(model, 0, 1) == (0.0, 90)
+    nn.init.constant_(model.output.bias, math.nan)
+    assert workload.evaluate(model, 0, 1) == (0.0, 90)
+
+
+def test_a_recommender_that_knows_the_held_out_film_always_hits(films: Path) -> None:
+    workload = MovieLens(width=130, data=str(films))
+    model, data = workload.model(0), ratings(str(films))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.film_factor.weight.copy_(torch.eye(130))
+        model.user_factor.weight.scatter_(1, data.ranked[:, :1], 1.0)
+        model.output.weight[:, :130] = 1.0
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == 100.0

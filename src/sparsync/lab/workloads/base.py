@@ -4,6 +4,7 @@ The training loop uses a job only through `Workload`; data, models and hyperpara
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from sparsync.core import Span, generator, spans
 
@@ -181,6 +182,18 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
         # Not torch.manual_seed, which reseeds accelerators as well, outside the fork.
         torch.default_generator.manual_seed(generator(seed, "model", 0).initial_seed())
         return build()
+
+
+def rise_and_cosine(optimizer: Optimizer, steps: int, warmup: int, lowest: float) -> LRScheduler:
+    """Return the schedule of a linear rise over `warmup` steps, then half a cosine from the full rate to `lowest` of it."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / (steps - warmup))
+        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync.lab.workloads import language
-from sparsync.lab.workloads.base import Batch, Better, Workload, require_positive, seeded
+from sparsync.lab.workloads.base import Batch, Better, Workload, require_positive, rise_and_cosine, seeded
 from sparsync.lab.workloads.shakespeare_text import Corpus, characters
 
 DEVIATION = 0.02  # of the first weights, as in GPT-2; those that end a residual branch are smaller by sqrt(2 layers)
@@ -125,16 +125,7 @@ class Gpt(Workload):
             {"params": others, "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.learning_rate, betas=BETAS)
-        warmup = round(WARMUP * steps)
-
-        def factor(step: int) -> float:
-            """Return a linear rise over the warm-up, then half a cosine from 1 to LOWEST."""
-            if step < warmup:
-                return (step + 1) / warmup
-            done = min(1.0, (step - warmup) / (steps - warmup))
-            return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * done))
-
-        return optimizer, LambdaLR(optimizer, factor)
+        return optimizer, rise_and_cosine(optimizer, steps, round(WARMUP * steps), LOWEST)
 
     def clip(self, model: nn.Module, factor: float = 1.0) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)

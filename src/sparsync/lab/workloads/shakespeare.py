@@ -44,7 +44,7 @@ class Shakespeare(Workload):
     windows: int = 320  # of the validation, evenly over the held-out text
     learning_rate: float = 1.0
     momentum: float = 0.9
-    clip_norm: float = 0.25  # of the reduced gradient
+    clip_norm: float = 0.5  # of the reduced gradient
     warmup: int = 50  # steps
     data: str = ""  # a folder of .txt files instead of the package
 

