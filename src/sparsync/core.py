@@ -94,7 +94,8 @@ class Bucket:
                 )
             if entry.shape and math.prod(entry.shape) != len(entry.span):
                 raise ValueError(
-                    f"parameter {entry.name!r} of bucket {self.key!r} has {len(entry.span)} elements, which do not make the shape {entry.shape}"
+                    f"parameter {entry.name!r} of bucket {self.key!r} has {len(entry.span)} elements, which do not make the shape "
+                    f"{entry.shape}"
                 )
             position = entry.span.stop
         if position != self.grad.numel():

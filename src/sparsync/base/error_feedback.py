@@ -59,7 +59,8 @@ class ErrorFeedbackScheme(Scheme):
     """A scheme that adds what it did not send to the next gradient: subclass it as a dataclass, and write `step`.
 
     A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"), and a field `decay`, the share of
-    the residual that joins the next gradient. One that defines `__post_init__` calls this one's. State that must agree across ranks is kept in a `ByBucket` made by `shared_state`.
+    the residual that joins the next gradient. One that defines `__post_init__` calls this one's. State that must agree across ranks is
+    kept in a `ByBucket` made by `shared_state`.
     """
 
     residuals: Residuals = "float32"

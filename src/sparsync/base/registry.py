@@ -39,6 +39,10 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.oktopk:OkTopk",
         "the k largest sums over ranks; traffic does not grow with their number",
     ),
+    "powersgd": (
+        "sparsync.schemes.powersgd:PowerSGD",
+        "each matrix as the product of two thin ones, by power iteration with warm start (arXiv 1905.13727)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",
