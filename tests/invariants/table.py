@@ -16,6 +16,7 @@ from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.powersgd import PowerSGD
+from sparsync.schemes.quantized import Quantized
 from sparsync.testing import SchemeUnderTest
 
 WORLDS = (1, 2, 4, 5)  # one, an even number, a power of two, a prime
@@ -198,6 +199,8 @@ ROWS = [
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
+    *[_rounded(Quantized, "quantized", values) for values in ("int8", "int4", "int4_stochastic", "sign")],
+    _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
     _low_rank("powersgd-1", rank=1, least_saving=1.0),
     _low_rank("powersgd-2", rank=2, least_saving=0.1),
     *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],

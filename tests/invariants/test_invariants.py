@@ -7,7 +7,7 @@ from sparsync.testing import INVARIANTS, check
 
 OF_TRACES = ("conservation", "replicas", "traffic")
 # Rounding the largest finite number up gives Inf, and what the rounding leaves for the residual is then -Inf.
-OVERFLOWS = ("-bfloat16", "-int4", "-int4_stochastic")
+OVERFLOWS = ("-bfloat16", "-int4", "-int4_stochastic", "-sign")
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
