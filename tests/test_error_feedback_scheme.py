@@ -7,6 +7,7 @@ import torch
 
 from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, LocalWorld, MiCRO, SkipReduce, Sparse, TopK, Update
 from sparsync.comm.local import LocalComm
+from sparsync.testing import check_scheme
 
 
 @dataclass
@@ -78,3 +79,33 @@ def test_a_class_that_is_no_dataclass_is_told_so() -> None:
     scheme = Plain()
     with pytest.raises(TypeError, match="Plain has no error feedback yet; decorate it with @dataclass"):
         LocalWorld(1).run(lambda comm: scheme.reduce(Bucket("weights", torch.ones(2), 0), comm))
+
+
+@dataclass
+class Forgetful(TopK):
+    """TopK that forgets half of its residual at each step."""
+
+    density: float = 0.1
+    decay: float = 0.5
+
+    name = "forgetful"
+
+
+def test_a_residual_that_decays_keeps_all_invariants() -> None:
+    check_scheme(Forgetful, worlds=(1, 2, 4))
+
+
+def test_a_step_with_nan_drops_nothing_of_a_residual_that_decays() -> None:
+    scheme = Forgetful(density=0.5)
+    reduce(scheme, torch.tensor([1.0, 2.0]))
+    assert scheme.state_dict()["residual"]["weights"].tolist() == [1.0, 0.0]
+    reduce(scheme, torch.tensor([torch.nan, 0.0]))
+    assert scheme.state_dict()["residual"]["weights"].tolist() == [1.0, 0.0]
+    reduce(scheme, torch.tensor([1.0, 4.0]))
+    assert scheme.state_dict()["residual"]["weights"].tolist() == [1.5, 0.0]
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5])
+def test_a_decay_that_is_no_share_is_refused(decay: float) -> None:
+    with pytest.raises(ValueError, match=rf"decay must be in \[0, 1\].*got {decay}"):
+        Forgetful(decay=decay)

@@ -4,6 +4,7 @@ Nothing here communicates, selects or keeps state. Letters: P ranks, n elements 
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,15 +47,18 @@ class ParameterSpan:
 
     name: str
     span: Span
+    shape: tuple[int, ...] = ()  # of the parameter, where it is known; () where it is not
 
 
-def laid_out(lengths: Iterable[tuple[str, int]]) -> tuple[ParameterSpan, ...]:
-    """Return the layout of parameters of these names and numbers of elements, one after the other."""
+def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> tuple[ParameterSpan, ...]:
+    """Return the layout of parameters of these names and shapes, or numbers of elements, one after the other."""
     layout: list[ParameterSpan] = []
     start = 0
-    for name, length in lengths:
-        layout.append(ParameterSpan(name, Span(start, start + length)))
-        start += length
+    for name, size in parameters:
+        shape = () if isinstance(size, int) else tuple(size)
+        stop = start + (size if isinstance(size, int) else math.prod(shape))
+        layout.append(ParameterSpan(name, Span(start, stop), shape))
+        start = stop
     return tuple(layout)
 
 
@@ -87,6 +91,11 @@ class Bucket:
                 raise ValueError(
                     f"the layout of bucket {self.key!r} must cover its elements in order: parameter {entry.name!r} starts at "
                     f"{entry.span.start}, the one before it ends at {position}"
+                )
+            if entry.shape and math.prod(entry.shape) != len(entry.span):
+                raise ValueError(
+                    f"parameter {entry.name!r} of bucket {self.key!r} has {len(entry.span)} elements, which do not make the shape "
+                    f"{entry.shape}"
                 )
             position = entry.span.stop
         if position != self.grad.numel():

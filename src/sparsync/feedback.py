@@ -18,16 +18,17 @@ _WARM = 0.97
 
 
 class Accumulator:
-    """acc = residual + gradient of one bucket at one step, and selections from it.
+    """acc = decay * residual + gradient of one bucket at one step, and selections from it.
 
     The sum is made once: when `values` is first read, or in the same pass as the first selection. It takes the memory of `bucket.grad`
     where that has the residual's type. The residual itself changes in `keep` only.
     """
 
-    def __init__(self, bucket: Bucket, residual: Tensor, hints: dict[str, float]) -> None:
+    def __init__(self, bucket: Bucket, residual: Tensor, hints: dict[str, float], decay: float = 1.0) -> None:
         self.residual = residual  # [n]
         self._bucket = bucket
         self._hints = hints
+        self._decay = decay
         self._finite: bool | None = None  # None: not added yet
         grad = bucket.grad
         if residual.dtype == torch.bfloat16:
@@ -51,7 +52,7 @@ class Accumulator:
     def top_k(self, k: int) -> Sparse:
         """Return the `k` elements of largest magnitude; among equal ones those that come first. NaN counts as infinity."""
         with phase("select"):
-            if self._finite is not None:
+            if self._added:
                 return self._noted(kernels.top_k(self._sum, k, self._hint))
             found, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint)
             return self._noted(found)
@@ -59,7 +60,7 @@ class Accumulator:
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
         """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` where fewer are not zero."""
         with phase("select"):
-            if self._finite is not None:
+            if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint))
             found, self._finite = kernels.accumulate_top_k_nonzero(
                 self._wide, self._narrow, k, self._sum, skip=skip, bound=self._hint
@@ -78,13 +79,25 @@ class Accumulator:
             self._hints[key] = _WARM * smallest_magnitude(found.value)
             return found
 
-    def keep(self) -> None:
-        """Make the sum the new residual, and the gradient zero. What is sent is then cleared from the residual."""
-        if self._sum is self._bucket.grad and self._sum.dtype == self.residual.dtype:
+    def keep(self, error: Tensor | None = None) -> None:
+        """Make the sum the new residual, and the gradient zero. What is sent is then cleared from the residual.
+
+        With `error` [n], which may lie in the sum's memory, that becomes the residual, and the gradient is left to be written.
+        """
+        if error is not None:
+            self.residual.copy_(error)
+        elif self._sum is self._bucket.grad and self._sum.dtype == self.residual.dtype:
             kernels.move_(self.residual, self._bucket.grad)
         else:
             self.residual.copy_(self._sum)
             self._bucket.grad.zero_()
+
+    @property
+    def _added(self) -> bool:
+        """Whether the sum is there; a residual that decays is added here, one that does not in the pass of the first selection."""
+        if self._decay != 1.0:
+            self._add()
+        return self._finite is not None
 
     @property
     def _hint(self) -> float | None:
@@ -97,7 +110,12 @@ class Accumulator:
     def _add(self) -> bool:
         if self._finite is None:
             with phase("accumulate"):
-                self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
+                if self._decay == 1.0:
+                    self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
+                else:  # out of place: the residual stays as it is where the step fails
+                    grad = self._narrow if self._wide is self.residual else self._wide
+                    torch.add(grad, self.residual, alpha=self._decay, out=self._sum)
+                    self._finite = kernels.all_finite(self._sum)
         return self._finite
 
 
@@ -106,7 +124,8 @@ class ErrorFeedback:
     """The residual of one rank, by parameter name: a new bucket layout moves it and loses nothing.
 
     The residual is float32, or float64 for float64 gradients, in units of the gradient (the learning rate is not in it). As "bfloat16"
-    it takes half the memory, and what rounding to 8 bits drops is lost.
+    it takes half the memory, and what rounding to 8 bits drops is lost. With `decay` below 1, the share 1 - decay of the residual is
+    dropped whenever a gradient joins it; a step with NaN or Inf drops nothing.
     """
 
     precision: Residuals = "float32"
@@ -115,14 +134,19 @@ class ErrorFeedback:
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
     _hints: dict[str, float] = field(default_factory=dict)  # by bucket key
     _rank: int | None = None
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Residuals):
             raise ValueError(f"residuals must be one of {', '.join(get_args(Residuals))}, got {self.precision!r}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"decay must be in [0, 1], the share of the residual that stays each step, got {self.decay}"
+            )
 
     def accumulate(self, bucket: Bucket, rank: int) -> Accumulator:
-        """Return the sum of this bucket's residual and gradient. Raises as `residual` does."""
-        return Accumulator(bucket, self.residual(bucket, rank), self._hints)
+        """Return the sum of this bucket's residual, decayed, and gradient. Raises as `residual` does."""
+        return Accumulator(bucket, self.residual(bucket, rank), self._hints, self.decay)
 
     def residual(self, bucket: Bucket, rank: int) -> Tensor:
         """Return the residual of this bucket's parameters, [n], for writing; zero for parameters not seen before.

@@ -48,13 +48,17 @@ Gradient = Callable[[int, int, str], Tensor]  # (rank, step, parameter name) -> 
 
 
 def schemes(P: int) -> list[str]:
-    """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them."""
+    """The ids of the rows that run over gloo on P ranks; a new scheme in the table is among them.
+
+    Sums of more than two numbers that are not whole depend on gloo's order: rows with a tolerance run on two ranks.
+    """
     others = [
         each
         for each in ROWS
         if not each.id.startswith(COMBINATIONS) and not each.id.endswith(OTHER_NUMBERS + OTHER_VALUES)
     ]
-    return [each.id for each in [*map(row, CHOSEN), *others] if P % each.node_size == 0]
+    exact = [each for each in [*map(row, CHOSEN), *others] if P <= 2 or not each.tolerance]
+    return [each.id for each in exact if P % each.node_size == 0]
 
 
 def row(id: str) -> Row:

@@ -15,6 +15,8 @@ from sparsync.base.scheme import Scheme
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.powersgd import PowerSGD
+from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 
@@ -36,6 +38,8 @@ class Row:
     wire_bits: int = 24  # integers below 2 ** wire_bits pass the wire unrounded
     observes: int = 0  # steps before the scheme starts to leave anything out
     exact_in: torch.dtype = torch.float32  # as SchemeUnderTest.exact
+    tolerance: float = 0.0  # as in SchemeUnderTest
+    conserves: bool = True  # as in SchemeUnderTest
     slow: bool = False  # for the slow tests only
 
     @property
@@ -60,6 +64,8 @@ class Row:
             warmup=self.observes,
             skips_ranks=self.leaves_ranks_out,
             delivers=self.delivers,
+            tolerance=self.tolerance,
+            conserves=self.conserves,
         )
 
 
@@ -171,6 +177,12 @@ def _rounded_rows() -> list[Row]:
     return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
 
 
+def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
+    """Orthogonal factors are no whole numbers, so sums are right up to float32. With a saving nobody reaches all is sent whole."""
+    whole = partial(PowerSGD, least_saving=1e9) if config.get("factors", "float32") == "float32" else None
+    return Row(id, partial(PowerSGD, **config), whole, has_residual=True, tolerance=1e-5)
+
+
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -191,6 +203,11 @@ ROWS = [
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
+    *[_rounded(Quantized, "quantized", values) for values in ("int8", "int4", "int4_stochastic", "sign")],
+    _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
+    _low_rank("powersgd-1", rank=1, least_saving=1.0),
+    _low_rank("powersgd-2", rank=2, least_saving=0.1),
+    *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],
     *_rounded_rows(),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),

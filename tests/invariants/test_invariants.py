@@ -6,7 +6,6 @@ from invariants.table import LARGE_WORLDS, ROWS, Row, rows
 from sparsync.testing import INVARIANTS, check
 
 OF_TRACES = ("conservation", "replicas", "traffic")
-# Rounding the largest finite number up gives Inf, and what the rounding leaves for the residual is then -Inf.
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.base.scheme import Scheme
 from sparsync.comm.cost import recorded_cost
-from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse
+from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.phases import phase
 
@@ -30,9 +30,7 @@ class Update:
     residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself.
     """
 
-    mean: (
-        Sparse | Tensor
-    )  # written to the gradient, which is zero where a sparse one has no element; a tensor is all of it, [n]
+    mean: Sparse  # written to the gradient, which is zero elsewhere
     cleared: Tensor | None  # [c] positions at which the residual becomes zero, int32 or int64; None: nowhere
     selected: int  # k: how many elements this rank selected
     errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
@@ -41,24 +39,42 @@ class Update:
     commit: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class DenseUpdate:
+    """The result of one step that sends something of every element. `mean` is the same on every rank; the rest is this rank's own.
+
+    For each element the sum over ranks of acc is P * mean + error. What the gradient's type drops of the mean joins the residual, each
+    rank's share of the elements on that rank.
+    """
+
+    mean: Tensor  # [n] written to the gradient
+    error: Tensor  # [n] becomes the residual; may share the memory of acc, which a step may change in place
+    selected: int | None = None  # k: how many elements this rank selected; None: all
+    union: int | None = None  # K: of how many elements anybody sent something; None: of all
+    details: Mapping[str, Detail] = field(default_factory=dict)
+    commit: Callable[[], None] = lambda: None  # as in Update
+
+
 class ErrorFeedbackScheme(Scheme):
     """A scheme that adds what it did not send to the next gradient: subclass it as a dataclass, and write `step`.
 
-    A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"). One that defines `__post_init__`
-    calls this one's. State that must agree across ranks is kept in a `ByBucket` made by `shared_state`.
+    A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"), and a field `decay`, the share of
+    the residual that joins the next gradient. One that defines `__post_init__` calls this one's. State that must agree across ranks is
+    kept in a `ByBucket` made by `shared_state`.
     """
 
     residuals: Residuals = "float32"
+    decay: float = 1.0
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
 
     def __post_init__(self) -> None:
         # As in a frozen dataclass, which a scheme may be.
-        object.__setattr__(self, "feedback", ErrorFeedback(self.residuals))
+        object.__setattr__(self, "feedback", ErrorFeedback(self.residuals, decay=self.decay))
         object.__setattr__(self, "_shared", {})
 
     @abstractmethod
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         """Return the mean of what was selected from `acc`, and what this rank's residual loses.
 
         `bucket` gives key, step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
@@ -82,32 +98,37 @@ class ErrorFeedbackScheme(Scheme):
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
         # A copy: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        mean = update.mean
-        value = mean.value if isinstance(mean, Sparse) else mean
-        written = value.to(bucket.grad.dtype, copy=True)
+        value = update.mean if isinstance(update, DenseUpdate) else update.mean.value
+        written = value.to(bucket.grad.dtype, copy=isinstance(update, Update))
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not (kernels.all_finite(written) and kernels.all_finite(value * comm.size))
+        overflow = not (kernels.all_finite(written) and _fits(value, comm.size))
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
                 "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
             )
         with phase("apply"):
-            if overflow:
-                bucket.grad.zero_()
-            else:
-                acc.keep()
-                if update.cleared is not None:
-                    kernels.clear_(acc.residual, update.cleared)
-                for error in update.errors:
-                    kernels.scatter_add_(acc.residual, error)
-                update.commit()
-            if isinstance(mean, Sparse):
-                kernels.put_(bucket.grad, mean.index, written)
-            else:
+            if isinstance(update, DenseUpdate):
+                if not overflow:
+                    acc.keep(update.error)
+                    _add_dropped_(acc.residual, update.mean, written, comm)
+                    update.commit()
                 bucket.grad.copy_(written)
+                union = update.union
+            else:
+                if overflow:
+                    bucket.grad.zero_()
+                else:
+                    acc.keep()
+                    if update.cleared is not None:
+                        kernels.clear_(acc.residual, update.cleared)
+                    for error in update.errors:
+                        kernels.scatter_add_(acc.residual, error)
+                    update.commit()
+                kernels.put_(bucket.grad, update.mean.index, written)
+                union = update.mean.index.numel()
         details = {**update.details, "overflow": overflow}
-        return self.report(bucket, cost.total, selected=update.selected, union=written.numel(), details=details)
+        return self.report(bucket, cost.total, selected=update.selected, union=union, details=details)
 
     def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
         """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""
@@ -178,6 +199,21 @@ class ByBucket(Generic[State]):
             key: self.make(**_copied(state_from(entry, "state", f"bucket {key!r}"))) for key, entry in state.items()
         }
         self._shapes, self._states = shapes, states
+
+
+def _fits(mean: Tensor, P: int) -> bool:
+    """Return whether P times `mean` is finite everywhere."""
+    if not mean.numel():
+        return True
+    low, high = torch.aminmax(mean)
+    return bool((torch.stack([low, high]) * P).isfinite().all())
+
+
+def _add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:
+    """Add to `residual`, for this rank's share of the elements, what the gradient's type has dropped of P times the mean."""
+    if written.dtype != mean.dtype:
+        mine = spans(mean.numel(), comm.size)[comm.rank]
+        mine.of(residual).add_(mine.of(mean) - mine.of(written), alpha=comm.size)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,15 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.oktopk:OkTopk",
         "the k largest sums over ranks; traffic does not grow with their number",
     ),
+    "powersgd": (
+        "sparsync.schemes.powersgd:PowerSGD",
+        "each matrix as the product of two thin ones, by power iteration with warm start (arXiv 1905.13727)",
+    ),
+    "quantized": (
+        "sparsync.schemes.quantized:Quantized",
+        "every element in 8, 4 or 1 bits, with error feedback (arXiv 1901.09847)",
+    ),
+    "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",

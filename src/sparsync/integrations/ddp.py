@@ -53,7 +53,7 @@ class DdpHandle(AttachedHandle):
         return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
 
     def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
-        layout = laid_out((self._rescaler.names[id(each)], each.numel()) for each in bucket.parameters())
+        layout = laid_out((self._rescaler.names[id(each)], each.shape) for each in bucket.parameters())
         return Bucket(f"bucket{bucket.index()}", grad, self._step, layout)
 
 

@@ -100,7 +100,7 @@ class GradientReducer(Handle):
         return buckets
 
     def _reduced(self, key: str, parameters: dict[str, nn.Parameter]) -> Report:
-        layout = laid_out((name, parameter.numel()) for name, parameter in parameters.items())
+        layout = laid_out((name, parameter.shape) for name, parameter in parameters.items())
         with torch.no_grad():
             bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), self._step, layout)
             report = self._connection.reduce(bucket, Dense() if key.startswith(_SPARSE) else self.scheme)

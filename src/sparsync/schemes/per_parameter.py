@@ -106,5 +106,5 @@ class PerParameter(Scheme):
 
     def _bucket_of(self, bucket: Bucket, key: str, layout: Sequence[ParameterSpan]) -> Bucket:
         """Return the parameters of one pattern as a bucket, copied."""
-        own = laid_out((entry.name, len(entry.span)) for entry in layout)
+        own = laid_out((entry.name, entry.shape or len(entry.span)) for entry in layout)
         return Bucket(f"{bucket.key}/{key}", SpanSet.of(layout).take(bucket.grad), bucket.step, own)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives.exchange import all_gather, all_to_all
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
@@ -49,11 +49,10 @@ class TwoShot(ErrorFeedbackScheme):
         check_density(self.density)
         check_values(self.values)
 
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         if self.density == 1.0:
             mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
-            acc.values.copy_(error)
-            return Update(mean, None, bucket.grad.numel())
+            return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
         regions = BlockCyclic(n, P)
         lengths = regions.lengths()

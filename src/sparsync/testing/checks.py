@@ -48,22 +48,29 @@ def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
                     fail(invariant, step.where(rank), f"the report's {name} is", number, "allowed is at most", n)
 
 
-def check_conservation(invariant: str, steps: Sequence[Step], before: Tensor, tolerance: float = 0.0) -> None:
-    """Check that at each step residuals after it + P x what was written == residuals before it + gradients, summed over ranks.
+def check_conservation(
+    invariant: str, steps: Sequence[Step], before: Tensor, tolerance: float = 0.0, decay: float = 1.0
+) -> None:
+    """Check that at each step residuals after it + P x what was written == decay x residuals before it + gradients, summed over ranks.
 
-    `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers.
+    `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers and a
+    `decay` that is a power of two.
     """
     for step in steps:
-        came_in = before + integer_sum(step.grads)
+        came_in = decay * before + integer_sum(step.grads)
         before = integer_sum(step.residuals)
         found = before + step.size * step.written[0].double()
         check_equal(
             invariant,
             step.where(),
             ("residuals after the step + P x written", found),
-            ("residuals before it + gradients", came_in),
+            (f"{_decayed(decay)}residuals before it + gradients", came_in),
             tolerance,
         )
+
+
+def _decayed(decay: float) -> str:
+    return "" if decay == 1.0 else f"{decay:g} x "
 
 
 def check_equal(

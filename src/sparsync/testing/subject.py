@@ -26,6 +26,8 @@ class SchemeUnderTest:
     warmup: int = 0  # steps before the scheme starts to leave anything out
     skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
     delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
+    # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
+    conserves: bool = True
     _traces: dict[int, list[Step]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -35,6 +37,11 @@ class SchemeUnderTest:
     @property
     def has_residual(self) -> bool:
         return self.make().has_residual
+
+    @property
+    def decay(self) -> float:
+        """The share of the residual that joins the next gradient; the rest is dropped."""
+        return float(getattr(self.make(), "decay", 1.0))
 
     @property
     def exact_steps(self) -> int:

@@ -14,7 +14,7 @@ Reduce = Callable[[int, list[Tensor], float], Tensor]
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
     """Return the span of each parameter's gradient in the flat gradient of the model."""
-    return laid_out((name, parameter.numel()) for name, parameter in model.named_parameters())
+    return laid_out((name, parameter.shape) for name, parameter in model.named_parameters())
 
 
 def train(workload: Workload, model: nn.Module, seed: int, steps: int, ranks: int, reduce: Reduce) -> None:

@@ -1,0 +1,207 @@
+"""PowerSGD: each matrix of the gradient as the product of two thin ones, found by one step of power iteration (arXiv 1905.13727).
+
+Both steps are linear up to the orthogonalisation, so factors are summed by all-reduce and nothing builds up with the number of ranks.
+
+Differs from the paper: the residual is acc - p q_r with the rank's own q_r, which leaves the same sum over ranks as acc - p q and does
+not collect how ranks differ; Householder's QR takes the place of Gram-Schmidt, so that matrices of lower rank need no added noise; q is
+kept with columns of length 1; and factors may travel in 8 or 4 bits, whose rounding joins the residual. A parameter whose shape the
+bucket does not tell counts as a matrix as square as it can be. Replicas agree to the bit where ranks have the same kind of processor.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.collectives.exchange import all_reduce
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.core import Bucket, Comm, ParameterSpan, Span, generator
+from sparsync.feedback import Accumulator, Residuals, state_from
+from sparsync.phases import phase
+from sparsync.selection.parameters import SpanSet
+from sparsync.wire.values import ValueCodec
+
+Factors = Literal["float32", "int8", "int4"]
+
+# Matrices of one shape with fewer elements are copied together and multiplied by one call; larger ones where they lie.
+_SMALL = 1 << 16
+
+
+@dataclass
+class PowerSGD(ErrorFeedbackScheme):
+    """Write, for each matrix of the bucket, its approximation of rank `rank`, and everything else as its mean.
+
+    A tensor of more than two dimensions counts as a matrix of its first one and the rest. NaN or Inf on any rank shows in the gradient of
+    every rank and changes nothing else.
+    """
+
+    rank: int = 4  # columns of the factors; 1 to 4 in the paper
+    factors: Factors = "float32"  # how both factors, and what is sent whole, travel
+    # A matrix a x b is factored where a b is at least so many times rank (a + b), and sent whole where it is not.
+    least_saving: float = 2.0
+    seed: int = 0  # of the first q; the same on every rank
+    residuals: Residuals = "float32"
+
+    name = "powersgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, the columns of the factors, got {self.rank}")
+        if self.factors not in get_args(Factors):
+            raise ValueError(f"factors must be one of {', '.join(get_args(Factors))}, got {self.factors!r}")
+        if self.least_saving <= 0:
+            raise ValueError(
+                f"least_saving must be above 0, how many times shorter factors are than their matrix, got {self.least_saving}"
+            )
+        self.right: dict[str, Tensor] = {}  # q of each matrix by parameter name, [b, r], the same on every rank
+
+    @classmethod
+    def published(cls, rank: int = 4, seed: int = 0) -> Self:
+        """Return the same: the published algorithm is the plain setting."""
+        return cls(rank=rank, seed=seed)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+        plan, values = _planned(bucket.layout, self.rank, self.least_saving), acc.values
+        with phase("encode"):
+            whole = plan.whole.take(values)
+            stacks = [group.stacked(values) for group in plan.groups]  # m, [count, a, b]
+            rights = [self._right(group, values) for group in plan.groups]  # q, [count, b, r]
+            lefts = [torch.bmm(m, q) for m, q in zip(stacks, rights, strict=True)]  # p = m q, [count, a, r]
+        mean, error = self._mean(torch.cat([whole, *map(_flat, lefts)]), comm)
+        with phase("decode"):
+            written = torch.empty_like(values)
+            plan.whole.put_(written, mean[: whole.numel()])
+            bases = [torch.linalg.qr(p).Q for p in _like(lefts, mean[whole.numel() :])]
+        if plan.groups:
+            with phase("encode"):
+                rights = [torch.bmm(m.mT, p) for m, p in zip(stacks, bases, strict=True)]  # q_r = m^T p, [count, b, r]
+            right, dropped = self._mean(torch.cat([*map(_flat, rights)]), comm)
+            with phase("decode"):
+                means = _like(rights, right)
+                sent = zip(plan.groups, stacks, bases, means, rights, _like(rights, dropped), strict=True)
+                for group, m, p, q, own, rounded in sent:
+                    group.put_(written, torch.bmm(p, q.mT))
+                    # In place: m lies in the memory of acc, or is a copy that goes there.
+                    group.put_(values, m.baddbmm_(p, (own - rounded).mT, alpha=-1))
+                plan.whole.put_(values, error[: whole.numel()])
+        else:
+            means = []
+            plan.whole.put_(values, error)
+
+        def commit() -> None:
+            for group, q in zip(plan.groups, means, strict=True):
+                self._keep(group, q)
+
+        details = {"matrices": sum(len(group.names) for group in plan.groups), "sent_whole": len(plan.whole)}
+        return DenseUpdate(written, values, details=details, commit=commit)
+
+    def reset_shared_state(self) -> None:
+        super().reset_shared_state()
+        self.right = {}
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        return {**super().state_dict(), "right": {name: q.clone() for name, q in self.right.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        right = state_from(state, "right", "PowerSGD")
+        super().load_state_dict(state)
+        self.right = {name: q.clone() for name, q in right.items()}
+
+    def _mean(self, value: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
+        """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
+        if self.factors == "float32":
+            return all_reduce(value, comm) / comm.size, torch.zeros_like(value)
+        return quantized_all_reduce(value, value.dtype, comm, ValueCodec(self.factors))
+
+    def _right(self, group: "_Group", like: Tensor) -> Tensor:
+        """Return q of each matrix of a group, [count, b, r]: the last step's, or at first a random one, the same on every rank."""
+        shape = (group.columns, group.rank)
+        for name in group.names:
+            if name not in self.right or self.right[name].shape != shape:
+                self.right[name] = torch.randn(shape, generator=generator(self.seed, name, 0))
+        return torch.stack([self.right[name].to(like) for name in group.names])
+
+    def _keep(self, group: "_Group", q: Tensor) -> None:
+        """Keep the directions of q [count, b, r] for the next step; where a column is zero, the one before."""
+        length = q.norm(dim=1, keepdim=True)
+        kept = torch.where(length > 0, q / length, self._right(group, q))
+        self.right.update(zip(group.names, kept.unbind(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Matrices of one shape, which are multiplied together."""
+
+    names: tuple[str, ...]
+    spans: tuple[Span, ...]
+    rows: int
+    columns: int
+    rank: int
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """Return the matrices in `x` [n], [count, a, b]: a view of one, a copy of several."""
+        views = [span.of(x).view(self.rows, self.columns) for span in self.spans]
+        return views[0][None] if len(views) == 1 else torch.stack(views)
+
+    def put_(self, x: Tensor, stack: Tensor) -> None:
+        """Write the matrices [count, a, b] to their places in `x` [n]."""
+        for span, matrix in zip(self.spans, stack, strict=True):
+            place = span.of(x).view(self.rows, self.columns)
+            if place.data_ptr() != matrix.data_ptr():
+                place.copy_(matrix)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What of a bucket is factored, and what is sent whole."""
+
+    groups: tuple[_Group, ...]
+    whole: SpanSet
+
+
+@lru_cache(maxsize=256)
+def _planned(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) -> _Plan:
+    members: dict[tuple[object, ...], list[tuple[str, Span]]] = {}
+    whole: list[ParameterSpan] = []
+    for entry in layout:
+        a, b = _as_matrix(entry)
+        if min(a, b) < 1 or a * b < least_saving * min(rank, a, b) * (a + b):
+            whole.append(entry)
+            continue
+        matrix, rest = Span(entry.span.start, entry.span.start + a * b), Span(entry.span.start + a * b, entry.span.stop)
+        alone = (entry.name,) if a * b >= _SMALL else ()
+        members.setdefault((a, b, *alone), []).append((entry.name, matrix))
+        if len(rest):
+            whole.append(ParameterSpan(entry.name, rest))
+    groups = [
+        _Group(tuple(name for name, _ in found), tuple(span for _, span in found), a, b, min(rank, a, b))
+        for (a, b, *_), found in members.items()
+        if isinstance(a, int) and isinstance(b, int)
+    ]
+    return _Plan(tuple(groups), SpanSet.of(whole))
+
+
+def _as_matrix(entry: ParameterSpan) -> tuple[int, int]:
+    """Return rows and columns of a parameter; (1, n) where it is a vector, and nearly n elements where its shape is not known."""
+    n = len(entry.span)
+    if not entry.shape:
+        rows = max(1, isqrt(n))
+        return rows, n // rows
+    return (entry.shape[0], n // entry.shape[0]) if len(entry.shape) > 1 and n else (1, n)
+
+
+def _flat(stack: Tensor) -> Tensor:
+    """Return the columns of thin matrices [count, a, r] one after the other: each has a scale of its own."""
+    return stack.mT.reshape(-1)
+
+
+def _like(stacks: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Return what `_flat` has made of matrices of the shapes of `stacks`."""
+    parts = flat.split([stack.numel() for stack in stacks])
+    return [part.view(stack.mT.shape).mT for part, stack in zip(parts, stacks, strict=True)]

@@ -1,0 +1,52 @@
+"""Every element of every rank in 8, 4 or 1 bits, with error feedback: what rounding drops joins the next gradient (arXiv 1901.09847).
+
+Each rank owns a chunk. Shares of the mean travel rounded to the owner of their chunk, which adds them up and sends the sum, rounded
+again, to all. Both errors are known to one rank each and stay in its residual. LoCo (arXiv 2407.04480) and SDP4Bit (arXiv 2410.15526)
+are rules of this kind with a residual in 8 bits or with rotations; neither is needed for conservation.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.core import Bucket, Comm
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.wire.values import ValueCodec
+
+Bits = Literal["int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
+
+
+@dataclass
+class Quantized(ErrorFeedbackScheme):
+    """Write the mean of all elements, rounded twice on its way, and keep what both roundings dropped.
+
+    Formats are those of `wire.values.ValueCodec`, with a scale for each block of 256. NaN and Inf show on every rank as NaN in their block.
+    """
+
+    values: Bits = "int8"
+    residuals: Residuals = "float32"
+    decay: float = 1.0  # share of the residual that joins the next gradient
+
+    name = "quantized"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.values not in get_args(Bits):
+            raise ValueError(
+                f"values must be one of {', '.join(get_args(Bits))}, got {self.values!r}; for 16 bits there is Dense.bf16()"
+            )
+
+    @classmethod
+    def int4(cls, residuals: Residuals = "float32") -> Self:
+        """Return the reduction in 4 bits: an eighth of the bytes of float32."""
+        return cls("int4", residuals)
+
+    @classmethod
+    def published(cls, values: Bits = "int8") -> Self:
+        """Return the same: error feedback as published, at both ends."""
+        return cls(values)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+        mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
+        return DenseUpdate(mean, error)

@@ -1,0 +1,110 @@
+"""PowerSGD beyond the invariants: what is factored, how well, and what it costs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.comm.metered import MeteredComm, all_reduce_cost
+from sparsync.core import Bucket, Cost, Report, laid_out
+from sparsync.schemes.powersgd import PowerSGD
+
+LAYOUT = laid_out([("conv", (8, 3, 3, 3)), ("conv.bias", (8,)), ("one", (20, 30)), ("two", (20, 30)), ("thin", (2, 5))])
+N = LAYOUT[-1].span.stop
+
+
+def low_rank(rank: int, generator: torch.Generator) -> Tensor:
+    """Return a gradient, [N], whose matrices have rank `rank`."""
+    flat = torch.randn(N, generator=generator)
+    for entry in LAYOUT:
+        if len(entry.shape) > 1 and entry.name != "thin":
+            a, b = entry.shape[0], len(entry.span) // entry.shape[0]
+            m = torch.randn(a, rank, generator=generator) @ torch.randn(rank, b, generator=generator)
+            entry.span.of(flat).copy_(m.flatten())
+    return flat
+
+
+def reduced(
+    schemes: list[PowerSGD], grads: list[Tensor], step: int = 0
+) -> tuple[list[Tensor], list[Report], list[Cost]]:
+    def body(comm: LocalComm) -> tuple[Tensor, Report, Cost]:
+        metered = MeteredComm(comm)
+        bucket = Bucket("bucket0", grads[comm.rank].clone(), step, LAYOUT)
+        report = schemes[comm.rank].reduce(bucket, metered)
+        return bucket.grad, report, metered.take()[0]
+
+    written, reports, sent = zip(*LocalWorld(len(schemes)).run(body), strict=True)
+    return list(written), list(reports), list(sent)
+
+
+def test_a_mean_of_low_rank_is_found_in_one_step_and_nothing_is_left() -> None:
+    source = torch.Generator().manual_seed(0)
+    common = low_rank(2, source)
+    schemes = [PowerSGD(rank=2) for _ in range(3)]
+    grads = [common * weight for weight in (1.0, 2.0, 6.0)]
+    written, _, _ = reduced(schemes, grads)
+    torch.testing.assert_close(written[0], 3.0 * common, rtol=1e-4, atol=1e-4)
+    for scheme in schemes:
+        for residual in scheme.state_dict()["residual"].values():
+            assert residual.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("factors", ["float32", "int8", "int4"])
+def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: str) -> None:
+    P, r = 3, 2
+    source = torch.Generator().manual_seed(0)
+    _, reports, sent = reduced([PowerSGD(r, factors) for _ in range(P)], [low_rank(2, source) for _ in range(P)])
+    assert reports[0].details == {"matrices": 3, "sent_whole": 8 + 10, "overflow": False}
+    first, second = 8 + 10 + r * (8 + 20 + 20), r * (27 + 30 + 30)
+    for rank, (report, counted) in enumerate(zip(reports, sent, strict=True)):
+        assert report.cost == counted
+        if factors == "float32":
+            assert counted == all_reduce_cost(first, 4, P, rank) + all_reduce_cost(second, 4, P, rank)
+    assert sent[0].steps == 2 * {"float32": 2 * (P - 1)}.get(factors, P)
+
+
+def test_the_warm_start_brings_the_factors_nearer_to_the_best_ones() -> None:
+    """With the same gradient again and again, the approximation of its residual approaches that of the best rank."""
+    source = torch.Generator().manual_seed(0)
+    u, v = (
+        torch.linalg.qr(torch.randn(20, 20, generator=source)).Q,
+        torch.linalg.qr(torch.randn(30, 20, generator=source)).Q,
+    )
+    matrix = u @ torch.diag(0.8 ** torch.arange(20.0)) @ v.T
+    layout = laid_out([("w", (20, 30))])
+    best = matrix - u[:, :1] @ u[:, :1].T @ matrix
+    scheme, errors = PowerSGD(rank=1), []
+    for step in range(12):
+        scheme.feedback.by_name.clear()  # no error feedback, only the warm start
+        scheme.feedback._flat.clear()
+        bucket = Bucket("bucket0", matrix.flatten().clone(), step, layout)
+        LocalWorld(1).run(lambda comm, bucket=bucket: scheme.reduce(bucket, comm))
+        errors.append(float((bucket.grad.view(20, 30) - matrix).norm() / best.norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1.01 < errors[0]
+
+
+def test_factors_move_with_their_parameter_to_another_bucket() -> None:
+    source = torch.Generator().manual_seed(0)
+    scheme = PowerSGD(rank=2)
+    reduced([scheme], [low_rank(3, source)])
+    before = scheme.state_dict()["right"]
+    assert set(before) == {"conv", "one", "two"}
+    bucket = Bucket("other", torch.randn(600, generator=source), 1, laid_out([("two", (20, 30))]))
+    LocalWorld(1).run(lambda comm: scheme.reduce(bucket, comm))
+    after = scheme.state_dict()["right"]
+    assert torch.equal(before["one"], after["one"])
+    assert not torch.equal(before["two"], after["two"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank must be at least 1, the columns of the factors, got 0"),
+        ({"factors": "int2"}, "factors must be one of float32, int8, int4, got 'int2'"),
+        ({"least_saving": 0.0}, "least_saving must be above 0"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PowerSGD(**settings)
