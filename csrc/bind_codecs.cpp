@@ -33,8 +33,13 @@ void expect_span(int64_t span) {
 }
 
 void expect_value_bits(int64_t bits) {
-    if (bits != 8 && bits != 4)
-        throw nb::value_error(("values are rounded to 8 or 4 bits, got " + std::to_string(bits)).c_str());
+    if (bits != 8 && bits != 4 && bits != 3)
+        throw nb::value_error(("values are rounded to 8, 4 or 3 bits, got " + std::to_string(bits)).c_str());
+}
+
+void expect_means_bits(int64_t bits) {
+    if (bits != 1 && bits != 2)
+        throw nb::value_error(("means of magnitudes take 1 or 2 bits, got " + std::to_string(bits)).c_str());
 }
 
 // Raises ValueError for the first of k positions that does not ascend inside the span.
@@ -149,24 +154,28 @@ void bind_values(nb::module_ &m) {
         }
         return value.object;
     });
-    m.def("sign_encode", [](nb::handle value) {
+    m.def("means_encode", [](nb::handle value, int64_t bits) {
         const Tensor content = read(value);
         if (!content.is(Element::float32)) return not_taken();
-        const Made packet = make(level().codecs->values_nbytes(content.length, 1), Element::uint8);
+        expect_means_bits(bits);
+        const int width = static_cast<int>(bits);
+        const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
         {
             const nb::gil_scoped_release release;
-            level().codecs->sign_encode(content.as<float>(), content.length, packet.as<uint8_t>());
+            level().codecs->means_encode(content.as<float>(), content.length, width, packet.as<uint8_t>());
         }
         return packet.object;
     });
-    m.def("sign_decode", [](nb::handle packet, int64_t k) {
+    m.def("means_decode", [](nb::handle packet, int64_t k, int64_t bits) {
         const Tensor bytes = read(packet);
         if (!bytes.is(Element::uint8)) return not_taken();
-        expect_nbytes(bytes.length, k, 1);
+        expect_means_bits(bits);
+        const int width = static_cast<int>(bits);
+        expect_nbytes(bytes.length, k, width);
         const Made value = make(k, Element::float32);
         {
             const nb::gil_scoped_release release;
-            level().codecs->sign_decode(bytes.as<uint8_t>(), k, value.as<float>());
+            level().codecs->means_decode(bytes.as<uint8_t>(), k, width, value.as<float>());
         }
         return value.object;
     });

@@ -16,8 +16,8 @@ from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
-FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "sign"]
-BLOCKS: list[Values] = ["int8", "int4", "sign"]
+FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "2bit", "sign"]
+BLOCKS: list[Values] = ["int8", "int4", "int3", "2bit", "sign"]
 BACKENDS = [name for name in backends() if name in ("cpp/avx2", "cpp/scalar", "reference")]
 
 
@@ -275,7 +275,7 @@ def test_a_non_finite_value_makes_nan_of_its_block_and_of_no_other(backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("format", "steps"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("format", "steps"), [("int8", 127), ("int4", 7), ("int3", 3)])
 def test_no_value_moves_by_more_than_half_a_step_and_random_rounding_by_less_than_one(
     backend: str, format: Values, steps: int
 ) -> None:
@@ -315,6 +315,18 @@ def test_a_sign_goes_with_the_mean_magnitude_of_its_block() -> None:
     assert code("sign", value)[1].tolist() == [2.0, -2.0] * 256
 
 
+def test_two_bits_tell_the_larger_half_from_the_smaller() -> None:
+    value = torch.tensor([1.0, -3.0, 2.0, 8.0, -6.0]).repeat(52)[:256]
+    wanted = torch.tensor([2.0, -2.0, 2.0, 7.0, -7.0]).repeat(52)[:256]
+    # The last block's share of each number differs by one, so its means do by less than what 8 bits of significand show.
+    assert torch.allclose(code("2bit", value)[1], wanted, rtol=2**-8)
+
+
+def test_equal_magnitudes_pass_two_bits_as_they_are() -> None:
+    value = torch.tensor([2.0, -2.0, 2.0]).repeat(200)
+    assert torch.equal(code("2bit", value)[1], value)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", ["float32", *FORMATS])
 def test_a_packet_of_values_of_another_length_is_refused(backend: str, format: Values) -> None:
@@ -327,5 +339,5 @@ def test_a_packet_of_values_of_another_length_is_refused(backend: str, format: V
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"values must be one of float32, .*, got 'int3'"):
-        ValueCodec("int3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"values must be one of float32, .*, got 'int5'"):
+        ValueCodec("int5")  # pyright: ignore[reportArgumentType]

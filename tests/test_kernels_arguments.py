@@ -101,7 +101,7 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: codecs.scaled_encode(vector(), 5),
         lambda: codecs.scaled_encode(vector(), 8, vector(3)),
     ],
-    "sign_encode": [lambda: codecs.sign_encode(vector().view(2, 4))],
+    "means_encode": [lambda: codecs.means_encode(vector().view(2, 4), 1), lambda: codecs.means_encode(vector(), 3)],
 }
 NO_PACKETS: dict[str, list[Callable[[], object]]] = {  # a RuntimeError, because another rank has sent them
     "decode_positions": [
@@ -110,7 +110,7 @@ NO_PACKETS: dict[str, list[Callable[[], object]]] = {  # a RuntimeError, because
         lambda: codecs.decode_positions("elias_fano", torch.zeros(1, dtype=torch.uint8), N + 1, N),
     ],
     "scaled_decode": [lambda: codecs.scaled_decode(torch.zeros(3, dtype=torch.uint8), 256, 8)],
-    "sign_decode": [lambda: codecs.sign_decode(torch.zeros(3, dtype=torch.uint8), -1)],
+    "means_decode": [lambda: codecs.means_decode(torch.zeros(3, dtype=torch.uint8), -1, 1)],
 }
 
 

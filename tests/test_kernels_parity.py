@@ -20,7 +20,7 @@ NATIVE = [name for name in kernels.backends() if name.startswith("cpp")]
 SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
-QUANTIZED: tuple[Values, ...] = ("bfloat16", "int8", "int8_stochastic", "int4_stochastic", "sign")
+QUANTIZED: tuple[Values, ...] = ("bfloat16", "int8", "int8_stochastic", "int4_stochastic", "int3", "2bit", "sign")
 LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
 SOME = [0, 1, 17, 1000, 20_003]
 

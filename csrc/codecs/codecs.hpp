@@ -15,13 +15,14 @@ struct Codecs {
     Reason (*encode)(Positions codec, const int32_t *index, int64_t k, int64_t span, uint8_t *out);
     // Any bytes; `out` has room for k positions.
     Reason (*decode)(Positions codec, const uint8_t *packet, int64_t nbytes, int64_t k, int64_t span, int32_t *out);
-    // The bytes of k values of `bits` bits: 8, 4 or 1.
+    // The bytes of k values of `bits` bits: 8, 4, 3, 2 or 1.
     int64_t (*values_nbytes)(int64_t k, int bits);
-    // `bits` is 8 or 4; `noise` is null or holds k numbers in [0, 1).
+    // `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
     void (*scaled_encode)(const float *value, int64_t k, int bits, const float *noise, uint8_t *out);
     void (*scaled_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
-    void (*sign_encode)(const float *value, int64_t k, uint8_t *out);
-    void (*sign_decode)(const uint8_t *packet, int64_t k, float *out);
+    // `bits` is 1 or 2.
+    void (*means_encode)(const float *value, int64_t k, int bits, uint8_t *out);
+    void (*means_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
 };
 
 // Null where this build or this processor lacks the instructions.

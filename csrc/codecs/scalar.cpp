@@ -5,8 +5,8 @@
 namespace sparsync {
 
 const Codecs *codecs_scalar() {
-    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,      scaled_nbytes,
-                                   scaled_encode,  scaled_decode, sign_encode, sign_decode};
+    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,       values_nbytes,
+                                   scaled_encode,  scaled_decode, means_encode, means_decode};
     return &codecs;
 }
 

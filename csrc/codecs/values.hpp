@@ -34,7 +34,10 @@ SPARSYNC_INLINE float get_scale(const uint8_t *packet) {
     return float_of((static_cast<uint32_t>(packet[1]) << 8 | packet[0]) << 16);
 }
 
-SPARSYNC_INLINE int64_t scaled_nbytes(int64_t k, int bits) { return 2 * nblocks(k, value_block) + nbytes_of(k, bits); }
+// Formats of 1 and 2 bits have as many scales a block.
+SPARSYNC_INLINE int64_t values_nbytes(int64_t k, int bits) {
+    return 2 * (bits < 3 ? bits : 1) * nblocks(k, value_block) + nbytes_of(k, bits);
+}
 
 // The upper half of the least float32 that times `max_code` reaches the greatest magnitude, as far as it is finite.
 SPARSYNC_INLINE uint32_t scale_of(const float *value, int64_t count, float max_code) {
@@ -83,9 +86,45 @@ SPARSYNC_INLINE void quantize(
         }
 }
 
-// `bits` is 8 or 4; `noise` is null or holds k numbers in [0, 1).
+// The codes of a block of at most 256, one after the other, the first in the lowest bits.
+SPARSYNC_INLINE void pack(const int8_t *code, int64_t count, int bits, uint8_t *out) {
+    int64_t j = 0;
+    if (bits == 4)
+        for (; j + 1 < count; j += 2) *out++ = static_cast<uint8_t>((code[j] & 15) | (code[j + 1] & 15) << 4);
+    if (bits == 3)
+        for (; j + 7 < count; j += 8, out += 3) {
+            uint32_t three = 0;
+            for (int b = 0; b < 8; ++b) three |= static_cast<uint32_t>(code[j + b] & 7) << 3 * b;
+            for (int b = 0; b < 3; ++b) out[b] = static_cast<uint8_t>(three >> 8 * b);
+        }
+    uint32_t rest = 0;
+    const int64_t left = count - j;
+    for (int64_t b = 0; b < left; ++b) rest |= static_cast<uint32_t>(code[j + b] & ((1 << bits) - 1)) << bits * b;
+    for (int64_t b = 0; b < nbytes_of(left, bits); ++b) out[b] = static_cast<uint8_t>(rest >> 8 * b);
+}
+
+SPARSYNC_INLINE void unpack(const uint8_t *packed, int64_t count, int bits, int8_t *code) {
+    int64_t j = 0;
+    if (bits == 4)
+        for (; j + 1 < count; j += 2, ++packed) {
+            code[j] = static_cast<int8_t>(static_cast<int8_t>(*packed << 4) >> 4);
+            code[j + 1] = static_cast<int8_t>(static_cast<int8_t>(*packed) >> 4);
+        }
+    if (bits == 3)
+        for (; j + 7 < count; j += 8, packed += 3) {
+            const uint32_t three = packed[0] | static_cast<uint32_t>(packed[1]) << 8 | static_cast<uint32_t>(packed[2]) << 16;
+            for (int b = 0; b < 8; ++b) code[j + b] = static_cast<int8_t>(static_cast<int8_t>(three >> 3 * b << 5) >> 5);
+        }
+    uint32_t rest = 0;
+    const int64_t left = count - j;
+    for (int64_t b = 0; b < nbytes_of(left, bits); ++b) rest |= static_cast<uint32_t>(packed[b]) << 8 * b;
+    for (int64_t b = 0; b < left; ++b)
+        code[j + b] = static_cast<int8_t>(static_cast<int8_t>(rest >> bits * b << (8 - bits)) >> (8 - bits));
+}
+
+// `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
 void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
-    const float max_code = bits == 8 ? 127.0f : 7.0f;
+    const float max_code = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
     uint8_t *stream = out + 2 * nblocks(k, value_block);
     alignas(32) int8_t code[value_block];
     for (int64_t i = 0; i < k; i += value_block, out += 2) {
@@ -93,69 +132,97 @@ void scaled_encode(const float *value, int64_t k, int bits, const float *noise, 
         const uint32_t scale = scale_of(value + i, count, max_code);
         put_scale(out, scale);
         quantize(value + i, noise ? noise + i : nullptr, count, scale, max_code, code);
-        if (bits == 8) {
+        if (bits == 8)
             std::memcpy(stream + i, code, static_cast<size_t>(count));
-            continue;
-        }
-        if (count % 2) code[count] = 0;
-        for (int64_t j = 0; j < count; j += 2)
-            stream[(i + j) / 2] = static_cast<uint8_t>((code[j] & 15) | (code[j + 1] & 15) << 4);
+        else
+            pack(code, count, bits, stream + i / 8 * bits);
     }
 }
 
-// The packet has `scaled_nbytes(k, bits)` bytes.
+// The packet has `values_nbytes(k, bits)` bytes.
 void scaled_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
     const uint8_t *stream = packet + 2 * nblocks(k, value_block);
+    alignas(32) int8_t code[value_block];
     for (int64_t i = 0; i < k; i += value_block, packet += 2) {
         const int64_t count = least(value_block, k - i);
         const float scale = get_scale(packet);
-        if (bits == 8) {
-            for (int64_t j = 0; j < count; ++j) out[i + j] = static_cast<float>(static_cast<int8_t>(stream[i + j])) * scale;
-            continue;
-        }
-        const uint8_t *pairs = stream + i / 2;
-        for (int64_t j = 0; j + 1 < count; j += 2) {
-            out[i + j] = static_cast<float>(static_cast<int8_t>(pairs[j / 2] << 4) >> 4) * scale;
-            out[i + j + 1] = static_cast<float>(static_cast<int8_t>(pairs[j / 2]) >> 4) * scale;
-        }
-        if (count % 2) out[i + count - 1] = static_cast<float>(static_cast<int8_t>(pairs[count / 2] << 4) >> 4) * scale;
+        if (bits == 8)
+            std::memcpy(code, stream + i, static_cast<size_t>(count));
+        else
+            unpack(stream + i / 8 * bits, count, bits, code);
+        for (int64_t j = 0; j < count; ++j) out[i + j] = static_cast<float>(code[j]) * scale;
     }
 }
 
-// The upper half of the mean magnitude, rounded to nearest. Halves are added to each other, so the order is fixed.
-SPARSYNC_INLINE uint32_t mean_scale(const float *value, int64_t count) {
-    double sum[value_block] = {};
-    for (int64_t i = 0; i < count; ++i) sum[i] = static_cast<double>(float_of(bits_of(value[i]) & 0x7FFFFFFF));
+// The mean of `count` of the 256 numbers, of which the others are zero. Halves are added to each other, so the order is fixed.
+SPARSYNC_INLINE float mean_of(double *number, int64_t count) {
     for (int64_t half = value_block / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; ++i) sum[i] += sum[i + half];
-    const uint32_t bits = bits_of(static_cast<float>(sum[0] / static_cast<double>(count)));
-    if (bits >= infinite_bits) return nan_scale;
+        for (int64_t i = 0; i < half; ++i) number[i] += number[i + half];
+    return static_cast<float>(number[0] / static_cast<double>(count));
+}
+
+// The upper half, rounded to nearest.
+SPARSYNC_INLINE uint32_t mean_scale(float mean) {
+    const uint32_t bits = bits_of(mean);
+    if ((bits & 0x7FFFFFFF) >= infinite_bits) return nan_scale;
     const uint32_t upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return upper < max_scale ? upper : max_scale;
 }
 
-void sign_encode(const float *value, int64_t k, uint8_t *out) {
-    uint8_t *stream = out + 2 * nblocks(k, value_block);
-    for (int64_t i = 0; i < k; i += value_block, out += 2) {
+// `bits` is 1: the sign, and the mean magnitude of the block; or 2: also whether the magnitude is above that mean, and the means of the
+// magnitudes that are not and of those that are.
+void means_encode(const float *value, int64_t k, int bits, uint8_t *out) {
+    uint8_t *stream = out + 2 * bits * nblocks(k, value_block);
+    for (int64_t i = 0; i < k; i += value_block, out += 2 * bits) {
         const int64_t count = least(value_block, k - i);
-        put_scale(out, mean_scale(value + i, count));
-        for (int64_t j = 0; j < count; j += 8) {
+        float magnitude[value_block] = {};
+        double number[value_block];
+        uint8_t code[value_block] = {};
+        for (int64_t j = 0; j < count; ++j) {
+            magnitude[j] = float_of(bits_of(value[i + j]) & 0x7FFFFFFF);
+            code[j] = static_cast<uint8_t>(bits_of(value[i + j]) >> 31);
+        }
+        for (int64_t j = 0; j < value_block; ++j) number[j] = static_cast<double>(magnitude[j]);
+        const float mean = mean_of(number, count);
+        if (bits == 1)
+            put_scale(out, mean_scale(mean));
+        else {
+            int64_t above = 0;
+            double larger[value_block];
+            for (int64_t j = 0; j < value_block; ++j) {
+                const bool is = magnitude[j] > mean;
+                above += is;
+                code[j] = static_cast<uint8_t>(code[j] | is << 1);
+                number[j] = is ? 0.0 : static_cast<double>(magnitude[j]);
+                larger[j] = is ? static_cast<double>(magnitude[j]) : 0.0;
+            }
+            put_scale(out, mean_scale(mean_of(number, count - above)));
+            put_scale(out + 2, mean_scale(mean_of(larger, above ? above : 1)));
+        }
+        const int64_t per_byte = 8 / bits;
+        for (int64_t j = 0; j < count; j += per_byte) {
             uint32_t byte = 0;
-            for (int64_t b = 0; b < least(8, count - j); ++b) byte |= bits_of(value[i + j + b]) >> 31 << b;
-            stream[(i + j) / 8] = static_cast<uint8_t>(byte);
+            for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
+            stream[(i + j) / per_byte] = static_cast<uint8_t>(byte);
         }
     }
 }
 
-void sign_decode(const uint8_t *packet, int64_t k, float *out) {
-    const uint8_t *stream = packet + 2 * nblocks(k, value_block);
-    for (int64_t i = 0; i < k; i += value_block, packet += 2) {
+void means_decode(const uint8_t *packet, int64_t k, int bits, float *out) {
+    const uint8_t *stream = packet + 2 * bits * nblocks(k, value_block);
+    const int64_t per_byte = 8 / bits;
+    for (int64_t i = 0; i < k; i += value_block, packet += 2 * bits) {
         const int64_t count = least(value_block, k - i);
-        const uint32_t scale = bits_of(get_scale(packet));
-        for (int64_t j = 0; j < count; j += 8) {
-            const uint32_t byte = stream[(i + j) / 8];
-            const int64_t some = least(8, count - j);
-            for (int64_t b = 0; b < some; ++b) out[i + j + b] = float_of(scale ^ (byte >> b & 1) << 31);
+        const uint32_t low = bits_of(get_scale(packet)), high = bits == 2 ? bits_of(get_scale(packet + 2)) : low;
+        const uint32_t difference = low ^ high;
+        for (int64_t j = 0; j < count; j += per_byte) {
+            const uint32_t byte = stream[(i + j) / per_byte];
+            const int64_t some = least(per_byte, count - j);
+            for (int64_t b = 0; b < some; ++b) {
+                const uint32_t code = byte >> bits * b;
+                const uint32_t above = bits == 2 ? 0u - (code >> 1 & 1) : 0u;
+                out[i + j + b] = float_of((low ^ (difference & above)) ^ (code & 1) << 31);
+            }
         }
     }
 }

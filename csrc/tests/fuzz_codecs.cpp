@@ -64,17 +64,17 @@ void mutate(Random &random, Bytes &packet, int64_t &k, int64_t &span) {
 
 // Values: any bytes of the right length, from and into buffers without a byte to spare, at any alignment.
 void decode_values(Random &random, const Codecs &codecs) {
-    constexpr int widths[] = {1, 4, 8};
-    const int used = widths[random.below(3)];
+    constexpr int widths[] = {1, 2, 3, 4, 8};
+    const int used = widths[random.below(5)];
     const auto k = static_cast<int64_t>(random.below(600));
     const auto nbytes = static_cast<size_t>(codecs.values_nbytes(k, used));
     const std::unique_ptr<uint8_t[]> packet(new uint8_t[nbytes]);
     for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
     const std::unique_ptr<float[]> out(new float[static_cast<size_t>(k)]);
     const std::unique_ptr<uint8_t[]> again(new uint8_t[nbytes]);
-    if (used == 1) {
-        codecs.sign_decode(packet.get(), k, out.get());
-        codecs.sign_encode(out.get(), k, again.get());
+    if (used < 3) {
+        codecs.means_decode(packet.get(), k, used, out.get());
+        codecs.means_encode(out.get(), k, used, again.get());
     } else {
         codecs.scaled_decode(packet.get(), k, used, out.get());
         codecs.scaled_encode(out.get(), k, used, nullptr, again.get());

@@ -172,7 +172,7 @@ def _rounded_rows() -> list[Row]:
         ("micro", MiCRO, ("bfloat16", "int8", "int4", "int4_stochastic")),
         ("exdyna", ExDyna, ("bfloat16", "int8")),
         ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
-        ("two-shot", TwoShot, ("bfloat16", "float16", "int8", "int4", "sign")),
+        ("two-shot", TwoShot, ("bfloat16", "float16", "int8", "int3", "sign")),
     ]
     return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
 
@@ -198,7 +198,7 @@ ROWS = [
     *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
-    *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int8", "int4", "sign")],
+    *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.kernels.dispatch import run
-from sparsync.kernels.value_reference import scaled_nbytes
+from sparsync.kernels.value_reference import values_nbytes
 
 Packet = UInt8[Tensor, " nbytes"]
 
@@ -25,7 +25,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
 
 
 def scaled_encode(value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None) -> Packet:
-    """Return `value` in 8 or 4 bits with a scale for each block; `noise` in [0, 1) rounds at random."""
+    """Return `value` in 8, 4 or 3 bits with a scale for each block; `noise` in [0, 1) rounds at random."""
     if noise is not None and noise.shape != value.shape:
         raise ValueError(f"there must be a number for each of {value.numel()} values, got {noise.numel()}")
     return run("scaled_encode", value, bits, noise)
@@ -37,20 +37,20 @@ def scaled_decode(packet: Packet, k: int, bits: int) -> Float[Tensor, " k"]:
     return run("scaled_decode", packet, k, bits)
 
 
-def sign_encode(value: Float[Tensor, " k"]) -> Packet:
-    """Return the signs of `value`, and the mean magnitude of each block."""
-    return run("sign_encode", value)
+def means_encode(value: Float[Tensor, " k"], bits: int) -> Packet:
+    """Return the signs of `value`, and the mean magnitude of each block; with 2 bits also which magnitudes are above it, and two means."""
+    return run("means_encode", value, bits)
 
 
-def sign_decode(packet: Packet, k: int) -> Float[Tensor, " k"]:
-    """Return what `sign_encode` made of `k` values, float32. Raises RuntimeError when the packet has another length."""
-    _check_length(packet, k, 1)
-    return run("sign_decode", packet, k)
+def means_decode(packet: Packet, k: int, bits: int) -> Float[Tensor, " k"]:
+    """Return what `means_encode` made of `k` values, float32. Raises RuntimeError when the packet has another length."""
+    _check_length(packet, k, bits)
+    return run("means_decode", packet, k, bits)
 
 
 def _check_length(packet: Tensor, k: int, bits: int) -> None:
-    if k < 0 or packet.numel() != scaled_nbytes(k, bits):
+    if k < 0 or packet.numel() != values_nbytes(k, bits):
         raise RuntimeError(
-            f"{k} values of {bits} bits take {scaled_nbytes(k, bits)} bytes with their scales, the packet has {packet.numel()}; "
+            f"{k} values of {bits} bits take {values_nbytes(k, bits)} bytes with their scales, the packet has {packet.numel()}; "
             "sender and receiver must agree on format and count"
         )

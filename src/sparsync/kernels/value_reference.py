@@ -12,24 +12,28 @@ from torch.nn.functional import pad
 
 BLOCK = 256
 SCALE_NBYTES = 2
-MAX_CODE = {8: 127, 4: 7}  # of so many bits
+MAX_CODE = {8: 127, 4: 7, 3: 3}  # of so many bits
 _NAN = 0x7FC0
 
 
-def scaled_nbytes(k: int, bits: int) -> int:
-    """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks."""
-    return -(-k // BLOCK) * SCALE_NBYTES + -(-k * bits // 8)
+def values_nbytes(k: int, bits: int) -> int:
+    """Return the bytes of `k` values of `bits` bits each, with the scales of their blocks: two of them for 2 bits, else one."""
+    return -(-k // BLOCK) * _scales(bits) * SCALE_NBYTES + -(-k * bits // 8)
+
+
+def _scales(bits: int) -> int:
+    return 2 if bits == 2 else 1
 
 
 def scaled_encode(
     value: Float[Tensor, " k"], bits: int, noise: Float[Tensor, " k"] | None = None
 ) -> UInt8[Tensor, " nbytes"]:
-    """Return the scales of all blocks, then codes of 8 or 4 bits, two's complement, the first in the low half: value / scale, rounded.
+    """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
     To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right.
     """
     if bits not in MAX_CODE:
-        raise ValueError(f"values are rounded to 8 or 4 bits, got {bits}")
+        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     max_code = MAX_CODE[bits]
     block = _blocks(value)
     greatest = block.abs().amax(1)
@@ -41,55 +45,93 @@ def scaled_encode(
     upper = torch.where(greatest.isfinite(), upper.clamp(max=int(ceiling)), _NAN)
     quotient = block / _scale(upper)[:, None]
     rounded = quotient.round() if noise is None else (quotient + _blocks(noise)).floor()
-    code = (
-        rounded.nan_to_num(0.0, 0.0, 0.0)
-        .clamp(-max_code, max_code)
-        .to(torch.int8)
-        .view(-1)[: value.numel()]
-        .view(torch.uint8)
-    )
-    if bits == 4:
-        pair = pad(code & 15, (0, code.numel() % 2)).view(-1, 2)
-        code = pair[:, 0] | pair[:, 1] << 4
-    return torch.cat([_two_bytes(upper), code])
+    code = rounded.nan_to_num(0.0, 0.0, 0.0).clamp(-max_code, max_code).to(torch.int8).view(-1)[: value.numel()]
+    return torch.cat([_two_bytes(upper), _packed(code.view(torch.uint8), bits)])
 
 
 def scaled_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
     """Return the values that the packet of `k` stands for, float32; its length must be right."""
     if bits not in MAX_CODE:
-        raise ValueError(f"values are rounded to 8 or 4 bits, got {bits}")
-    scale, code = _split(packet, k)
-    if bits == 4:
-        code = torch.stack([code << 4, code & 0xF0], 1).view(-1)[:k].view(torch.int8) >> 4
-    return (_blocks(code.view(torch.int8).to(torch.float32)) * scale[:, None]).view(-1)[:k]
+        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
+    scale, packed = _split(packet, k, bits)
+    code = _unpacked(packed, k, bits)
+    return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
 
 
-def sign_encode(value: Float[Tensor, " k"]) -> UInt8[Tensor, " nbytes"]:
-    """Return the mean magnitude of all blocks, then one bit a value, set where its sign is."""
-    upper = _mean_scale(_blocks(value.abs()), value.numel())
-    sign = pad(value.signbit().to(torch.uint8), (0, -value.numel() % 8)).view(-1, 8)
-    code = (sign << torch.arange(8, device=value.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-    return torch.cat([_two_bytes(upper), code])
+def _packed(code: Tensor, bits: int) -> Tensor:
+    """Return the low `bits` of each code, one after the other, the first in the lowest bits of the first byte."""
+    if bits == 8:
+        return code
+    bit = code[:, None] >> torch.arange(bits, device=code.device, dtype=torch.uint8) & 1
+    bit = pad(bit.view(-1), (0, -bit.numel() % 8)).view(-1, 8)
+    return (bit << torch.arange(8, device=code.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
-def sign_decode(packet: UInt8[Tensor, " nbytes"], k: int) -> Float[Tensor, " k"]:
-    """Return plus or minus the scale, float32, for a packet of `k` values; its length must be right."""
-    scale, code = _split(packet, k)
-    negative = (code[:, None] >> torch.arange(8, device=code.device, dtype=torch.uint8)) & 1
-    sign = 1.0 - 2.0 * negative.view(-1)[:k].to(torch.float32)
-    return (_blocks(sign) * scale[:, None]).view(-1)[:k]
+def _unpacked(packed: Tensor, k: int, bits: int) -> Tensor:
+    """Return the `k` codes in two's complement of `bits` bits, int8."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    bit = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1).view(-1)[: k * bits]
+    place = torch.arange(8 - bits, 8, device=packed.device, dtype=torch.uint8)
+    return (bit.view(k, bits) << place).sum(1, dtype=torch.uint8).view(torch.int8) >> 8 - bits
 
 
-def _mean_scale(magnitude: Tensor, k: int) -> Tensor:
-    """Return the upper half of the mean of each block, rounded to nearest, int32. Halves are added in float64, so the order is fixed."""
-    total = magnitude.to(torch.float64)
+def means_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
+    """Return the means of all blocks, then codes of 1 or 2 bits, the first in the lowest.
+
+    1 bit is set where the sign is, and a block has its mean magnitude. The second bit says whether the magnitude is above that mean;
+    a block then has two means, of the magnitudes that are not and of those that are.
+    """
+    _check_means(bits)
+    k, magnitude = value.numel(), _blocks(value.abs())
+    count = torch.full_like(magnitude[:, 0], BLOCK, dtype=torch.float64)
+    if k % BLOCK:
+        count[-1] = k % BLOCK
+    mean = _mean(magnitude, count)
+    code = _blocks(value).signbit().to(torch.uint8)
+    scales = [_mean_scale(mean)]
+    if bits == 2:
+        above = magnitude > mean[:, None]
+        larger = above.sum(1)
+        code |= above.to(torch.uint8) << 1
+        scales = [
+            _mean_scale(_mean(magnitude.where(~above, 0.0), count - larger)),
+            _mean_scale(_mean(magnitude.where(above, 0.0), larger.clamp(min=1))),
+        ]
+    per_byte = 8 // bits
+    code = pad(code.view(-1)[:k], (0, -k % per_byte)).view(-1, per_byte)
+    shift = bits * torch.arange(per_byte, device=value.device, dtype=torch.uint8)
+    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), (code << shift).sum(1, dtype=torch.uint8)])
+
+
+def means_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
+    """Return plus or minus a mean, float32, for a packet of `k` values; its length must be right."""
+    _check_means(bits)
+    scale, packed = _split(packet, k, bits)
+    scale, per_byte = scale.view(-1, bits), 8 // bits
+    shift = bits * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
+    code = _blocks((packed[:, None] >> shift).view(-1)[:k])
+    above = (code >> 1 & (bits - 1)).bool()
+    magnitude = torch.where(above, scale[:, bits - 1 :], scale[:, :1])
+    return torch.where((code & 1).bool(), -magnitude, magnitude).view(-1)[:k]
+
+
+def _check_means(bits: int) -> None:
+    if bits not in (1, 2):
+        raise ValueError(f"means of magnitudes take 1 or 2 bits, got {bits}")
+
+
+def _mean(number: Tensor, count: Tensor) -> Tensor:
+    """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added in float64, so the order is fixed."""
+    total = number.to(torch.float64)
     while total.shape[1] > 1:
         half = total.shape[1] // 2
         total = total[:, :half] + total[:, half:]
-    count = torch.full_like(total[:, 0], BLOCK)
-    if k % BLOCK:
-        count[-1] = k % BLOCK
-    mean = (total[:, 0] / count).to(torch.float32)
+    return (total[:, 0] / count).to(torch.float32)
+
+
+def _mean_scale(mean: Tensor) -> Tensor:
+    """Return the upper half of each mean, rounded to nearest, int32."""
     bits = mean.view(torch.int32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).clamp(max=0x7F7F)
     return torch.where(mean.isfinite(), nearest, _NAN)
@@ -109,8 +151,8 @@ def _two_bytes(upper: Tensor) -> Tensor:
     return torch.stack([upper & 0xFF, upper >> 8 & 0xFF], 1).to(torch.uint8).view(-1)
 
 
-def _split(packet: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _split(packet: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor]:
     """Return the scales and the codes of a packet of `k` values."""
-    count = -(-k // BLOCK)
+    count = -(-k // BLOCK) * _scales(bits)
     pair = packet[: SCALE_NBYTES * count].view(count, SCALE_NBYTES).to(torch.int32)
     return _scale(pair[:, 0] | pair[:, 1] << 8), packet[SCALE_NBYTES * count :]

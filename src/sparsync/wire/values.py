@@ -1,4 +1,4 @@
-"""Values on the wire: as they are, in 16 bits, or quantized to 8, 4 or 1 bits with a scale for each block of 256.
+"""Values on the wire: as they are, in 16 bits, or quantized to 8, 4, 3, 2 or 1 bits with a scale or two for each block of 256.
 
 The sender knows what the receiver decodes: decode(encode(x)). The difference belongs into the residual. In every format but float32 a
 decoded value has at most 15 significant bits, so it and its multiples by small integers are exact in float32.
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from sparsync.kernels import codecs
 
-Values = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
+Values = Literal[
+    "float32", "bfloat16", "float16", "int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"
+]
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_BITS = {"int8": 8, "int4": 4, "int8_stochastic": 8, "int4_stochastic": 4, "sign": 1}
+_BITS = {"int8": 8, "int4": 4, "int3": 3, "int8_stochastic": 8, "int4_stochastic": 4, "2bit": 2, "sign": 1}
+_MEANS = ("2bit", "sign")
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class ValueCodec:
 
     "float32"                   values as they are, float64 ones too
     "bfloat16", "float16"       16 bits; float16 makes Inf of magnitudes above 65504
-    "int8", "int4"              value / scale rounded to nearest, the scale being that of the block's greatest magnitude
+    "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude
     "int8_stochastic", "int4_stochastic"
                                 rounded up or down at random, right on average; what is drawn is a function of the values, so that the
                                 same values make the same packet, in every run and after every resume
+    "2bit"                      the sign, and whether the magnitude is above the block's mean; decoded as the mean of those that are, or
+                                of those that are not
     "sign"                      the sign, the scale being the block's mean magnitude
 
     NaN and Inf pass in the float formats. In the others their block of 256 is decoded as NaN.
@@ -47,7 +52,7 @@ class ValueCodec:
         """Return the bytes of `k` values of `dtype`."""
         if self.exact:
             return k * dtype.itemsize
-        return codecs.scaled_nbytes(k, _BITS[self.format]) if self.format in _BITS else 2 * k
+        return codecs.values_nbytes(k, _BITS[self.format]) if self.format in _BITS else 2 * k
 
     def encode(self, value: Float[Tensor, " k"]) -> UInt8[Tensor, " nbytes"]:
         """Return the packet of `value`."""
@@ -56,8 +61,8 @@ class ValueCodec:
         if self.format in _FLOATS:
             return value.to(_FLOATS[self.format]).contiguous().view(torch.uint8)
         value = value.to(torch.float32)
-        if self.format == "sign":
-            return codecs.sign_encode(value)
+        if self.format in _MEANS:
+            return codecs.means_encode(value, _BITS[self.format])
         noise = _noise(value) if self.format.endswith("_stochastic") else None
         return codecs.scaled_encode(value, _BITS[self.format], noise)
 
@@ -72,8 +77,8 @@ class ValueCodec:
             return packet.clone().view(dtype)
         if self.format in _FLOATS:
             return packet.clone().view(_FLOATS[self.format]).to(dtype)
-        if self.format == "sign":
-            return codecs.sign_decode(packet, k).to(dtype)
+        if self.format in _MEANS:
+            return codecs.means_decode(packet, k, _BITS[self.format]).to(dtype)
         return codecs.scaled_decode(packet, k, _BITS[self.format]).to(dtype)
 
 
