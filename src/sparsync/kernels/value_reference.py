@@ -122,7 +122,7 @@ def _check_means(bits: int) -> None:
 
 
 def _mean(number: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added in float64, so the order is fixed."""
+    """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added, in float64: a fixed order."""
     total = number.to(torch.float64)
     while total.shape[1] > 1:
         half = total.shape[1] // 2
