@@ -1,7 +1,6 @@
 """The integration for DistributedDataParallel: one hook, registered once."""
 
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,14 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
 from sparsync.integrations.doctor import doctor
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.joining import Joining
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.dense import Dense
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+
+
+JOIN_MB = 4.0
 
 
 class DdpHandle(AttachedHandle):
@@ -26,22 +29,28 @@ class DdpHandle(AttachedHandle):
 
     scheme: Scheme
 
+    def __init__(self, scheme: Scheme, comm: GroupComm, rescaler: ResidualRescaler, join_mb: float = 0.0) -> None:
+        super().__init__(scheme, comm, rescaler)
+        dispatcher = self._dispatcher
+        nbytes = int(join_mb * 2**20) if scheme.has_residual else 0
+        self._joining = Joining(lambda bucket, prepare: dispatcher.submit(bucket, scheme, prepare), nbytes)
+
     def submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Return the future of one bucket of DDP's; every failure reaches the caller through it."""
         try:
-            rescale = None
             if bucket.index() == 0:  # buckets count up within a backward pass, so this one begins a step
                 self._step += 1
-                rescale = self._rescaler.rescale
+                self._joining.begin_step(self._rescaler.rescale)
             if bucket.buffer().is_sparse:
-                return self._submit_sparse(bucket, rescale)
-            return self._dispatcher.submit(self._bucket(bucket, bucket.buffer()), self.scheme, rescale)
+                return self._submit_sparse(bucket)
+            return self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
             return _failed(error)
 
-    def _submit_sparse(self, bucket: GradBucket, rescale: Callable[[], None] | None) -> torch.futures.Future[Tensor]:
+    def _submit_sparse(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a sparse gradient, which DDP puts into a bucket of its own, in full."""
-        sparse = bucket.buffer()
+        self._joining.flush()
+        sparse, rescale = bucket.buffer(), self._rescaler.rescale if bucket.index() == 0 else None
         whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
 
         def prepare() -> None:  # on the dispatcher's thread, so that a failure ends the step on all ranks
@@ -64,11 +73,13 @@ def attach(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
+    join_mb: float = JOIN_MB,
 ) -> DdpHandle:
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
-    Collective over the ranks of the model's process group. One thread reduces the buckets in order, on a private process group, while the
-    backward pass goes on.
+    Collective over the ranks of the model's process group. With a scheme that has a residual, successive buckets are joined until they
+    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one. One thread
+    reduces the buckets in order, on a private process group, while the backward pass goes on.
     Skipped steps: a step in which any bucket has NaN or Inf is one, as for a loss scaler; what its other buckets have sent is rolled back.
     Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
     one works again, without what the failed step had taken from residuals.
@@ -84,9 +95,12 @@ def attach(
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)
     names = {id(parameter): name for name, parameter in ddp_model.module.named_parameters()}
+    if not join_mb >= 0:
+        raise ValueError(f"join_mb must be at least 0, the megabytes up to which buckets are joined, got {join_mb}")
     rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
-    comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=scheme.config_fingerprint())
-    handle = DdpHandle(scheme, comm, rescaler)
+    fingerprint = f"{scheme.config_fingerprint()}, buckets joined up to {join_mb:g} MB"
+    comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=fingerprint)
+    handle = DdpHandle(scheme, comm, rescaler, join_mb)
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
 

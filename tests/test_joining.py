@@ -1,0 +1,113 @@
+"""Buckets that are joined: once as many bytes wait, at the end of a step and between types; every bucket gets its part, or its error."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.distributed import run
+from sparsync.core import Bucket
+from sparsync.integrations.joining import Joining
+
+
+class Recorded:
+    """What Joining submits; each future is completed by `complete`, with twice the gradient."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Bucket, Future]] = []
+        self.prepared = 0
+
+    def submit(self, bucket: Bucket, prepare: object) -> Future:
+        self.prepared += prepare is not None
+        self.submitted.append((bucket, Future()))
+        return self.submitted[-1][1]
+
+    def complete(self) -> None:
+        for bucket, done in self.submitted:
+            done.set_result(bucket.grad * 2)
+
+
+def bucket(key: str, n: int, dtype: torch.dtype = torch.float32) -> Bucket:
+    return Bucket(key, torch.arange(n, dtype=dtype), 3)
+
+
+def test_joins_until_there_are_enough_bytes_and_at_the_end_of_a_step() -> None:
+    recorded = Recorded()
+    joining = Joining(recorded.submit, 100)
+    joining.begin_step(lambda: None)
+    given = [bucket(str(i), n) for i, n in enumerate((10, 10, 10, 30, 5, 6))]
+    futures = [joining.submit(each, last=each is given[-1]) for each in given]
+    assert [(each.key, each.grad.numel()) for each, _ in recorded.submitted] == [("0-2", 30), ("3", 30), ("4-5", 11)]
+    assert [entry.name for entry in recorded.submitted[0][0].layout] == ["0", "1", "2"]
+    assert recorded.prepared == 1
+    recorded.complete()
+    for each, future in zip(given, futures, strict=True):
+        assert torch.equal(future.wait(), 2 * torch.arange(each.grad.numel()).float())
+        assert future.wait() is each.grad
+
+
+def test_types_are_not_mixed() -> None:
+    recorded = Recorded()
+    joining = Joining(recorded.submit, 1000)
+    for each in (bucket("a", 3), bucket("b", 4, torch.float64), bucket("c", 4, torch.float64)):
+        joining.submit(each, last=each.key == "c")
+    assert [each.key for each, _ in recorded.submitted] == ["a", "b-c"]
+
+
+def test_an_error_reaches_every_bucket() -> None:
+    recorded = Recorded()
+    joining = Joining(recorded.submit, 1000)
+    futures = [joining.submit(bucket(key, 3), last=key == "b") for key in "ab"]
+    recorded.submitted[0][1].set_exception(RuntimeError("the link is down"))
+    for future in futures:
+        with pytest.raises(RuntimeError, match="the link is down"):
+            future.wait()
+
+
+def test_what_a_failed_step_left_is_forgotten() -> None:
+    recorded = Recorded()
+    joining = Joining(recorded.submit, 1000)
+    joining.begin_step(lambda: None)
+    joining.submit(bucket("a", 3), last=False)
+    joining.begin_step(lambda: None)
+    joining.submit(bucket("a", 3), last=False)
+    joining.submit(bucket("b", 3), last=True)
+    assert [each.grad.numel() for each, _ in recorded.submitted] == [6]
+
+
+def train(join_mb: float) -> tuple[list[str], Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, timeout_s=20)
+    for step in range(3):
+        ddp(torch.full((4, 32), 1.0 + step + torch.distributed.get_rank())).square().mean().backward()
+    keys = [report.key for report in handle.reports() if report.step == 2]
+    return keys, torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def both() -> tuple[tuple[list[str], Tensor], tuple[list[str], Tensor]]:
+    return train(0.0), train(4.0)
+
+
+@pytest.mark.distributed
+def test_under_ddp_joined_buckets_give_the_same_mean_in_one_reduction() -> None:
+    for (single, apart), (joined, together) in run(both, 2):
+        assert len(single) > 2
+        assert joined == [f"bucket0-bucket{len(single) - 1}"]
+        assert torch.equal(apart, together)
+
+
+def refused() -> str:
+    try:
+        train(-1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_limit_below_zero_is_refused() -> None:
+    assert "join_mb must be at least 0" in run(refused, 1)[0]
