@@ -159,6 +159,11 @@ class ErrorFeedback:
             flat = self._lay_out(bucket)
         return flat
 
+    def residual_of(self, bucket: Bucket) -> Tensor:
+        """Return the residual of a bucket that some rank has reduced, [n], for writing."""
+        assert self._rank is not None, "nothing was reduced yet"
+        return self.residual(bucket, self._rank)
+
     def rollback(self, bucket: Bucket) -> None:
         """Add `bucket.grad`, which all P ranks wrote, to the residual: P times over all ranks, so that no mass is lost."""
         if self._rank is not None:

@@ -12,12 +12,14 @@ from _pytest.mark import ParameterSet
 
 from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
+from sparsync.schemes.demo import DeMo
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
+from sparsync.schemes.sparse_loco import SparseLoCo
 from sparsync.testing import SchemeUnderTest
 
 WORLDS = (1, 2, 4, 5)  # one, an even number, a power of two, a prime
@@ -183,6 +185,23 @@ def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
     return Row(id, partial(PowerSGD, **config), whole, has_residual=True, tolerance=1e-5)
 
 
+def _tile_rows() -> list[Row]:
+    """Divided by P, SparseLoCo and DeMo conserve what comes in, but for what decays; as published, by the senders, they do not."""
+    loco = partial(SparseLoCo, density=0.1, divide_by="ranks")
+    demo = partial(DeMo, density=0.1, divide_by="ranks", sign=False)
+    double = torch.float64
+    exact = partial(loco, values="float32", decay=0.5)
+    return [
+        Row("sparse-loco", partial(SparseLoCo, density=0.1), None, has_residual=True, conserves=False),
+        Row("sparse-loco-bins", partial(loco, decay=0.5), None, has_residual=True, exact_in=double),
+        Row("sparse-loco-float32", exact, partial(exact, density=1.0), has_residual=True),
+        Row("sparse-loco-int8", partial(loco, values="int8", decay=1.0), None, has_residual=True, exact_in=double),
+        Row("demo", partial(DeMo, density=0.1), None, has_residual=True, conserves=False),
+        Row("demo-ranks", partial(demo, decay=0.5), None, has_residual=True, tolerance=1e-5),
+        Row("demo-int8", partial(demo, decay=1.0, values="int8"), None, has_residual=True, tolerance=1e-5),
+    ]
+
+
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -205,6 +224,7 @@ ROWS = [
     _sparse("per-parameter", _mixed, 0.1),
     *[_rounded(Quantized, "quantized", values) for values in ("int8", "int4", "int4_stochastic", "sign")],
     _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
+    *_tile_rows(),
     _low_rank("powersgd-1", rank=1, least_saving=1.0),
     _low_rank("powersgd-2", rank=2, least_saving=0.1),
     *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],

@@ -52,6 +52,14 @@ _OURS: dict[str, tuple[str, str]] = {
         "every element in 8, 4 or 1 bits, with error feedback (arXiv 1901.09847)",
     ),
     "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
+    "sparse_loco": (
+        "sparsync.schemes.sparse_loco:SparseLoCo",
+        "the largest elements of each tile of 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706)",
+    ),
+    "demo": (
+        "sparsync.schemes.demo:DeMo",
+        "the largest cosine components of each tile of 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",

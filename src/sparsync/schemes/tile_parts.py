@@ -1,0 +1,61 @@
+"""What SparseLoCo and DeMo share: the mean, position by position, of what ranks have selected, over all ranks or over the senders."""
+
+from dataclasses import replace
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.collectives.exchange import all_gather
+from sparsync.core import Comm, Sparse
+from sparsync.phases import phase
+from sparsync.wire import indices
+
+Divisor = Literal["contributors", "ranks"]
+
+
+class ShareCodec(Protocol):
+    """Bytes of values and back; `wire.values.ValueCodec` or `wire.bin_means.BinMeans`."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    def encode(self, value: Tensor) -> Tensor: ...
+
+    def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor: ...
+
+
+def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
+    """Return the mean of what all ranks have selected, as many elements each, and this rank's values as all decode them, [k].
+
+    With "contributors" the sum at a position is divided by the number of ranks that have sent it, with "ranks" by P.
+    Steps: P-1
+    Bytes sent per rank: P-1 times the packet of its own elements
+    """
+    k, n, dtype, P = own.index.numel(), own.length, own.value.dtype, comm.size
+    head = indices.fixed_length_nbytes(k, n)
+    with phase("encode"):
+        # Rounded values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
+        values = codec.encode(own.value if codec.exact else own.value / P)
+        packet = torch.cat([indices.encode_fixed_length(own.index, n), values])
+    packets = all_gather(packet, [packet.numel()] * P, comm)
+    with phase("decode"):
+        gathered = [
+            Sparse(indices.decode_fixed_length(each[:head], k, n), codec.decode(each[head:], k, dtype), n)
+            for each in packets
+        ]
+        union = kernels.coalesce(gathered)  # in rank order, so the same bits on every rank
+        share = 1 if codec.exact else P
+        if divide_by == "ranks":
+            mean = replace(union, value=union.value / P if codec.exact else union.value)
+        else:
+            senders = kernels.coalesce([replace(each, value=torch.ones_like(each.value)) for each in gathered])
+            mean = replace(union, value=union.value * share / senders.value)
+        return mean, share * codec.decode(values, k, dtype)
+
+
+def check_divisor(divide_by: str) -> None:
+    """Raise ValueError unless `divide_by` names a divisor."""
+    if divide_by not in get_args(Divisor):
+        raise ValueError(f"divide_by must be one of {', '.join(get_args(Divisor))}, got {divide_by!r}")
