@@ -13,12 +13,15 @@ from _pytest.mark import ParameterSet
 from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.schemes.demo import DeMo
+from sparsync.schemes.dgc import DGC
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.onebit_adam import OneBitAdam
 from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
+from sparsync.schemes.random_k import RandomK
 from sparsync.schemes.sparse_loco import SparseLoCo
 from sparsync.testing import SchemeUnderTest
 
@@ -202,6 +205,17 @@ def _tile_rows() -> list[Row]:
     ]
 
 
+def _momentum_rows() -> list[Row]:
+    """Momentum changes what comes in before anything is sent: DGC without it conserves, 1-bit Adam writes steps and not gradients."""
+    plain = partial(DGC, momentum=0.0, warmup_steps=0)
+    return [
+        _sparse("dgc-plain", plain, 0.1),
+        Row("dgc", partial(DGC, density=0.1, warmup_steps=2), None, has_residual=True, conserves=False),
+        Row("dgc-clip-int8", partial(DGC, 0.1, "int8", clip=1.0), None, has_residual=True, conserves=False),
+        Row("onebit-adam", partial(OneBitAdam, 2), None, has_residual=True, conserves=False, observes=2),
+    ]
+
+
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -225,6 +239,8 @@ ROWS = [
     *[_rounded(Quantized, "quantized", values) for values in ("int8", "int4", "int4_stochastic", "sign")],
     _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
     *_tile_rows(),
+    *_momentum_rows(),
+    *[_sparse(f"same-{density}-at-random", RandomK, density, delivers=False) for density in (0.001, 0.1)],
     _low_rank("powersgd-1", rank=1, least_saving=1.0),
     _low_rank("powersgd-2", rank=2, least_saving=0.1),
     *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],

@@ -60,6 +60,18 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.demo:DeMo",
         "the largest cosine components of each tile of 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
     ),
+    "onebit_adam": (
+        "sparsync.schemes.onebit_adam:OneBitAdam",
+        "Adam with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888)",
+    ),
+    "dgc": (
+        "sparsync.schemes.dgc:DGC",
+        "topk of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887)",
+    ),
+    "random_k": (
+        "sparsync.schemes.random_k:RandomK",
+        "the same random elements on all ranks, without positions (arXiv 1809.07599)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",

@@ -44,10 +44,14 @@ class TopK(ErrorFeedbackScheme):
         """Return the same: the published algorithm is the exact one."""
         return cls(density=density)
 
+    def count(self, bucket: Bucket) -> int:
+        """Return how many elements each rank sends of this bucket at its step; the same on every rank."""
+        return count_for(self.density, bucket.grad.numel())
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, P = bucket.grad.numel(), comm.size
         codec = ValueCodec(self.values)
-        own = acc.top_k(count_for(self.density, n))  # [k]
+        own = acc.top_k(self.count(bucket))  # [k]
         k, dtype, head = own.index.numel(), own.value.dtype, indices.fixed_length_nbytes(own.index.numel(), n)
         with phase("encode"):
             # Quantized values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.

@@ -1,0 +1,127 @@
+"""1-bit Adam: Adam whose second moments are frozen after a dense warm-up, and whose momentum then travels as signs (arXiv 2102.02888).
+
+What is written is not a gradient but Adam's step, m / (sqrt(v) + eps): the optimizer is torch.optim.SGD without momentum, with Adam's
+learning rate; decoupled weight decay is p.mul_(1 - lr * decay) before its step, as AdamW does.
+
+Differs from the paper: signs have the mean magnitude of 256 values as their scale, not that of a tensor; the error of a rank as owner of
+a chunk joins the same residual as its own, and is sent with its next momentum; both bias corrections stay as they are when v is frozen;
+and where v is 0, because there was no gradient in the warm-up, nothing is written, where eps alone would divide.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.collectives.exchange import all_reduce
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.comm.cost import recorded_cost
+from sparsync.core import Bucket, Comm, Report
+from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
+from sparsync.wire.values import ValueCodec
+
+_SIGNS = ValueCodec("sign")
+
+
+@dataclass
+class OneBitAdam(ErrorFeedbackScheme):
+    """Write Adam's step: of the exact mean gradient for `warmup_steps` steps, then of a momentum that is summed in 1 bit.
+
+    A step with NaN or Inf on any rank, or with squares beyond the largest number, writes NaN and changes nothing. A rollback leaves the
+    momentum as it is: it has the gradient, and brings it with later steps. Gradients are without a loss scale that changes. After a
+    failure on some rank the warm-up starts again.
+    """
+
+    warmup_steps: int = (
+        100  # dense steps of exact Adam, until second moments are stable; 15 to 20 % of a training in the paper
+    )
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    residuals: Residuals = "float32"
+
+    name = "onebit_adam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps < 1:
+            raise ValueError(
+                f"warmup_steps must be at least 1, the steps that second moments are measured in, got {self.warmup_steps}"
+            )
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
+        if self.eps <= 0:
+            raise ValueError(f"eps must be above 0, got {self.eps}")
+        self._forget()
+
+    @classmethod
+    def published(cls, warmup_steps: int = 100) -> Self:
+        """Return the same: the published rule is the plain setting."""
+        return cls(warmup_steps=warmup_steps)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        grad, names = bucket.grad, [entry.name for entry in bucket.layout]
+        if not grad.numel():
+            return self.report(bucket, selected=0, union=0)
+        self.feedback.residual(bucket, comm.rank)  # laid out from the first step on
+        m, v = (each.residual(bucket, comm.rank) for each in (self.first, self.second))
+        t = min(self.steps.get(name, 0) for name in names)
+        if t < self.warmup_steps:
+            report, applied = self._warm_up(m, v, bucket, comm)
+        else:
+            own = Bucket(bucket.key, self.beta1 * m + (1 - self.beta1) * grad, bucket.step, bucket.layout)
+            report = super().reduce(own, comm)
+            applied = not report.details["overflow"]
+            (m if applied else grad).copy_(own.grad)
+        if applied:
+            frozen = min(t + 1, self.warmup_steps)
+            scale = (v / (1 - self.beta2**frozen)).sqrt_().add_(self.eps).mul_(1 - self.beta1 ** (t + 1))
+            grad.copy_((m / scale).masked_fill_(v == 0, 0.0))
+            self.steps.update(dict.fromkeys(names, t + 1))
+        return report
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+        """Return the mean of residual and momentum, as signs."""
+        mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, _SIGNS)
+        return DenseUpdate(mean, error, details={"warmup": False})
+
+    def rollback(self, bucket: Bucket) -> None:
+        return
+
+    def reset_shared_state(self) -> None:
+        super().reset_shared_state()
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        moments = {"first": self.first.state_dict(), "second": self.second.state_dict()}
+        return {**super().state_dict(), **moments, "steps": dict(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        first, second, steps = (state_from(state, key, "OneBitAdam") for key in ("first", "second", "steps"))
+        super().load_state_dict(state)
+        self.first.load_state_dict(first)
+        self.second.load_state_dict(second)
+        self.steps = dict(steps)
+
+    def _forget(self) -> None:
+        # Vectors by parameter name, the same on every rank, as residuals are by rank.
+        self.first, self.second = ErrorFeedback(), ErrorFeedback()
+        self.steps: dict[str, int] = {}  # t of each parameter
+
+    def _warm_up(self, m: Tensor, v: Tensor, bucket: Bucket, comm: Comm) -> tuple[Report, bool]:
+        """Update both moments [n] by the mean gradient, unless squares are not finite; return the report and whether they are."""
+        with recorded_cost() as cost:
+            mean = all_reduce(bucket.grad, comm).to(m.dtype) / comm.size
+        square = v.mul(self.beta2).addcmul_(mean, mean, value=1 - self.beta2)
+        finite = kernels.all_finite(square)
+        if finite:
+            m.mul_(self.beta1).add_(mean, alpha=1 - self.beta1)
+            v.copy_(square)
+        else:
+            bucket.grad.fill_(torch.nan)
+        return self.report(bucket, cost.total, details={"warmup": True, "overflow": not finite}), finite

@@ -1,0 +1,156 @@
+"""1-bit Adam, Deep Gradient Compression and random-k beyond the invariants: what they are without compression, and what they keep."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.comm.metered import all_reduce_cost
+from sparsync.core import Bucket, Report
+from sparsync.schemes.dgc import DGC
+from sparsync.schemes.onebit_adam import OneBitAdam
+from sparsync.schemes.random_k import RandomK
+from sparsync.testing import check_scheme
+
+N = 300
+
+
+def numbers(*seed: int) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
+
+
+def reduced(schemes: list[Scheme], grads: list[Tensor], step: int = 0) -> list[tuple[Tensor, Report]]:
+    def body(comm: LocalComm) -> tuple[Tensor, Report]:
+        bucket = Bucket("w", grads[comm.rank].clone(), step)
+        return bucket.grad, schemes[comm.rank].reduce(bucket, comm)
+
+    return LocalWorld(len(schemes)).run(body)
+
+
+def test_the_warm_up_and_sgd_are_adam() -> None:
+    P, ours, theirs = 3, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
+    sgd, adam = torch.optim.SGD([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
+    schemes: list[Scheme] = [OneBitAdam(warmup_steps=10) for _ in range(P)]
+    for step in range(10):
+        grads = [numbers(1, step, rank) for rank in range(P)]
+        theirs.grad = torch.stack(grads).sum(0) / P
+        ours.grad = reduced(schemes, grads, step)[0][0]
+        sgd.step()
+        adam.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_after_the_warm_up_second_moments_stay_and_the_momentum_is_conserved() -> None:
+    P, warmup = 4, 3
+    schemes = [OneBitAdam(warmup_steps=warmup) for _ in range(P)]
+    for step in range(10):
+        before = schemes[0].state_dict()
+        grads = [numbers(step, rank) for rank in range(P)]
+        kept = sum(each.state_dict()["residual"].get("w", torch.zeros(N)) for each in schemes)
+        written, report = reduced(list(schemes), grads, step)[0]
+        after = schemes[0].state_dict()
+        assert report.details["warmup"] == (step < warmup)
+        if step >= warmup:
+            assert torch.equal(before["second"]["w"], after["second"]["w"])
+            assert report.cost.nbytes < 2 * N / 8 + 20 * P
+            came_in = P * 0.9 * before["first"]["w"] + 0.1 * torch.stack(grads).sum(0) + kept
+            left = sum(each.state_dict()["residual"]["w"] for each in schemes)
+            torch.testing.assert_close(P * after["first"]["w"] + left, came_in, rtol=1e-4, atol=1e-4)
+            v = after["second"]["w"] / (1 - 0.999**warmup)
+            torch.testing.assert_close(written, after["first"]["w"] / (1 - 0.9 ** (step + 1)) / (v.sqrt() + 1e-8))
+
+
+def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
+    scheme, grad = OneBitAdam(warmup_steps=1), numbers(0)
+    grad[:10] = 0
+    reduced([scheme], [grad])
+    written, _ = reduced([scheme], [numbers(1)], 1)[0]
+    assert not written[:10].any()
+    assert written[10:].all()
+
+
+def test_one_bit_adam_minimises_what_adam_minimises() -> None:
+    P, target = 4, numbers(9)
+    x, schemes = torch.zeros(N), [OneBitAdam(warmup_steps=40) for _ in range(P)]
+    for step in range(200):
+        grads = [x - target + 0.1 * numbers(step, rank) for rank in range(P)]
+        x -= 0.02 * (1 - step / 200) * reduced(list(schemes), grads, step)[0][0]
+    assert float((x - target).abs().mean()) < 0.1
+
+
+def test_dgc_that_sends_everything_is_sgd_with_momentum() -> None:
+    """Without masking: what is sent would forget its momentum."""
+    P, ours, theirs = 2, torch.nn.Parameter(numbers(0)), torch.nn.Parameter(numbers(0))
+    plain, heavy = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    schemes: list[Scheme] = [DGC(1.0, masking=False) for _ in range(P)]
+    for step in range(5):
+        grads = [numbers(step, rank) for rank in range(P)]
+        theirs.grad = torch.stack(grads).sum(0) / P
+        ours.grad = reduced(schemes, grads, step)[0][0]
+        plain.step()
+        heavy.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_masking_forgets_the_momentum_of_what_is_sent() -> None:
+    scheme = DGC(0.1, warmup_steps=0)
+    written, _ = reduced([scheme], [numbers(0)])[0]
+    velocity = scheme.state_dict()["velocity"]["w"]
+    assert torch.equal(velocity == 0, written != 0)
+    assert torch.equal(velocity + written, numbers(0))
+
+
+def test_the_density_of_the_warm_up_falls_from_a_quarter_to_its_own() -> None:
+    scheme = DGC(density=0.01, warmup_steps=10)
+    counts = [scheme.count(Bucket("w", torch.zeros(10_000), step)) for step in range(13)]
+    assert counts[0] == 2500
+    assert counts[5] == int(10_000 * math.sqrt(0.25 * 0.01))
+    assert counts[10:] == [100, 100, 100]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_each_rank_clips_to_its_part_of_the_norm() -> None:
+    P, grad = 4, numbers(0)
+    schemes: list[Scheme] = [DGC(1.0, clip=2.0) for _ in range(P)]
+    written, _ = reduced(schemes, [grad] * P)[0]
+    torch.testing.assert_close(written, grad / grad.norm() * 2.0 / P**0.5)
+    small = grad / grad.norm() * 0.5
+    schemes = [DGC(1.0, clip=2.0) for _ in range(P)]
+    torch.testing.assert_close(reduced(schemes, [small] * P)[0][0], small)
+
+
+def test_random_elements_keep_all_invariants_without_a_residual() -> None:
+    check_scheme(lambda: RandomK(0.1, unbiased=True), complete=lambda: RandomK(1.0, unbiased=True), worlds=(1, 2, 4, 5))
+
+
+def test_scaled_random_elements_are_right_on_average_and_carry_no_positions() -> None:
+    P, steps = 2, 1000
+    schemes: list[Scheme] = [RandomK(0.23, unbiased=True) for _ in range(P)]
+    total = torch.zeros(N)
+    for step in range(steps):
+        written, report = reduced(schemes, [torch.ones(N)] * P, step)[0]
+        total += written
+    assert report.selected == report.union == int(0.23 * N)
+    assert report.cost == all_reduce_cost(report.selected, 4, P, 0)
+    assert float((total / steps - 1).abs().max()) < 0.3
+    assert float(total.mean() / steps) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OneBitAdam(warmup_steps=0), "warmup_steps must be at least 1"),
+        (lambda: OneBitAdam(beta2=1.0), r"beta2 must be in \[0, 1\), got 1.0"),
+        (lambda: OneBitAdam(eps=0.0), "eps must be above 0"),
+        (lambda: DGC(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: DGC(warmup_steps=-1), "warmup_steps must be 0 or more, got -1"),
+        (lambda: DGC(clip=0.0), "clip must be above 0, or None"),
+        (lambda: RandomK(density=0.0), r"density must be in \(0, 1\]"),
+    ],
+)
+def test_wrong_settings_are_refused(make: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
