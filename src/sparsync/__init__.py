@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from sparsync import integrations as integrations
     from sparsync import schemes as schemes
     from sparsync import testing as testing
+    from sparsync.base.error_feedback import DenseUpdate as DenseUpdate
     from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
     from sparsync.base.error_feedback import Update as Update
     from sparsync.base.scheme import Scheme as Scheme
@@ -28,13 +29,20 @@ if TYPE_CHECKING:
     from sparsync.integrations.manual import GradientReducer as GradientReducer
     from sparsync.integrations.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
+    from sparsync.schemes.demo import DeMo as DeMo
     from sparsync.schemes.dense import Dense as Dense
+    from sparsync.schemes.dgc import DGC as DGC
     from sparsync.schemes.exdyna import ExDyna as ExDyna
     from sparsync.schemes.micro import MiCRO as MiCRO
     from sparsync.schemes.oktopk import OkTopk as OkTopk
+    from sparsync.schemes.onebit_adam import OneBitAdam as OneBitAdam
     from sparsync.schemes.per_parameter import PerParameter as PerParameter
+    from sparsync.schemes.powersgd import PowerSGD as PowerSGD
+    from sparsync.schemes.quantized import Quantized as Quantized
+    from sparsync.schemes.random_k import RandomK as RandomK
     from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
     from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
+    from sparsync.schemes.sparse_loco import SparseLoCo as SparseLoCo
     from sparsync.schemes.topk_allgather import TopK as TopK
     from sparsync.schemes.two_shot import TwoShot as TwoShot
 
@@ -48,6 +56,7 @@ _HOME = {
     "Bucket": "sparsync.core",
     "Cost": "sparsync.core",
     "Dense": "sparsync.schemes.dense",
+    "DenseUpdate": "sparsync.base.error_feedback",
     "ErrorFeedbackScheme": "sparsync.base.error_feedback",
     "ExDyna": "sparsync.schemes.exdyna",
     "GradientReducer": "sparsync.integrations.manual",
@@ -63,6 +72,13 @@ _HOME = {
     "SkipReduce": "sparsync.schemes.skip_reduce",
     "ParameterSpan": "sparsync.core",
     "Span": "sparsync.core",
+    "DeMo": "sparsync.schemes.demo",
+    "DGC": "sparsync.schemes.dgc",
+    "OneBitAdam": "sparsync.schemes.onebit_adam",
+    "PowerSGD": "sparsync.schemes.powersgd",
+    "Quantized": "sparsync.schemes.quantized",
+    "RandomK": "sparsync.schemes.random_k",
+    "SparseLoCo": "sparsync.schemes.sparse_loco",
     "TopK": "sparsync.schemes.topk_allgather",
     "TwoShot": "sparsync.schemes.two_shot",
     "Update": "sparsync.base.error_feedback",
@@ -77,12 +93,15 @@ _MODULES = {
     "testing": "sparsync.testing",
 }
 __all__ = [
+    "DGC",
     "Accumulator",
     "AutoProtect",
     "Bucket",
     "Comm",
     "Cost",
+    "DeMo",
     "Dense",
+    "DenseUpdate",
     "ErrorFeedbackScheme",
     "ExDyna",
     "GradientReducer",
@@ -92,14 +111,19 @@ __all__ = [
     "MiCRO",
     "NonFiniteError",
     "OkTopk",
+    "OneBitAdam",
     "ParameterSpan",
     "PerParameter",
+    "PowerSGD",
+    "Quantized",
+    "RandomK",
     "RandomPruning",
     "Report",
     "Scheme",
     "SkipReduce",
     "Span",
     "Sparse",
+    "SparseLoCo",
     "TopK",
     "Update",
     "attach",
