@@ -52,6 +52,26 @@ _OURS: dict[str, tuple[str, str]] = {
         "every element in 8, 4 or 1 bits, with error feedback (arXiv 1901.09847)",
     ),
     "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
+    "topk_union": (
+        "sparsync.schemes.topk_union:TopKUnion",
+        "all ranks' values at the union of their largest elements (the top-k baseline of arXiv 2310.00967)",
+    ),
+    "hard_threshold": (
+        "sparsync.schemes.hard_threshold:HardThreshold",
+        "what reaches a threshold that never changes (arXiv 2108.00951)",
+    ),
+    "gaussiank": (
+        "sparsync.schemes.gaussiank:GaussianK",
+        "as topk, by the threshold of a normal distribution (arXiv 1911.08772)",
+    ),
+    "sidco": (
+        "sparsync.schemes.sidco:SIDCo",
+        "as topk, by the threshold of an exponential, gamma or Pareto distribution (arXiv 2101.10761)",
+    ),
+    "cltk": (
+        "sparsync.schemes.cltk:CLTk",
+        "CLT-k of ScaleCom: one rank in turn chooses the positions for all (arXiv 2104.11125)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",
