@@ -2,8 +2,8 @@
 
 Stage 1 fits a distribution to the magnitudes and takes the threshold that a quarter of them reach. Each further stage fits the excess
 of those that reach it, so that in the end the asked share does. The number of stages M adapts: every 5 steps, one stage less
-where 20 % more were selected than asked for, one more where 20 % less were. With m and v, mean and variance of a stage's magnitudes, and r
-the share that is to reach its threshold:
+where over 20 % more were selected than asked for, one more where over 20 % fewer were; the other way round from then on where that
+brought the selection no nearer. With m and v, mean and variance of a stage's magnitudes, and r the share that is to reach its threshold:
 
     "exponential"    -m ln r                                                  SIDCo-E
     "pareto"         a (1 - r^c) / c,  c = (m^2/v - 1)/2, a = m (m^2/v + 1)/2   SIDCo-P, generalised Pareto by moments
@@ -12,7 +12,8 @@ the share that is to reach its threshold:
 
 Differs from the paper: the gamma quantile is computed, not approximated; magnitudes are divided by their largest, not by their
 norm; selections are gathered without padding; what equals the threshold is selected; NaN and Inf are noticed, by the message that
-holds the counts. The stages of each rank are its own, as in the authors' code.
+holds the counts. As in the authors' code, the stages of each rank are its own, and the direction of a change may turn; here it also turns
+at one stage and at the most, ceil(log2(1/d)).
 """
 
 import math
@@ -41,7 +42,9 @@ class Stages:
     """How many stages one rank uses for a bucket, and what the last steps selected."""
 
     count: int = 1
-    steps: int = 0  # since the number of stages was last looked at
+    direction: int = 1  # of the next change where too few are selected; -1: there one stage less
+    ratio: float = 0.0  # selected over asked, in the last window; 0 before its end
+    steps: int = 0  # of this window
     selected: int = 0  # in these steps, together
 
     def accept(self, selected: int, k: int, most: int) -> None:
@@ -50,9 +53,16 @@ class Stages:
         self.selected += selected
         if self.steps < WINDOW:
             return
-        ratio = self.selected / (self.steps * k)
-        change = -1 if ratio > 1 + TOLERANCE else 1 if ratio < 1 - TOLERANCE else 0
-        self.count, self.steps, self.selected = max(1, min(most, self.count + change)), 0, 0
+        ratio, last = self.selected / (self.steps * k), self.ratio
+        self.ratio, self.steps, self.selected = ratio, 0, 0
+        if abs(ratio - 1) <= TOLERANCE:
+            return
+        if last and abs(ratio - 1) >= abs(last - 1):
+            self.direction = -self.direction
+        change = self.direction if ratio < 1 else -self.direction
+        if not 1 <= self.count + change <= most:
+            self.direction, change = -self.direction, -change
+        self.count = max(1, min(most, self.count + change))
 
 
 @dataclass
