@@ -15,12 +15,14 @@ from sparsync.base.scheme import Scheme
 from sparsync.schemes.cltk import CLTk
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.gaussiank import GaussianK
+from sparsync.schemes.gtopk import GTopK
 from sparsync.schemes.hard_threshold import HardThreshold
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.sidco import SIDCo
+from sparsync.schemes.spardl import SparDL
 from sparsync.schemes.topk_union import TopKUnion
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
@@ -195,6 +197,8 @@ def _rival_rows() -> list[Row]:
     return [
         *[_sparse(f"topk-union-{density}", TopKUnion, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"spardl-{density}", SparDL, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         Row("hard-threshold", partial(hard, threshold=6.0), partial(hard, threshold=0.0), has_residual=True),
         Row("hard-threshold-derived", hard, None, has_residual=True),
         _sparse("gaussiank", GaussianK, 0.1, exact=False, delivers=False),
@@ -203,6 +207,8 @@ def _rival_rows() -> list[Row]:
             for each in distributions
         ],
         *[_rounded(TopKUnion, "topk-union", values, density=0.1) for values in ("bfloat16", "int8")],
+        *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
+        *[_rounded(SparDL, "spardl", values, density=0.1) for values in ("float16", "int4")],
         replace(_rounded(CLTk, "cltk", "int4", density=0.1), delivers=False),
         replace(_rounded(GaussianK, "gaussiank", "float16", density=0.1), delivers=False),
         replace(_rounded(SIDCo, "sidco", "int8", density=0.1), delivers=False),

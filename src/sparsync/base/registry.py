@@ -72,6 +72,14 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.cltk:CLTk",
         "CLT-k of ScaleCom: one rank in turn chooses the positions for all (arXiv 2104.11125)",
     ),
+    "gtopk": (
+        "sparsync.schemes.gtopk:GTopK",
+        "gTop-k: selections merged pairwise in a tree, k elements in the end (arXiv 1901.04359)",
+    ),
+    "spardl": (
+        "sparsync.schemes.spardl:SparDL",
+        "SparDL: a sparse reduce-scatter and all-gather in 2 log2 P rounds (arXiv 2304.00737)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",
