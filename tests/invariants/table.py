@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.schemes.cltk import CLTk
+from sparsync.schemes.deft import DEFT
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.gaussiank import GaussianK
 from sparsync.schemes.gtopk import GTopK
@@ -23,6 +24,7 @@ from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.sidco import SIDCo
 from sparsync.schemes.spardl import SparDL
+from sparsync.schemes.topk_dsa import TopKDSA
 from sparsync.schemes.topk_union import TopKUnion
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
@@ -199,6 +201,12 @@ def _rival_rows() -> list[Row]:
         *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
         *[_sparse(f"spardl-{density}", SparDL, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"topk-dsa-{density}", TopKDSA, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        _sparse("topk-dsa-published", TopKDSA.published, 0.1),
+        *[
+            _sparse(f"deft-{density}", DEFT, density, delivers=False, slow=density == 0.5)
+            for density in (0.001, 0.1, 0.5)
+        ],
         Row("hard-threshold", partial(hard, threshold=6.0), partial(hard, threshold=0.0), has_residual=True),
         Row("hard-threshold-derived", hard, None, has_residual=True),
         _sparse("gaussiank", GaussianK, 0.1, exact=False, delivers=False),
@@ -209,6 +217,9 @@ def _rival_rows() -> list[Row]:
         *[_rounded(TopKUnion, "topk-union", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
         *[_rounded(SparDL, "spardl", values, density=0.1) for values in ("float16", "int4")],
+        *[_rounded(TopKDSA, "topk-dsa", values, density=0.1) for values in ("bfloat16", "int8")],
+        _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),
+        replace(_rounded(DEFT, "deft", "int8", density=0.1), delivers=False),
         replace(_rounded(CLTk, "cltk", "int4", density=0.1), delivers=False),
         replace(_rounded(GaussianK, "gaussiank", "float16", density=0.1), delivers=False),
         replace(_rounded(SIDCo, "sidco", "int8", density=0.1), delivers=False),

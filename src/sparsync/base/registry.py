@@ -80,6 +80,14 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.spardl:SparDL",
         "SparDL: a sparse reduce-scatter and all-gather in 2 log2 P rounds (arXiv 2304.00737)",
     ),
+    "topk_dsa": (
+        "sparsync.schemes.topk_dsa:TopKDSA",
+        "SparCML: topk's sums by owners of regions, gathered dense where they fill up (arXiv 1802.08021)",
+    ),
+    "deft": (
+        "sparsync.schemes.deft:DEFT",
+        "DEFT: layers are dealt to the ranks, each selects in its own for all (arXiv 2307.03500)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",
