@@ -12,17 +12,26 @@ from _pytest.mark import ParameterSet
 
 from sparsync import AutoProtect, Dense, PerParameter, RandomPruning, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
+from sparsync.schemes.cltk import CLTk
+from sparsync.schemes.deft import DEFT
 from sparsync.schemes.demo import DeMo
 from sparsync.schemes.dgc import DGC
 from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.gaussiank import GaussianK
+from sparsync.schemes.gtopk import GTopK
+from sparsync.schemes.hard_threshold import HardThreshold
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.onebit_adam import OneBitAdam
 from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
-from sparsync.schemes.two_shot import TwoShot
 from sparsync.schemes.random_k import RandomK
+from sparsync.schemes.sidco import SIDCo
+from sparsync.schemes.spardl import SparDL
 from sparsync.schemes.sparse_loco import SparseLoCo
+from sparsync.schemes.topk_dsa import TopKDSA
+from sparsync.schemes.topk_union import TopKUnion
+from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 
 WORLDS = (1, 2, 4, 5)  # one, an even number, a power of two, a prime
@@ -216,6 +225,40 @@ def _momentum_rows() -> list[Row]:
     ]
 
 
+def _rival_rows() -> list[Row]:
+    """Published schemes to compare with. Those that find a threshold may find one that nothing reaches, and so promise no delivery."""
+    hard = partial(HardThreshold, 0.1)
+    distributions = ("exponential", "pareto", "gamma_pareto")
+    return [
+        *[_sparse(f"topk-union-{density}", TopKUnion, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"cltk-{density}", CLTk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"gtopk-{density}", GTopK, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"spardl-{density}", SparDL, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        *[_sparse(f"topk-dsa-{density}", TopKDSA, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+        _sparse("topk-dsa-published", TopKDSA.published, 0.1),
+        *[
+            _sparse(f"deft-{density}", DEFT, density, delivers=False, slow=density == 0.5)
+            for density in (0.001, 0.1, 0.5)
+        ],
+        Row("hard-threshold", partial(hard, threshold=6.0), partial(hard, threshold=0.0), has_residual=True),
+        Row("hard-threshold-derived", hard, None, has_residual=True),
+        _sparse("gaussiank", GaussianK, 0.1, exact=False, delivers=False),
+        *[
+            _sparse(f"sidco-{each}", partial(SIDCo, distribution=each), 0.02, exact=False, delivers=False)
+            for each in distributions
+        ],
+        *[_rounded(TopKUnion, "topk-union", values, density=0.1) for values in ("bfloat16", "int8")],
+        *[_rounded(GTopK, "gtopk", values, density=0.1) for values in ("bfloat16", "int8")],
+        *[_rounded(SparDL, "spardl", values, density=0.1) for values in ("float16", "int4")],
+        *[_rounded(TopKDSA, "topk-dsa", values, density=0.1) for values in ("bfloat16", "int8")],
+        _rounded(partial(TopKDSA, dense_from=0.0), "topk-dsa-dense", "int4", density=0.1),
+        replace(_rounded(DEFT, "deft", "int8", density=0.1), delivers=False),
+        replace(_rounded(CLTk, "cltk", "int4", density=0.1), delivers=False),
+        replace(_rounded(GaussianK, "gaussiank", "float16", density=0.1), delivers=False),
+        replace(_rounded(SIDCo, "sidco", "int8", density=0.1), delivers=False),
+    ]
+
+
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -245,6 +288,7 @@ ROWS = [
     _low_rank("powersgd-2", rank=2, least_saving=0.1),
     *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],
     *_rounded_rows(),
+    *_rival_rows(),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
     _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),

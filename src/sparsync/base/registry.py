@@ -72,6 +72,42 @@ _OURS: dict[str, tuple[str, str]] = {
         "sparsync.schemes.random_k:RandomK",
         "the same random elements on all ranks, without positions (arXiv 1809.07599)",
     ),
+    "topk_union": (
+        "sparsync.schemes.topk_union:TopKUnion",
+        "all ranks' values at the union of their largest elements (the top-k baseline of arXiv 2310.00967)",
+    ),
+    "hard_threshold": (
+        "sparsync.schemes.hard_threshold:HardThreshold",
+        "what reaches a threshold that never changes (arXiv 2108.00951)",
+    ),
+    "gaussiank": (
+        "sparsync.schemes.gaussiank:GaussianK",
+        "as topk, by the threshold of a normal distribution (arXiv 1911.08772)",
+    ),
+    "sidco": (
+        "sparsync.schemes.sidco:SIDCo",
+        "as topk, by the threshold of an exponential, gamma or Pareto distribution (arXiv 2101.10761)",
+    ),
+    "cltk": (
+        "sparsync.schemes.cltk:CLTk",
+        "CLT-k of ScaleCom: one rank in turn chooses the positions for all (arXiv 2104.11125)",
+    ),
+    "gtopk": (
+        "sparsync.schemes.gtopk:GTopK",
+        "gTop-k: selections merged pairwise in a tree, k elements in the end (arXiv 1901.04359)",
+    ),
+    "spardl": (
+        "sparsync.schemes.spardl:SparDL",
+        "SparDL: a sparse reduce-scatter and all-gather in 2 log2 P rounds (arXiv 2304.00737)",
+    ),
+    "topk_dsa": (
+        "sparsync.schemes.topk_dsa:TopKDSA",
+        "SparCML: topk's sums by owners of regions, gathered dense where they fill up (arXiv 1802.08021)",
+    ),
+    "deft": (
+        "sparsync.schemes.deft:DEFT",
+        "DEFT: layers are dealt to the ranks, each selects in its own for all (arXiv 2307.03500)",
+    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",

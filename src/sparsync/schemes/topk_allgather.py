@@ -7,17 +7,12 @@ with P. Differs from the paper: nothing of note; NaN and Inf are passed on witho
 from dataclasses import dataclass
 from typing import Self
 
-import torch
-
-from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.collectives.exchange import all_gather
-from sparsync.core import Bucket, Comm, Sparse, spans
+from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.phases import phase
+from sparsync.schemes.gathered_selections import gather_selections
 from sparsync.selection.density import check_density, count_for
-from sparsync.wire import indices
-from sparsync.wire.values import ValueCodec, Values, check_values
+from sparsync.wire.values import Values, check_values
 
 
 @dataclass
@@ -49,29 +44,5 @@ class TopK(ErrorFeedbackScheme):
         return count_for(self.density, bucket.grad.numel())
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        n, P = bucket.grad.numel(), comm.size
-        codec = ValueCodec(self.values)
         own = acc.top_k(self.count(bucket))  # [k]
-        k, dtype, head = own.index.numel(), own.value.dtype, indices.fixed_length_nbytes(own.index.numel(), n)
-        with phase("encode"):
-            # Quantized values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
-            values = codec.encode(own.value if codec.exact else own.value / P)
-            packet = torch.cat([indices.encode_fixed_length(own.index, n), values])
-        packets = all_gather(packet, [packet.numel()] * P, comm)
-        with phase("decode"):
-            gathered = [
-                Sparse(indices.decode_fixed_length(each[:head], k, n), codec.decode(each[head:], k, dtype), n)
-                for each in packets
-            ]
-            # In rank order, so the same bits on every rank.
-            union = kernels.coalesce(gathered)
-        if codec.exact:
-            return Update(Sparse(union.index, union.value.div_(P), n), cleared=own.index, selected=k)
-        # What the gradient's type drops of the mean, each rank adds to its residual for one chunk of the union.
-        mine = spans(union.value.numel(), P)[comm.rank]
-        dropped = P * (mine.of(union.value) - mine.of(union.value.to(bucket.grad.dtype)))
-        errors = [
-            Sparse(own.index, own.value - P * codec.decode(values, k, dtype), n),
-            Sparse(mine.of(union.index), dropped, n),
-        ]
-        return Update(union, cleared=own.index, selected=k, errors=errors)
+        return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)

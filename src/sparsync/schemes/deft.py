@@ -1,0 +1,166 @@
+"""DEFT: layers are dealt to the ranks by how long selecting takes, and each rank selects in its own for all (arXiv 2307.03500).
+
+Tensors of more than n/P elements are cut into P pieces. Every rank gives each piece a share of k in proportion to the norm of its own acc
+there. A leader, rank t mod P, packs the pieces into P bins of about equal cost, size * log2(share), and tells the others; rank r selects
+in bin (t + r) mod P. Pieces whose share is all of their elements are sent whole by all ranks, without positions. No position is selected
+twice, so the union has about k elements at any P; only about, because norms differ between ranks.
+
+Differs from the paper and the authors' code: positions travel unpadded, in the shortest code of places in a bin; P = 1 sends the whole
+pieces, too; the leader's broadcast is P-1 messages; n is the size of a bucket, not of the model; NaN and Inf are noticed, by the message
+that holds the counts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.collectives.exchange import all_gather
+from sparsync.collectives.union_all_reduce import exchange_counts, mean_at, padding
+from sparsync.core import Bucket, Comm, ParameterSpan, Span, Sparse, spans
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.phases import phase
+from sparsync.selection.density import check_density, count_for
+from sparsync.selection.partition import by_rank
+from sparsync.wire import indices
+from sparsync.wire.values import ValueCodec, Values, check_values
+
+
+@dataclass
+class DEFT(ErrorFeedbackScheme):
+    """Send all ranks' values at the positions that some rank found large in its layers; the mean divides by P.
+
+    NaN or Inf on any rank makes every gradient NaN, and changes nothing else.
+    """
+
+    density: float = (
+        0.01  # share of the elements in the union of all ranks; at least one element of each piece of a layer
+    )
+    values: Values = "float32"  # how values travel; what rounding drops stays in the residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "deft"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+        check_values(self.values)
+
+    @classmethod
+    def published(cls, density: float = 0.01) -> Self:
+        """Return the same: the published algorithm."""
+        return cls(density=density)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        n, P, t, x = bucket.grad.numel(), comm.size, bucket.step, acc.values
+        pieces = pieces_of(bucket.layout, P)
+        with phase("select"):
+            lengths = [len(piece) for piece in pieces]
+            share = shares(
+                _norms(x, pieces) if acc.finite else [0.0] * len(pieces), lengths, count_for(self.density, n)
+            )
+        # Which bin each piece is in; P: sent whole by all.
+        bins = _from_leader(packed(share, lengths, P), t % P, x.device, comm)
+        held = by_rank([[piece for piece, its in enumerate(bins) if its == b] for b in range(P)], t)
+        with phase("select"):
+            mine = held[comm.rank]
+            place = _places_of_largest(x, [pieces[piece] for piece in mine], [share[piece] for piece in mine])
+        counts = exchange_counts(place.numel(), acc.finite, comm, x.device)
+        within = [sum(lengths[piece] for piece in own) for own in held]
+        with phase("encode"):
+            packet = indices.encode_fixed_length(place, within[comm.rank])
+        packets = all_gather(packet, list(map(indices.fixed_length_nbytes, counts, within)), comm)
+        with phase("decode"):
+            whole = [
+                torch.arange(pieces[piece].start, pieces[piece].stop, device=x.device)
+                for piece, its in enumerate(bins)
+                if its == P
+            ]
+            found = [
+                _positions(indices.decode_fixed_length(each, count, length).long(), [pieces[piece] for piece in own])
+                for each, count, length, own in zip(packets, counts, within, held, strict=True)
+            ]
+            index = torch.cat([*whole, *found])  # [K]
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        mean = mean_at(x, index, bucket.grad.dtype, comm, quantizer)
+        errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
+        selected = place.numel() + sum(each.numel() for each in whole)
+        details = {"padding": padding(counts), "whole": len(whole), "pieces": len(pieces)}
+        return Update(Sparse(mean.index, mean.value, n), mean.index, selected, errors, details)
+
+
+def pieces_of(layout: Sequence[ParameterSpan], P: int) -> list[Span]:
+    """Return the spans of the parameters, those of more than n/P elements cut into P; none is empty."""
+    n, pieces = layout[-1].span.stop, []
+    for entry in layout:
+        start, length = entry.span.start, len(entry.span)
+        parts = spans(length, P if P * length > n else 1)
+        pieces += [Span(start + part.start, start + part.stop) for part in parts if len(part)]
+    return pieces
+
+
+def shares(norms: Sequence[float], lengths: Sequence[int], k: int) -> list[int]:
+    """Return how many elements each piece may send: of k in proportion to its norm, at least 1 and at most all.
+
+    Largest norms first, each of what the ones before have left; what is left in the end goes to them in the same order. So they are k
+    together, or the number of pieces if that is more.
+    """
+    order = sorted(range(len(norms)), key=lambda piece: (-norms[piece], piece))
+    given, left, norm = [0] * len(norms), k, math.fsum(norms)
+    for piece in order:
+        wanted = min(left, int(left * norms[piece] / norm)) if norm > 0 else 0
+        given[piece] = min(lengths[piece], max(1, wanted))
+        left, norm = left - given[piece], norm - norms[piece]
+    for piece in order:
+        more = max(0, min(left, lengths[piece] - given[piece]))
+        given[piece], left = given[piece] + more, left - more
+    return given
+
+
+def packed(share: Sequence[int], lengths: Sequence[int], P: int) -> list[int]:
+    """Return the bin of each piece: the costliest first, each into the bin that has least; P for pieces that are sent whole."""
+    cost = [length * max(1.0, math.log2(count)) for length, count in zip(lengths, share, strict=True)]
+    bins, load = [P] * len(share), [0.0] * P
+    for piece in sorted(range(len(share)), key=lambda piece: (-cost[piece], piece)):
+        if share[piece] < lengths[piece]:
+            bins[piece] = min(range(P), key=load.__getitem__)
+            load[bins[piece]] += cost[piece]
+    return bins
+
+
+def _from_leader(bins: list[int], leader: int, device: torch.device, comm: Comm) -> list[int]:
+    """Return the leader's `bins`, which it sends to all: 2 bytes a piece."""
+    own = torch.tensor(bins if comm.rank == leader else [], dtype=torch.int16, device=device)
+    counts = [len(bins) if rank == leader else 0 for rank in range(comm.size)]
+    # A host sync: who examines what depends on it.
+    return all_gather(own, counts, comm)[leader].tolist()
+
+
+def _norms(x: Tensor, pieces: Sequence[Span]) -> list[float]:
+    # A host sync, one for all pieces. In float64, where squares of the largest float32 are finite.
+    norms = [torch.linalg.vector_norm(piece.of(x), dtype=torch.float64) for piece in pieces]
+    return torch.stack(norms).tolist()
+
+
+def _places_of_largest(x: Tensor, pieces: Sequence[Span], counts: Sequence[int]) -> Tensor:
+    """Return where the `counts[i]` largest of each piece stand when the pieces stand after each other, int32, ascending."""
+    places, start = [torch.empty(0, dtype=torch.int32, device=x.device)], 0
+    for piece, count in zip(pieces, counts, strict=True):
+        places.append(kernels.top_k(piece.of(x), count).index + start)
+        start += len(piece)
+    return torch.cat(places)
+
+
+def _positions(place: Tensor, pieces: Sequence[Span]) -> Tensor:
+    """Return where the elements at `place` in the concatenated pieces stand in the vector."""
+    if not pieces:
+        return place
+    lengths = torch.tensor([len(piece) for piece in pieces], device=place.device)
+    ends = lengths.cumsum(0)
+    shift = torch.tensor([piece.start for piece in pieces], device=place.device) - (ends - lengths)
+    return place + shift[torch.searchsorted(ends, place, right=True)]

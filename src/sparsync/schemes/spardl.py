@@ -1,0 +1,77 @@
+"""SparDL: a sparse reduce-scatter and all-gather of 2 ceil(log2 P) rounds that keep k elements all the way (arXiv 2304.00737).
+
+The vector is cut into P blocks, of which k/P elements each may travel. Spar-reduce-scatter sums block b on rank b, and cuts it to its k/P
+largest sums before every hop; Bruck's all-gather sends what is left to all. So traffic is 4k (P-1)/P words at most, at any P. Global
+residual collection: at positions of the result, a rank's residual holds what this rank cut off on the way; elsewhere, its own acc.
+
+Differs from the paper: one team (no Spar-all-gather between teams); k is met exactly, also where density * n < P, by blocks that take
+turns; the learning rate is outside; NaN and Inf reach all ranks, and leave residuals untouched. Differs from the authors' code: the
+reduce-scatter has ceil(log2 P) rounds, as in the paper, not P-1.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from sparsync import kernels
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.collectives.spar_reduce_scatter import all_gather_blocks, spar_reduce_scatter
+from sparsync.core import Bucket, Comm, Sparse, spans
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.phases import phase
+from sparsync.schemes.gtopk import of_survivors
+from sparsync.selection.density import check_density, count_for
+from sparsync.selection.partition import by_rank
+from sparsync.selection.tail_sketch import apportion
+from sparsync.wire.elements import Elements
+from sparsync.wire.values import Values, check_values
+
+
+@dataclass
+class SparDL(ErrorFeedbackScheme):
+    """Write about the density * n / P largest sums of each of P blocks over what the ranks selected, divided by P.
+
+    Where any rank holds NaN or Inf, it shows in the gradient of every rank, and residuals stay as they were.
+    """
+
+    density: float = 0.01  # share of elements each rank selects, and share in the result
+    values: Values = "float32"  # how values travel, rounded at every hop; what rounding drops stays in a residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "spardl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+        check_values(self.values)
+
+    @classmethod
+    def published(cls, density: float = 0.01) -> Self:
+        """Return the same: the published algorithm with one team."""
+        return cls(density=density)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        n, P, codec, x = bucket.grad.numel(), comm.size, Elements(self.values), acc.values
+        places = spans(n, P)
+        counts = _block_counts(count_for(self.density, n), [len(place) for place in places], bucket.step)
+        with phase("select"):
+            blocks = [kernels.top_k(place.of(x), count) for place, count in zip(places, counts, strict=True)]
+        if not acc.finite:
+            blocks = [replace(block, value=torch.full_like(block.value, torch.nan)) for block in blocks]
+        index = torch.cat([block.index + place.start for block, place in zip(blocks, places, strict=True)])
+        own = Sparse(index, torch.cat([block.value for block in blocks]), n)
+        sums, dropped = spar_reduce_scatter(blocks, counts, places, comm, codec)
+        mean, decoded = all_gather_blocks(replace(sums, value=sums.value / P), counts, places, comm, codec)
+        written = bucket.grad.dtype
+        if not (codec.exact and written == x.dtype):
+            lacking = sums.value - P * decoded.to(written).to(x.dtype)
+            dropped.append(Sparse(sums.index + places[comm.rank].start, lacking, n))
+        return of_survivors(own, mean, dropped)
+
+
+def _block_counts(k: int, lengths: list[int], step: int) -> list[int]:
+    """Return `k` in equal shares for the blocks of these lengths; the blocks that get one more take turns."""
+    P = len(lengths)
+    shares = apportion([1] * P, by_rank(lengths, step), k)
+    return by_rank(shares, P - step % P)
