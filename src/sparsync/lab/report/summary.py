@@ -164,6 +164,15 @@ def spread(values: Iterable[float]) -> Spread | None:
     return Spread(median(ordered), ordered[0], ordered[-1]) if ordered else None
 
 
+def behind(value: float, dense: float, lower_is_better: bool) -> float:
+    """Return by how many percent of dense's quality `value` is worse; negative where it is better, infinite for one that diverged."""
+    if not math.isfinite(value):
+        return math.inf
+    if not math.isfinite(dense) or not dense:
+        return math.nan
+    return 100 * (value - dense if lower_is_better else dense - value) / abs(dense)
+
+
 def reaching(
     quality: Sequence[Quality], target: float | None, lower_is_better: bool
 ) -> tuple[float, float | None] | None:

@@ -54,10 +54,27 @@ def remarks(summary: Summary) -> tuple[str, ...]:
 
 
 def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 80.
+    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 90.
 
     `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
     """
+    warning = banner(summary.run)
+    above = [] if warning is None else [(f"!!! {warning} !!!", "bold white on red")]
+    below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
+    return lines_of(
+        tables(summary), [*above, (paragraph(summary) + "\n", "")], [*below, *above], width, colour, ascii_only
+    )
+
+
+def lines_of(
+    tables: Sequence[Table],
+    above: Sequence[tuple[str, str]] = (),
+    below: Sequence[tuple[str, str]] = (),
+    width: int = WIDTH,
+    colour: bool = False,
+    ascii_only: bool = False,
+) -> str:
+    """Return the tables as lines of text; `above` and `below` them texts, each with its style."""
     with lab_extra("rich"):
         from rich import box
         from rich.console import Console
@@ -65,13 +82,11 @@ def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_on
         from rich.text import Text
     lines = io.StringIO()
     console = Console(file=lines, width=width, force_terminal=colour, highlight=False, markup=False, emoji=False)
-    warning = banner(summary.run)
-    if warning is not None:
-        console.print(f"!!! {warning} !!!", style="bold white on red")
-    console.print(paragraph(summary), end="\n\n")
-    for table in tables(summary):
-        style = box.ASCII if ascii_only else box.SIMPLE_HEAD
-        shown = RichTable(title=table.title, title_style="bold", title_justify="left", box=style, padding=(0, 1, 0, 0))
+    for text, style in above:
+        console.print(text, style=style)
+    for table in tables:
+        frame = box.ASCII if ascii_only else box.SIMPLE_HEAD
+        shown = RichTable(title=table.title, title_style="bold", title_justify="left", box=frame, padding=(0, 1, 0, 0))
         for place, head in enumerate(table.heads):
             # Where columns are scarce, names of schemes are folded and numbers are not.
             shown.add_column(
@@ -80,10 +95,8 @@ def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_on
         for row in table.rows:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)
-    for remark in remarks(summary):
-        console.print(remark, style="yellow" if remark in summary.notes else "dim")
-    if warning is not None:
-        console.print(f"!!! {warning} !!!", style="bold white on red")
+    for text, style in below:
+        console.print(text, style=style)
     return lines.getvalue()
 
 
