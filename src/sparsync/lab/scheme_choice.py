@@ -56,6 +56,12 @@ class SchemeChoice:
             settings["outer"] = _local_steps().OuterSGD(**outer)
         return _local_steps().LocalSteps(model, optimizer, self.make(), **settings, **where)
 
+    def leaves_rest(self, steps: int) -> bool:
+        """Return whether local steps have weights, after so many of them, that were not exchanged at the last one."""
+        if self.local is None:
+            return False
+        return bool(steps % self.local["every"] or self.local.get("delay") or self.local.get("fragments", 1) > 1)
+
     def described(self) -> dict[str, Any]:  # Any: JSON
         """Return everything that decides what the method does: the scheme with all settings, and those of local steps, defaults too."""
         full = {"scheme": repr(self.make())}

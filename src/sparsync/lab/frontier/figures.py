@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsync.lab.frontier.runs import Finished, Key
-from sparsync.lab.frontier.study import Study
+from sparsync.lab.frontier.study import ORACLE, Study
 from sparsync.lab.report.summary import behind
 from sparsync.lab.scheme_choice import SchemeChoice
 
-Kind = Literal["baseline", "published", "ours"]
+Kind = Literal["baseline", "published", "ours", "limit"]
 
 BASELINES = ("dense", "bf16")
 OURS = ("micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
@@ -110,6 +110,8 @@ def kind(choice: SchemeChoice, ours: Sequence[str]) -> Kind:
     """Return where a method comes from, by the name of its scheme."""
     if choice.local is None and choice.name in BASELINES:
         return "baseline"
+    if choice.name == ORACLE["oracle"]:
+        return "limit"
     return "ours" if choice.name in ours else "published"
 
 

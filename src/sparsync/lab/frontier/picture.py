@@ -15,9 +15,10 @@ with lab_extra("matplotlib"):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullLocator
 
-_HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2"}
-_MARKS = {"baseline": "D", "published": "s", "ours": "o"}
+_HUES = {"baseline": "#8a8a8a", "published": "#D55E00", "ours": "#0072B2", "limit": "#8a8a8a"}
+_MARKS = {"baseline": "D", "published": "s", "ours": "o", "limit": "D"}
 _WIDTH, _HEIGHT, _SIDE = 6.0, 4.6, 4.4  # inches: of a panel, and of the list of names beside the panels
 _DPI = 110
 _LINEAR = 2.0  # percent: up to here the vertical axis is linear, then logarithmic
@@ -72,7 +73,8 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=_LINEAR, linscale=0.6)
     axes.axhline(0, color=FAINT, linewidth=0.8)
-    axes.plot(*_undercut(rows), color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+    # The best that so many bits can buy.
+    axes.plot(*_undercut(rows), drawstyle="steps-post", color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1.5)
     for row in rows:
         last, hue = row.behind[-1][1], _HUES[row.kind]
         if last.high > last.low:
@@ -91,7 +93,9 @@ def _draw(axes: Axes, panel: Panel, numbers: dict[str, int]) -> None:
     axes.set_ylim(min(low, 0) - 0.7, 1.35 * max(high, 1))
     axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
     axes.set_yticks([], minor=True)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _undercut(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

@@ -97,7 +97,9 @@ class Study:
             if len(ends[rate]) < len(seeds):
                 return None
         worst = math.inf if lower else -math.inf
-        means = {rate: statistics.fmean(worst if math.isnan(end) else end for end in found) for rate, found in ends.items()}
+        means = {
+            rate: statistics.fmean(worst if math.isnan(end) else end for end in found) for rate, found in ends.items()
+        }
         return (min if lower else max)(means, key=lambda rate: means[rate])
 
     def missing(self, finished: Mapping[Key, Finished], lower: bool) -> list[tuple[Key, SchemeChoice]]:
@@ -165,10 +167,11 @@ def train(workload: str, options: Mapping[str, Any], choice: SchemeChoice, key: 
     if choice.local is None:
         trained = one_process.train_with_scheme(job, choice.make, *about, key.follow_rate)
     else:
-        # Where the last exchange of all weights is not at the last step.
-        rest = key.steps % choice.local["every"] or choice.local.get("delay") or choice.local.get("fragments", 1) > 1
         trained = one_process.train_locally(
-            job, lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm), *about, bool(rest)
+            job,
+            lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
+            *about,
+            choice.leaves_rest(key.steps),
         )
     elements = parameter_count(job.model(key.seed))
     return Finished(key, elements, round(time.perf_counter() - began, 1), trained)
