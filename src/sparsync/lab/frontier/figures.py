@@ -14,7 +14,7 @@ from sparsync.lab.scheme_choice import SchemeChoice
 Kind = Literal["baseline", "published", "ours", "limit"]
 
 BASELINES = ("dense", "bf16")
-OURS = ("micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
+OURS = ("two_shot", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
 
 
 @dataclass(frozen=True)
