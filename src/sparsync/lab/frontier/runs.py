@@ -74,7 +74,7 @@ def read(folder: Path) -> dict[Key, Finished]:
 def append(folder: Path, finished: Finished, label: str) -> None:
     """Append a finished training to the file in `folder`; `label` is for people who read it.
 
-    A line that broke off is closed first. Raises RuntimeError where it cannot be written.
+    A line that broke off is cut off first. Raises RuntimeError where it cannot be written.
     """
     content = {"label": label, **asdict(finished)}
     content["trained"]["quality"] = [[step, _plain(value)] for step, value in finished.trained.quality]
@@ -82,11 +82,10 @@ def append(folder: Path, finished: Finished, label: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
-            broken = b""
-            if file.tell():
-                file.seek(-1, 2)
-                broken = b"" if file.read(1) == b"\n" else b"\n"
-            file.write(broken + json.dumps(content).encode() + b"\n")
+            file.seek(0)
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.write(json.dumps(content).encode() + b"\n")
     except OSError as error:
         raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from sparsync.lab.frontier.figures import Mean, Panel, Row
-from sparsync.lab.report.format import significant
+from sparsync.lab.report.format import behind_text, significant
 from sparsync.lab.report.tables import NOTHING, Table
 
 
@@ -34,7 +34,7 @@ def table(panel: Panel, metric: str) -> Table:
             f"{row.rate:g}{'!' if row.edge else ''}",
             significant(row.end.mean, 4),
             _range(row),
-            *[_signed(mean.mean) for _, mean in row.behind[:-1]],
+            *[behind_text(mean.mean) for _, mean in row.behind[:-1]],
         )
         for row in panel.rows
     ]
@@ -64,13 +64,5 @@ def markdown(shown: Table) -> str:
 
 def _range(row: Row) -> str:
     last: Mean = row.behind[-1][1]
-    middle = _signed(last.mean)
-    return middle if last.low == last.high else f"{middle} ({_signed(last.low)} to {_signed(last.high)})"
-
-
-def _signed(value: float) -> str:
-    """Return percent with a sign, to a tenth."""
-    if not math.isfinite(value):
-        return f"{value:g}"
-    rounded = round(value, 1)
-    return "0" if not rounded else f"{rounded:+.1f}"
+    middle = behind_text(last.mean)
+    return middle if last.low == last.high else f"{middle} ({behind_text(last.low)} to {behind_text(last.high)})"
