@@ -14,7 +14,7 @@ from sparsync import Bucket, LocalWorld
 from sparsync.lab import cli
 from sparsync.lab.frontier import runs, study
 from sparsync.lab.frontier.command import replaced
-from sparsync.lab.frontier.figures import panels
+from sparsync.lab.frontier.figures import OURS, kind, panels
 from sparsync.lab.frontier.oracle import Oracle
 from sparsync.lab.frontier.picture import picture
 from sparsync.lab.frontier.runs import Finished, Key
@@ -154,13 +154,7 @@ def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
 
 
 def test_the_names_say_what_is_published_and_what_is_ours() -> None:
-    asked = (
-        parse_schemes("dense,bf16,topk,micro,micro.published,oracle,bf16:residuals=float32", 0.01, None, ORACLE)
-        if False
-        else (parse_schemes("dense,bf16,topk,micro,micro.published,oracle", 0.01, None, ORACLE))
-    )
-    from sparsync.lab.frontier.figures import OURS, kind
-
+    asked = parse_schemes("dense,bf16,topk,micro,micro.published,oracle", 0.01, None, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
         *("baseline", "baseline", "published", "ours", "published", "limit")
     ]

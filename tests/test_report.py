@@ -72,7 +72,7 @@ def warning_pixels(picture: Path) -> int:
 
 def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
     text = as_text(summary(tmp_path, DENSE, BF16, SPARSE))
-    # at the end | % behind dense | seconds to the target | over dense | over bf16 | kB to the target | steps; payload in MB | interface | ratio ...
+    # at the end | % behind dense | seconds to the target | over dense | over bf16 | kB | steps; payload in MB | interface | ratio ...
     assert columns(text, "dense") == [
         ["90.00", "-", "10.0", "1.0x", "0.50x", "3.12", "4"],
         ["3.00", "0.00125", "0.000417x", "6.00", "0.500"],
@@ -291,7 +291,8 @@ def test_the_paragraph_is_made_from_the_numbers(tmp_path: Path) -> None:
     setting = "On shakespeare (4 ranks, 8 Mbit/s links), "
     assert paragraph(summary(tmp_path / "a", DENSE, BF16, SPARSE)) == (
         f"{setting}topk reached perplexity 150 after 2.50 s of training: 4.0 times as fast as dense and 2.0 times as fast "
-        "as bf16. After as many steps as dense its perplexity was that of dense. A step of topk sends 1.00 kB per rank, one of dense 3.00 MB, 3000 times as much."
+        "as bf16. After as many steps as dense its perplexity was that of dense. "
+        "A step of topk sends 1.00 kB per rank, one of dense 3.00 MB, 3000 times as much."
     )
     worse = replace(SPARSE, values=(400.0, 200.0, 100.0, 99.0))
     assert "After as many steps as dense its perplexity was 10.0 % behind dense's." in paragraph(
