@@ -72,16 +72,16 @@ def warning_pixels(picture: Path) -> int:
 
 def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
     text = as_text(summary(tmp_path, DENSE, BF16, SPARSE))
-    # at the end | seconds to the target | over dense | over bf16 | kB to the target | steps; payload in MB | interface | ratio ...
+    # at the end | % behind dense | seconds to the target | over dense | over bf16 | kB | steps; payload in MB | interface | ratio ...
     assert columns(text, "dense") == [
-        ["90.00", "10.0", "1.0x", "0.50x", "3.12", "4"],
+        ["90.00", "-", "10.0", "1.0x", "0.50x", "3.12", "4"],
         ["3.00", "0.00125", "0.000417x", "6.00", "0.500"],
-        ["4000", "250", "500", "3000", "250", "3000", "16x"],
+        ["4000", "-", "250", "500", "3000", "250", "3000", "16x"],
     ]
     assert columns(text, "topk") == [
-        ["90.00", "2.50", "4.0x", "2.0x", "3.12", "4"],
+        ["90.00", "0", "2.50", "4.0x", "2.0x", "3.12", "4"],
         ["0.00100", "0.00125", "1.25x", "6.00", "0.500"],
-        ["1000", "250", "125", "500", "125", "1.00", "4.0x"],
+        ["1000", "0", "250", "125", "500", "125", "1.00", "4.0x"],
     ]
     assert "No dense float32 all-reduce can take less than 3.00 s a step" in text
 
@@ -89,8 +89,8 @@ def test_the_tables_hold_the_derived_numbers(tmp_path: Path) -> None:
 def test_a_target_that_was_missed_says_so(tmp_path: Path) -> None:
     late = (400.0, 300.0)
     text = as_text(summary(tmp_path, replace(DENSE, values=late), SPARSE, replace(BF16, values=late)))
-    assert columns(text, "dense")[0] == ["300.0", "not", "reached", "-", "-", "not", "reached", "2"]
-    assert columns(text, "topk")[0] == ["90.00", "2.50", ">", "3.2x", ">", "1.6x", "3.12", "4"]
+    assert columns(text, "dense")[0] == ["300.0", "-", "not", "reached", "-", "-", "not", "reached", "2"]
+    assert columns(text, "topk")[0] == ["90.00", "-33.3", "2.50", ">", "3.2x", ">", "1.6x", "3.12", "4"]
     assert "dense did not reach it in 2 steps, ending at 300.0." in " ".join(text.split())
 
 
@@ -99,7 +99,7 @@ def test_several_seeds_show_their_range(tmp_path: Path) -> None:
     late = replace(SPARSE, scheme="late", seed=0), replace(SPARSE, scheme="late", seed=1, values=(400.0,))
     found = summary(tmp_path, *made, *late)
     text = as_text(found)
-    assert columns(text, "topk")[0] == ["90.00", "5.00", "4.0x", "-", "3.12", "4"]
+    assert columns(text, "topk")[0] == ["90.00", "0", "5.00", "4.0x", "-", "3.12", "4"]
     assert "2.50..7.50" in text
     assert "1 of 2 seeds" in text
     assert "Over several seeds: the median, and under it the lowest and the highest." in text
@@ -272,7 +272,7 @@ def test_every_run_can_be_shown(tmp_path: Path, made: tuple[Made, ...]) -> None:
 
 def test_a_run_without_target_can_be_shown(tmp_path: Path) -> None:
     text = printed(write(tmp_path, DENSE, SPARSE, run=run(target=None)))
-    assert columns(text, "topk")[0] == ["90.00", "-", "-", "-", "-", "4"]
+    assert columns(text, "topk")[0] == ["90.00", "0", "-", "-", "-", "-", "4"]
 
 
 def test_higher_is_better_where_the_workload_says_so(tmp_path: Path) -> None:
@@ -284,14 +284,19 @@ def test_higher_is_better_where_the_workload_says_so(tmp_path: Path) -> None:
         run=run(target=80.0, workload=workload),
     )
     assert headline(found) == "accuracy 80%: topk in 2.50 s, dense in 10.0 s (4.0x)"
-    assert columns(as_text(found), "topk")[0][:3] == ["90.00%", "2.50", "4.0x"]
+    assert columns(as_text(found), "topk")[0][:4] == ["90.00%", "0", "2.50", "4.0x"]
 
 
 def test_the_paragraph_is_made_from_the_numbers(tmp_path: Path) -> None:
     setting = "On shakespeare (4 ranks, 8 Mbit/s links), "
     assert paragraph(summary(tmp_path / "a", DENSE, BF16, SPARSE)) == (
         f"{setting}topk reached perplexity 150 after 2.50 s of training: 4.0 times as fast as dense and 2.0 times as fast "
-        "as bf16. A step of it sends 1.00 kB per rank, one of dense 3.00 MB, 3000 times as much."
+        "as bf16. After as many steps as dense its perplexity was that of dense. "
+        "A step of topk sends 1.00 kB per rank, one of dense 3.00 MB, 3000 times as much."
+    )
+    worse = replace(SPARSE, values=(400.0, 200.0, 100.0, 99.0))
+    assert "After as many steps as dense its perplexity was 10.0 % behind dense's." in paragraph(
+        summary(tmp_path / "f", DENSE, worse)
     )
     late = replace(SPARSE, values=(400.0, 300.0))
     assert paragraph(summary(tmp_path / "b", DENSE, late)) == (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
 from sparsync.lab.report.results import Quality, Run, Trace, read
-from sparsync.lab.report.summary import Ratio, SchemeFigures, Spread, Summary, reaching, spread, summarise
+from sparsync.lab.report.summary import Ratio, SchemeFigures, Spread, Summary, behind, reaching, spread, summarise
 
 
 def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
@@ -213,3 +213,19 @@ def test_a_spread_is_the_median_and_the_range() -> None:
     assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert spread([4.0, 1.0]) == Spread(2.5, 1.0, 4.0)
     assert repr(spread([1.0, math.nan])) == repr(Spread(math.nan, math.nan, math.nan))
+
+
+def test_behind_dense_is_the_worse_quality_in_percent_at_the_last_step_that_both_took(tmp_path: Path) -> None:
+    worse = replace(SPARSE, values=(400.0, 250.0, 110.0))
+    assert scheme(tmp_path / "a", worse, DENSE).behind_dense == Spread(10.0, 10.0, 10.0)
+    assert scheme(tmp_path / "b", worse, BF16).behind_dense is None
+    seeds = [replace(DENSE, seed=1), replace(worse, seed=1, values=(400.0, 250.0))]
+    assert scheme(tmp_path / "c", worse, DENSE, *seeds).behind_dense == Spread(17.5, 10.0, 25.0)
+    higher = run(target=None, workload={**RUN.workload, "better": "higher"})
+    assert scheme(tmp_path / "d", worse, DENSE, run=higher).behind_dense == Spread(-10.0, -10.0, -10.0)
+
+
+def test_a_training_that_diverged_is_infinitely_far_behind() -> None:
+    assert behind(math.inf, 2.0, True) == behind(math.nan, 2.0, False) == math.inf
+    assert math.isnan(behind(2.0, math.inf, True))
+    assert (behind(3.0, 2.0, True), behind(1.0, 2.0, False), behind(2.0, 2.0, True)) == (50.0, 50.0, 0.0)

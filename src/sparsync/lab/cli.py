@@ -19,8 +19,14 @@ DEMO = (
     "--density 0.01 --target 64 --steps 240 --eval-every 30 --seed 0"
 )
 
+# Minutes on gpt-tiny.
+FRONTIER = (
+    "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
+    "oktopk:density=0.05:values=int4"
+)
 
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
+METHODS_HELP = SCHEMES_HELP + "; in front of one local_steps(every=4)/, see sparsync.LocalSteps"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="compare, in a size that two cores finish within minutes")
     demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for results and report (default: demo)")
     demo.set_defaults(run=_demo)
+
+    frontier = commands.add_parser(
+        "frontier", help="quality against the bits that a rank sends, each method at its best rate, in this process"
+    )
+    _add_frontier_options(frontier)
+    frontier.set_defaults(run=_frontier)
 
     report = commands.add_parser("report", help="make tables, pictures and report.html again from a results folder")
     report.add_argument("folder", type=Path, help="the folder a comparison wrote")
@@ -101,7 +113,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     _add_workload_options(parser, default="shakespeare")
     add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
     add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
-    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=SCHEMES_HELP)
+    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
     add("--target", type=float, default=None, help="the quality whose time counts")
@@ -111,6 +123,31 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
     add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
+
+
+def _add_frontier_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_workload_options(parser, default="gpt-tiny")
+    methods = f"{METHODS_HELP}; oracle: the limit of every selection, which sends nothing (default: {FRONTIER})"
+    add("--schemes", default=FRONTIER, metavar="A,B:KEY=VALUE", help=methods)
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--ranks", type=_integers, default=(4,), help="one or more numbers, by commas (default: 4)")
+    add("--steps", type=_integers, default=(300,), help="of a training, one or more, by commas (default: 300)")
+    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
+    add("--rates", type=_numbers, default=(0.5, 1.0, 2.0), help="times the job's own rate (default: 0.5,1,2)")
+    add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
+    add("--follow-rate", action="store_true", help="what is held back follows the learning rate")
+    add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
+    add("--ours", default=None, metavar="A,B", help="names of schemes that are marked as ours, not as published")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which one part is written anew")
+    add("--part", default=None, metavar="NAME", help="the part of the page (default: the name of the workload)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("frontier"),
+        help="folder of finished trainings and results (default: frontier)",
+    )
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +199,27 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
         restart_with_rights("sparsync.lab.cli", arguments)
     compare(settings, options.out, ["sparsync", *arguments])
     _report(argparse.Namespace(folder=options.out), arguments)
+
+
+def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.frontier.command import frontier
+    from sparsync.lab.frontier.figures import OURS
+    from sparsync.lab.frontier.study import ORACLE, Study
+    from sparsync.lab.scheme_choice import parse_schemes
+
+    study = Study(
+        schemes=parse_schemes(options.schemes, options.density, options.skip, ORACLE),
+        workload=options.workload,
+        options=_workload_options(options),
+        ranks=options.ranks,
+        steps=options.steps,
+        seeds=options.seeds,
+        rates=options.rates,
+        rates_seed=options.rates_seed,
+        follow_rate=options.follow_rate,
+    )
+    ours = OURS if options.ours is None else tuple(options.ours.split(","))
+    frontier(study, options.out, options.jobs, ours, options.page, options.part, ["sparsync", *arguments])
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -282,6 +340,10 @@ def _count_or_share(text: str) -> int | float:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,11 +1,19 @@
-"""Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class"."""
+"""Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
+In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
+changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings.
+"""
+
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 from sparsync import schemes
 from sparsync.base.scheme import Scheme
@@ -16,28 +24,63 @@ TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before proce
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
+_LOCAL = re.compile(r"local_steps(?:\(([^()]*)\))?/(.*)")  # settings, and the scheme
+_OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
 
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings."""
+    """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
+
+    `local`: the settings of LocalSteps around it, of which `outer_rate` and `outer_momentum` are those of its outer SGD; None where the
+    scheme reduces gradients.
+    """
 
     label: str
     name: str
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
+    local: dict[str, Any] | None = None  # Any: numbers and texts
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
         return schemes.get(self.name, **self.config)
 
+    def make_local(
+        self, model: nn.Module, optimizer: Optimizer, **where: Any
+    ) -> Any:  # Any: as LocalSteps takes and is
+        """Return new local steps of `model` with a new scheme; `where` is the communicator or group, and the timeout."""
+        assert self.local is not None
+        settings = {key: value for key, value in self.local.items() if key not in _OUTER}
+        outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
+        if outer:
+            settings["outer"] = _local_steps().OuterSGD(**outer)
+        return _local_steps().LocalSteps(model, optimizer, self.make(), **settings, **where)
 
-def parse_schemes(text: str, density: float, skip: int | float | None = None) -> tuple[SchemeChoice, ...]:
-    """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct".
+    def leaves_rest(self, steps: int) -> bool:
+        """Return whether local steps have weights, after so many of them, that were not exchanged at the last one."""
+        if self.local is None:
+            return False
+        return bool(steps % self.local["every"] or self.local.get("delay") or self.local.get("fragments", 1) > 1)
+
+    def described(self) -> dict[str, Any]:  # Any: JSON
+        """Return everything that decides what the method does: the scheme with all settings, and those of local steps, defaults too."""
+        full = {"scheme": repr(self.make())}
+        if self.local is None:
+            return full
+        known = inspect.signature(_local_steps().LocalSteps).parameters.values()
+        plain = {each.name: each.default for each in known if isinstance(each.default, int | float | str)}
+        return full | {"local_steps": plain | self.local}
+
+
+def parse_schemes(
+    text: str, density: float, skip: int | float | None = None, also: Mapping[str, str] | None = None
+) -> tuple[SchemeChoice, ...]:
+    """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
 
     `density` and `skip` go to those schemes that take them and do not set them. Lists are joined by "+": "protect=*.bias+norm.*".
-    Raises ValueError for an unknown scheme or setting, suggesting the nearest.
+    `also`: further names, and what each stands for. Raises ValueError for an unknown scheme or setting, suggesting the nearest.
     """
-    return tuple(_parse_scheme(item.strip(), density, skip) for item in text.split(",") if item.strip())
+    return tuple(_parse_method(item.strip(), density, skip, also or {}) for item in text.split(",") if item.strip())
 
 
 def check_labels(choices: Sequence[SchemeChoice]) -> None:
@@ -51,6 +94,10 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
     """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now."""
 
     def reduce(comm: LocalComm) -> None:
+        if choice.local is not None:
+            model = nn.Linear(TRIAL_ELEMENTS, 1)
+            choice.make_local(model, SGD(model.parameters(), lr=0.0), comm=comm).exchange()
+            return
         report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
         if not isinstance(report, Report):
             raise TypeError(f"reduce must return a sparsync.Report, such as self.report(bucket), got {report!r}")
@@ -63,14 +110,45 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
         ) from error
 
 
-def _parse_scheme(text: str, density: float, skip: int | float | None) -> SchemeChoice:
+def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
+    found = _LOCAL.fullmatch(text)
+    if found is None and text.startswith("local_steps"):
+        raise ValueError(f"local steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE, got {text!r}")
+    if found is None:
+        return _parse_scheme(text, text, None, density, skip, also)
+    settings, scheme = found.groups()
+    local = dict(_parse_setting(setting) for setting in (settings or "").split(":") if setting)
+    known = [*inspect.signature(_local_steps().LocalSteps).parameters, *_OUTER]
+    unknown = next((key for key in local if key not in known), None)
+    if unknown is not None or "every" not in local:
+        problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
+        raise ValueError(f"local steps {problem}, got {text!r}; settings are {', '.join(known[3:])}")
+    return _parse_scheme(text, scheme, local, density, skip, also)
+
+
+def _local_steps() -> Any:  # Any: the module
+    try:
+        return import_module("sparsync.integrations.local_steps")
+    except ModuleNotFoundError:
+        raise ValueError("this version of sparsync has no LocalSteps; leave out local_steps(...)/") from None
+
+
+def _parse_scheme(
+    label: str,
+    text: str,
+    local: dict[str, Any] | None,  # Any: as in SchemeChoice
+    density: float,
+    skip: int | float | None,
+    also: Mapping[str, str],
+) -> SchemeChoice:
     name, *settings = _SETTING.split(text)
+    name = also.get(name, name)
     config = dict(_parse_setting(setting) for setting in settings)
     known = schemes.settings(name)
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in known:
             config[key] = value
-    choice = SchemeChoice(text, name, config)
+    choice = SchemeChoice(label, name, config, local)
     try:
         choice.make()
     except TypeError as error:

@@ -5,6 +5,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, get_args
@@ -23,7 +24,8 @@ from sparsync.lab.compare.settings import Settings, settings_from_json
 from sparsync.lab.netlab import interface_counters
 from sparsync.lab.scheme_choice import SchemeChoice
 from sparsync.lab.workers.process import Emit, Place
-from sparsync.lab.workloads.base import Workload
+from sparsync.lab.workloads import one_process
+from sparsync.lab.workloads.base import Workload, bare
 from sparsync.phases import Phase
 
 COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is compared with
@@ -67,12 +69,7 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     about = {"scheme": choice.label, "seed": seed}
     compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
-    # No initial broadcast: the weights are the same by their seed.
-    ddp = DistributedDataParallel(
-        model, bucket_cap_mb=settings.bucket_mb, init_sync=False, gradient_as_bucket_view=True
-    )
-    optimizer, schedule = workload.optimizer(ddp, settings.steps)
-    handle = attach(ddp, choice.make(), timeout_s=settings.timeout_s)
+    training = _training(workload, model, choice, settings)
     seconds = sent = 0.0
     for start in range(0, settings.steps, settings.eval_every):
         steps = range(start, min(start + settings.eval_every, settings.steps))
@@ -80,7 +77,8 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
         measured: list[_Measured] = []
         counted = _interface_sent(place)
         for step in steps:
-            done = _step(workload, ddp, optimizer, schedule, handle, seed, step, place)
+            last = step + 1 == settings.steps
+            done = _step(workload, training, seed, step, place, exchange=last and choice.leaves_rest(settings.steps))
             emit({"kind": "progress", **about, "step": step + 1, "loss": done.loss})
             if step == steps[-1]:
                 # A step may end before its last bytes have left the queues; after this they have.
@@ -91,33 +89,64 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
             seconds += mean.step_s
             sent += mean.interface_bytes
             emit({"kind": "step", **about, "step": step + 1, "seconds": seconds, **_step_record(mean, place)})
-        value = _quality(workload, ddp, place)
+        with training.common_weights():
+            value = _quality(workload, training.model, place)
         traffic = sent if place.own_interface else None
         emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "bytes": traffic, "value": value})
-    different = _different_replicas(ddp.module)
+    with training.common_weights():
+        different = _different_replicas(bare(training.model))
     status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
     emit({"kind": "end", **about, "replicas_identical": not different, "status": status})
     if different:
         raise RuntimeError(f"after {choice.label!r} the replicas of ranks {different} differ from rank 0's")
 
 
-def _step(
-    workload: Workload,
-    ddp: DistributedDataParallel,
-    optimizer: Optimizer,
-    schedule: LRScheduler,
-    handle: Handle,
-    seed: int,
-    step: int,
-    place: Place,
-) -> _Measured:
+@dataclass(frozen=True)
+class _Training:
+    """The model of one rank as it trains: its gradients are reduced in the backward pass, or it takes local steps."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    handle: Handle
+    local: one_process.LocalSteps | None = None  # the handle, where it takes local steps
+
+    @property
+    def clip_factor(self) -> float:
+        return 1.0 if self.local is None else self.local.clip_factor
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Have in the model what all ranks have in common."""
+        return nullcontext() if self.local is None else self.local.averaged()
+
+
+def _training(workload: Workload, model: nn.Module, choice: SchemeChoice, settings: Settings) -> _Training:
+    if choice.local is not None:
+        optimizer, schedule = workload.optimizer(model, settings.steps)
+        where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb}
+        local = choice.make_local(model, optimizer, **{key: where[key] for key in where if key not in choice.local})
+        return _Training(model, optimizer, schedule, local, local)
+    # No initial broadcast: the weights are the same by their seed.
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=settings.bucket_mb, init_sync=False, gradient_as_bucket_view=True
+    )
+    optimizer, schedule = workload.optimizer(ddp, settings.steps)
+    return _Training(ddp, optimizer, schedule, attach(ddp, choice.make(), timeout_s=settings.timeout_s))
+
+
+def _step(workload: Workload, training: _Training, seed: int, step: int, place: Place, exchange: bool) -> _Measured:
+    """Take one step; with `exchange`, local steps exchange at its end whatever is left."""
     began = time.perf_counter()
-    loss = _forward_backward(workload, ddp, optimizer, seed, step, place)
-    workload.clip(ddp)
-    optimizer.step()
-    schedule.step()
+    loss = _forward_backward(workload, training.model, training.optimizer, seed, step, place)
+    workload.clip(training.model, training.clip_factor)
+    training.optimizer.step()
+    training.schedule.step()
+    if training.local is not None:
+        training.local.step()
+        if exchange:
+            training.local.exchange()
     step_s = time.perf_counter() - began
-    reports = handle.take_reports()
+    reports = training.handle.take_reports()
     elements = sum(report.elements for report in reports)
     return _Measured(
         loss=float(loss),
@@ -160,8 +189,8 @@ def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, plac
     return statistics.median(slowest.tolist())
 
 
-def _quality(workload: Workload, ddp: DistributedDataParallel, place: Place) -> float:
-    total, count = workload.evaluate(ddp, place.rank, place.ranks)
+def _quality(workload: Workload, model: nn.Module, place: Place) -> float:
+    total, count = workload.evaluate(model, place.rank, place.ranks)
     summed = torch.tensor([total, count], dtype=torch.float64)
     dist.all_reduce(summed)
     return workload.quality(float(summed[0]), int(summed[1]))
@@ -199,4 +228,5 @@ def _interface_sent(place: Place) -> int:
 
 
 def _described(choice: SchemeChoice) -> dict[str, Any]:  # Any: JSON
-    return {"name": choice.name, **choice.config, "full": repr(choice.make())}
+    local = {} if choice.local is None else {"local_steps": choice.local}
+    return {"name": choice.name, **choice.config, **local, "full": repr(choice.make())}

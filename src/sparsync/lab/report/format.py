@@ -48,6 +48,14 @@ def ratio_text(value: float, bound: str = "") -> str:
     return f"{bound} {_times(value)}x".strip()
 
 
+def behind_text(value: float) -> str:
+    """Return percent behind dense with a sign, to a tenth: +1.4, -0.3, 0."""
+    if not math.isfinite(value):
+        return f"{value:g}"
+    rounded = round(value, 1)
+    return f"{rounded:+.1f}" if rounded else "0"
+
+
 def percent(run: Run) -> str:
     """Return the sign behind a quality: "%" where the workload's unit is percent, else nothing."""
     return "%" if "percent" in quality_axis(run) else ""
@@ -114,7 +122,7 @@ def paragraph(summary: Summary) -> str:
     if run.target is None:
         sentences.append(f"The run ({place_text(run)}) had no target. {_ends(summary)}")
     elif best is not None:
-        sentences += [_arrival(summary, best), *_traffic(summary, best)]
+        sentences += [_arrival(summary, best), *_price(summary, best), *_traffic(summary, best)]
     elif (dense := summary.scheme("dense")) is not None and (found := dense.target_s) is not None:
         after = seconds_text(found.median)
         sentences.append(f"{_setting(run)}, only dense reached {target_text(run)}, after {after} of training.")
@@ -151,6 +159,16 @@ def _arrival(summary: Summary, best: SchemeFigures) -> str:
     )
 
 
+def _price(summary: Summary, best: SchemeFigures) -> list[str]:
+    """Return how the quality of the fastest scheme compares with dense's after as many steps."""
+    gap = best.behind_dense
+    if gap is None or best.label == "dense" or not math.isfinite(gap.median):
+        return []
+    rounded = round(abs(gap.median), 1)
+    beside = f"{rounded:.1f} % {'behind' if gap.median > 0 else 'ahead of'} dense's" if rounded else "that of dense"
+    return [f"After as many steps as dense its {summary.run.metric} was {beside}."]
+
+
 def _traffic(summary: Summary, best: SchemeFigures) -> list[str]:
     """Return how much the fastest scheme sent, beside dense."""
     dense, sent = summary.scheme("dense"), best.over_seeds("sent_bytes")
@@ -158,7 +176,7 @@ def _traffic(summary: Summary, best: SchemeFigures) -> list[str]:
     if sent is None or dense_sent is None or not sent.median or not dense_sent.median:
         return []
     return [
-        f"A step of it sends {bytes_text(sent.median)} per rank, one of dense {bytes_text(dense_sent.median)}, "
+        f"A step of {best.label} sends {bytes_text(sent.median)} per rank, one of dense {bytes_text(dense_sent.median)}, "
         f"{_times(dense_sent.median / sent.median)} times as much."
     ]
 

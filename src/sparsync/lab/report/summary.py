@@ -82,6 +82,9 @@ class SchemeFigures:
     config: Mapping[str, Any]  # Any: shown as it is
     seeds: tuple[SeedFigures, ...]
     curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see Summary
+    behind_dense: (
+        Spread | None
+    )  # percent, see `behind`, at the last step at which both were evaluated with a seed; None without dense
     speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
     link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
 
@@ -148,6 +151,7 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> Summary:
             config=traces[0].start.config,
             seeds=seeds[label],
             curve=tuple(tuple(trace.quality) for trace in traces),
+            behind_dense=_behind_dense(traces, by_label.get("dense", ()), run.lower_is_better),
             speedup={base: _speedup(seeds[label], seeds.get(base, ())) for base in BASELINES},
             link_s=_link_s(run, spread(seed.sent_bytes for seed in seeds[label] if seed.sent_bytes is not None)),
         )
@@ -162,6 +166,15 @@ def spread(values: Iterable[float]) -> Spread | None:
     if any(math.isnan(value) for value in ordered):
         return Spread(math.nan, math.nan, math.nan)
     return Spread(median(ordered), ordered[0], ordered[-1]) if ordered else None
+
+
+def behind(value: float, dense: float, lower_is_better: bool) -> float:
+    """Return by how many percent of dense's quality `value` is worse; negative where it is better, infinite for one that diverged."""
+    if not math.isfinite(value):
+        return math.inf
+    if not math.isfinite(dense) or not dense:
+        return math.nan
+    return 100 * (value - dense if lower_is_better else dense - value) / abs(dense)
 
 
 def reaching(
@@ -223,6 +236,18 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
             for name in get_args(Phase)
         },
     )
+
+
+def _behind_dense(traces: Sequence[Trace], dense: Sequence[Trace], lower_is_better: bool) -> Spread | None:
+    """Return the percent that the quality is behind dense's after as many steps, seed by seed."""
+    beside = {trace.start.seed: {point.step: point.value for point in trace.quality} for trace in dense}
+    gaps: list[float] = []
+    for trace in traces:
+        other = beside.get(trace.start.seed, {})
+        shared = [point for point in trace.quality if point.step in other]
+        if shared:
+            gaps.append(behind(shared[-1].value, other[shared[-1].step], lower_is_better))
+    return spread(gaps)
 
 
 def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio | None:

@@ -8,6 +8,7 @@ from typing import get_args
 from sparsync.lab.extra import lab_extra
 from sparsync.lab.report.format import (
     banner,
+    behind_text,
     byte_unit,
     paragraph,
     percent,
@@ -23,6 +24,12 @@ WIDTH = 120  # columns
 NOTHING = "-"
 
 Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
+
+# Beside every time: what was paid for it.
+_BEHIND: Column = (
+    "% behind\ndense",
+    lambda scheme: NOTHING if scheme.label == "dense" else _cell(scheme.behind_dense, behind_text),
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,10 @@ def tables(summary: Summary) -> tuple[Table, ...]:
 def remarks(summary: Summary) -> tuple[str, ...]:
     """Return the lines under the tables: the physical limit, how several seeds are shown, then every note."""
     lines = []
+    if any(scheme.behind_dense is not None for scheme in summary.schemes):
+        lines.append(
+            f"% behind dense: how much worse the {summary.run.metric} is after the same number of steps, the last that both took."
+        )
     if summary.dense_link_s is not None:
         lines.append(
             f"No dense float32 all-reduce can take less than {seconds_text(summary.dense_link_s)} a step on these links: "
@@ -54,10 +65,27 @@ def remarks(summary: Summary) -> tuple[str, ...]:
 
 
 def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 80.
+    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 90.
 
     `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
     """
+    warning = banner(summary.run)
+    above = [] if warning is None else [(f"!!! {warning} !!!", "bold white on red")]
+    below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
+    return lines_of(
+        tables(summary), [*above, (paragraph(summary) + "\n", "")], [*below, *above], width, colour, ascii_only
+    )
+
+
+def lines_of(
+    tables: Sequence[Table],
+    above: Sequence[tuple[str, str]] = (),
+    below: Sequence[tuple[str, str]] = (),
+    width: int = WIDTH,
+    colour: bool = False,
+    ascii_only: bool = False,
+) -> str:
+    """Return the tables as lines of text; `above` and `below` them texts, each with its style."""
     with lab_extra("rich"):
         from rich import box
         from rich.console import Console
@@ -65,13 +93,11 @@ def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_on
         from rich.text import Text
     lines = io.StringIO()
     console = Console(file=lines, width=width, force_terminal=colour, highlight=False, markup=False, emoji=False)
-    warning = banner(summary.run)
-    if warning is not None:
-        console.print(f"!!! {warning} !!!", style="bold white on red")
-    console.print(paragraph(summary), end="\n\n")
-    for table in tables(summary):
-        style = box.ASCII if ascii_only else box.SIMPLE_HEAD
-        shown = RichTable(title=table.title, title_style="bold", title_justify="left", box=style, padding=(0, 1, 0, 0))
+    for text, style in above:
+        console.print(text, style=style)
+    for table in tables:
+        frame = box.ASCII if ascii_only else box.SIMPLE_HEAD
+        shown = RichTable(title=table.title, title_style="bold", title_justify="left", box=frame, padding=(0, 1, 0, 0))
         for place, head in enumerate(table.heads):
             # Where columns are scarce, names of schemes are folded and numbers are not.
             shown.add_column(
@@ -80,10 +106,8 @@ def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_on
         for row in table.rows:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)
-    for remark in remarks(summary):
-        console.print(remark, style="yellow" if remark in summary.notes else "dim")
-    if warning is not None:
-        console.print(f"!!! {warning} !!!", style="bold white on red")
+    for text, style in below:
+        console.print(text, style=style)
     return lines.getvalue()
 
 
@@ -98,11 +122,12 @@ def _reached(summary: Summary) -> Table:
             f"{run.metric}\nat the end",
             lambda scheme: _cell(scheme.over_seeds("quality"), lambda x: quality_text(run, x)),
         ),
-        (f"seconds to\n{target}", lambda scheme: _arrival(summary, scheme, scheme.target_s, 1.0)),
+        _BEHIND,
+        (f"seconds\nto {target}", lambda scheme: _arrival(summary, scheme, scheme.target_s, 1.0)),
         ("as fast\nas dense", lambda scheme: _speedup(scheme, "dense")),
         ("as fast\nas bf16", lambda scheme: _speedup(scheme, "bf16")),
         (
-            f"{unit} per rank to\n{target} ({counted})",
+            f"{unit} to {target}\n({counted})",
             lambda scheme: _arrival(summary, scheme, scheme.target_bytes, size),
         ),
         ("steps\ntaken", lambda scheme: _range(seed.steps for seed in scheme.seeds)),
@@ -129,11 +154,12 @@ def _spent(summary: Summary) -> Table:
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.label),
         ("\nstep", lambda scheme: _middle(scheme.over_seeds("step_s"), 1e-3)),
+        _BEHIND,
         ("\ncompute", lambda scheme: _middle(scheme.over_seeds("compute_s"), 1e-3)),
         ("\nscheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
         ("\ncommunicate", lambda scheme: _middle(scheme.over_seeds("wait_s"), 1e-3)),
         ("\nother", lambda scheme: _middle(scheme.over_seeds("rest_s"), 1e-3)),
-        ("link needs\nat least", lambda scheme: _middle(_exactly(scheme.link_s), 1e-3)),
+        ("link\nneeds", lambda scheme: _middle(_exactly(scheme.link_s), 1e-3)),
         ("step /\ncompute", lambda scheme: _times(scheme.step_over_compute, 2)),
     ]
     return _table("Where the time of a step goes, in ms (medians over the steps)", columns, summary.schemes)

@@ -27,6 +27,8 @@ class Study:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
         check_labels(self.schemes)
         for choice in self.schemes:
+            if choice.local is not None:
+                raise ValueError(f"schemes reduce gradients here, got {choice.label!r}; leave out local_steps(...)/")
             try_out(choice, self.stream.ranks)
 
     @property

@@ -1,15 +1,49 @@
-"""The training of several ranks in one process: their gradients one after the other from the same weights, and one mean for all."""
+"""The training of several ranks in one process, without links: what a scheme does to the quality, and what a rank would send.
 
-from collections.abc import Callable
+A scheme that reduces gradients needs one model: the gradients of all ranks are computed one after the other on the same weights. With local
+steps each rank has weights and an optimizer of its own, and is a thread of a LocalWorld, of which one runs at a time.
+"""
+
+import statistics
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from sparsync.core import ParameterSpan, laid_out
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, laid_out
 from sparsync.lab.workloads.base import Workload
+
+KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
 
 Reduce = Callable[[int, list[Tensor], float], Tensor]
 """(step, the gradient [n] of each rank, learning rate) -> the mean [n] to apply."""
+
+
+class LocalSteps(Protocol):
+    """What is used of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
+
+    clip_factor: float  # how much longer a rank's own gradient may be than the mean gradient
+
+    def step(self) -> list[Report]: ...
+    def exchange(self) -> list[Report]: ...
+    def averaged(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training. What is sent: by one rank in a step, means over ranks and steps, by the closed forms of the schemes."""
+
+    quality: tuple[tuple[int, float], ...]  # (after how many steps, quality), ascending
+    nbytes: float
+    rounds: float  # of messages that follow each other
+    messages: float
+    union: float  # share of the elements that are written in a step
 
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
@@ -17,17 +51,126 @@ def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
     return laid_out((name, parameter.shape) for name, parameter in model.named_parameters())
 
 
-def train(workload: Workload, model: nn.Module, seed: int, steps: int, ranks: int, reduce: Reduce) -> None:
-    """Train `model` in place for all steps; `reduce` is called once per step with the gradients of all ranks."""
+def train(
+    workload: Workload,
+    model: nn.Module,
+    seed: int,
+    steps: int,
+    ranks: int,
+    reduce: Reduce,
+    after: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken."""
     optimizer, schedule = workload.optimizer(model, steps)
+    spans = layout(model)
     for step in range(steps):
         gradients = [_gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
         mean = reduce(step, gradients, float(optimizer.param_groups[0]["lr"]))
-        for each, parameter in zip(layout(model), model.parameters(), strict=True):
+        for each, parameter in zip(spans, model.parameters(), strict=True):
             parameter.grad = each.span.of(mean).view_as(parameter).clone()
         workload.clip(model)
         optimizer.step()
         schedule.step()
+        after(step + 1)
+
+
+def train_with_scheme(
+    workload: Workload,
+    make: Callable[[], Scheme],
+    seed: int,
+    steps: int,
+    ranks: int,
+    evaluate_at: Collection[int],
+    follow_rate: bool = False,
+) -> Trained:
+    """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
+
+    The model is evaluated after each number of steps in `evaluate_at`. With `follow_rate`, residuals follow the learning rate, as with
+    `attach(..., optimizer=optimizer)`.
+    """
+    model = workload.model(seed)
+    schemes, spans = [make() for _ in range(ranks)], layout(model)
+    reports: list[list[Report]] = []  # by step and rank
+    quality: list[tuple[int, float]] = []
+    last_rate = 0.0
+
+    def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
+        nonlocal last_rate
+        if follow_rate and last_rate not in (0.0, rate):
+            for scheme in schemes:
+                scheme.rescale_residual({each.name: last_rate / rate for each in spans})
+        last_rate = rate
+
+        def body(comm: LocalComm) -> tuple[Tensor, Report]:
+            bucket = Bucket(KEY, gradients[comm.rank], step, spans)
+            report = schemes[comm.rank].reduce(bucket, comm)
+            return bucket.grad, report
+
+        reduced = LocalWorld(ranks).run(body)
+        reports.append([report for _, report in reduced])
+        return reduced[0][0]
+
+    def after(step: int) -> None:
+        if step in evaluate_at:
+            quality.append((step, workload.quality(*workload.evaluate(model, 0, 1))))
+
+    train(workload, model, seed, steps, ranks, reduce, after)
+    by_rank = list(zip(*reports, strict=True))
+    return _trained(quality, by_rank, steps, spans[-1].span.stop)
+
+
+def train_locally(
+    workload: Workload,
+    make: Callable[[nn.Module, Optimizer, Comm], LocalSteps],
+    seed: int,
+    steps: int,
+    ranks: int,
+    evaluate_at: Collection[int],
+    exchange_last: bool = False,
+) -> Trained:
+    """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
+
+    The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
+    was learnt since the last exchange is exchanged at the end, before the last evaluation.
+    """
+    quality: list[tuple[int, float]] = []
+
+    def body(comm: LocalComm) -> list[Report]:
+        model = workload.model(seed)
+        optimizer, schedule = workload.optimizer(model, steps)
+        local = make(model, optimizer, comm)
+        reports: list[Report] = []
+        for step in range(steps):
+            model.zero_grad(set_to_none=True)
+            workload.loss(model, workload.batch(seed, step, comm.rank, ranks)).backward()
+            workload.clip(model, local.clip_factor)
+            optimizer.step()
+            schedule.step()
+            reports += local.step()
+            if exchange_last and step + 1 == steps:
+                reports += local.exchange()
+            if comm.rank == 0 and step + 1 in evaluate_at:
+                with local.averaged():
+                    quality.append((step + 1, workload.quality(*workload.evaluate(model, 0, 1))))
+        return reports
+
+    by_rank = LocalWorld(ranks).run(body)
+    return _trained(quality, by_rank, steps, layout(workload.model(seed))[-1].span.stop)
+
+
+def _trained(
+    quality: Iterable[tuple[int, float]], by_rank: Sequence[Sequence[Report]], steps: int, elements: int
+) -> Trained:
+    def mean(value: Callable[[Report], float]) -> float:
+        return statistics.fmean(sum(map(value, reports)) for reports in by_rank) / steps
+
+    return Trained(
+        tuple(quality),
+        nbytes=mean(lambda report: report.cost.nbytes),
+        rounds=mean(lambda report: report.cost.steps),
+        messages=mean(lambda report: report.cost.messages),
+        union=mean(lambda report: report.union) / elements,
+    )
 
 
 def _gradient(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:

@@ -1,0 +1,227 @@
+"""`sparsync frontier`: which trainings it does, what it keeps, each method at its best rate, and its table, picture and page."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.third_party import LineFit
+from sparsync import Bucket, LocalWorld
+from sparsync.lab import cli
+from sparsync.lab.frontier import runs, study
+from sparsync.lab.frontier.command import replaced
+from sparsync.lab.frontier.figures import OURS, kind, panels
+from sparsync.lab.frontier.oracle import Oracle
+from sparsync.lab.frontier.picture import picture
+from sparsync.lab.frontier.runs import Finished, Key
+from sparsync.lab.frontier.study import ORACLE, Study, complete
+from sparsync.lab.frontier.tables import markdown, table
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync.lab.workloads.one_process import Trained
+
+LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
+
+
+def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> Study:
+    return Study(parse_schemes(schemes, 0.2, None, ORACLE), LINE_FIT, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Finished]:
+    """Return a stand-in for a training, with this quality at its end and twice it half-way."""
+
+    def train(workload: str, options: Mapping[str, object], choice: SchemeChoice, key: Key) -> Finished:
+        end, nbytes = quality(choice, key), 7200.0 if choice.label == "dense" else 900.0
+        trained = Trained(((key.steps // 2, 2 * end), (key.steps, end)), nbytes, 6.0, 6.0, 0.5)
+        return Finished(key, 9 * 100, 1.0, trained)
+
+    return train
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int, float]]:
+    """The trainings that were done: dense is best at rate 1 with 10 + seed, others at 2 with 12 + seed; each is 1 worse elsewhere."""
+    done: list[tuple[str, int, int, int, float]] = []
+
+    def quality(choice: SchemeChoice, key: Key) -> float:
+        done.append((choice.label, key.ranks, key.steps, key.seed, key.rate))
+        best, end = (1.0, 10.0) if choice.label == "dense" else (2.0, 12.0)
+        return end + key.seed + (key.rate != best)
+
+    monkeypatch.setattr(study, "train", pretended(quality))
+    # LineFit has no rate to change.
+    monkeypatch.setattr(LineFit, "at_rate", lambda self, factor: self)
+    monkeypatch.setattr("sparsync.lab.workloads.base.Workload.at_rate", lambda self, factor: self)
+    return done
+
+
+def test_every_method_trains_with_every_seed_at_every_rate(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    complete(made(seeds=(0, 1), ranks=(2, 4), steps=(4, 8)), tmp_path, 1, print)
+    assert len(trainings) == len(set(trainings)) == 2 * 2 * 2 * 2 * 3
+
+
+def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    complete(made(seeds=(0, 1, 2), rates_seed=1), tmp_path, 1, print)
+    assert {(label, rate) for label, *_, seed, rate in trainings if seed == 1} == {
+        (label, rate) for label in ("dense", "topk:density=0.2") for rate in (0.5, 1.0, 2.0)
+    }
+    assert {(label, seed, rate) for label, *_, seed, rate in trainings if seed != 1} == {
+        *(("dense", seed, 1.0) for seed in (0, 2)),
+        *(("topk:density=0.2", seed, 2.0) for seed in (0, 2)),
+    }
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]) -> None:
+    complete(made(rates=(1.0,)), tmp_path, 1, print)
+    trainings.clear()
+    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(1.0, 2.0)), tmp_path, 1, print)
+    assert ("dense", 4, 300, 0, 1.0) not in trainings
+    assert len(trainings) == 4
+    # A line that breaks off, as when the machine fails, is done again.
+    file = tmp_path / runs.FILE_NAME
+    file.write_text(file.read_text()[:-40])
+    trainings.clear()
+    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(1.0, 2.0)), tmp_path, 1, print)
+    assert len(trainings) == 1
+    assert len(runs.read(tmp_path)) == 6
+
+
+def test_other_settings_of_job_or_scheme_are_other_trainings(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    for options in ({}, {"width": "3"}):
+        complete(made("dense", rates=(1.0,), options=options), tmp_path, 1, print)
+    assert len(trainings) == 2
+
+
+def test_a_line_that_is_no_training_is_an_error_with_its_number(tmp_path: Path) -> None:
+    (tmp_path / runs.FILE_NAME).write_text('{"key": 1}\n{"key": 2}\n')
+    with pytest.raises(ValueError, match="line 1 is no finished training"):
+        runs.read(tmp_path)
+
+
+def test_a_training_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    key = Key("job", "method", 4, 2, 0, 0.5)
+    for seed, value in enumerate((1.5, math.inf)):
+        finished = Finished(replace(key, seed=seed), 9, 1.0, Trained(((1, 2.0), (2, value)), 10.5, 3.0, 4.0, 0.25))
+        runs.append(tmp_path, finished, "label")
+        assert runs.read(tmp_path)[finished.key] == finished
+    assert all(json.loads(line) for line in (tmp_path / runs.FILE_NAME).read_text().splitlines())
+
+
+def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    asked = made("dense,topk:density=0.2", seeds=(0, 10))
+    (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
+    sparse, dense = panel.rows  # those that send least first
+    assert (dense.rate, dense.edge, dense.end.mean, dense.bits) == (1.0, False, 15.0, 64.0)
+    assert (sparse.rate, sparse.edge, sparse.end.mean, sparse.bits) == (2.0, True, 17.0, 8.0)
+    (_, half), (_, last) = sparse.behind
+    assert (last.low, last.mean, last.high) == (pytest.approx(10.0), pytest.approx(15.0), pytest.approx(20.0))
+    assert half == last
+    (turned, _) = panels(asked, complete(asked, tmp_path, 1, print), lower=False)[0].rows
+    assert turned.behind[-1][1].mean < 0
+    shown = table(panel, "error")
+    assert shown.rows[0] == (
+        *("topk:density=0.2", "published", "8.00", "0.900", "6.0", "0.500", "2!", "17.00"),
+        *("+15.0 (+10.0 to +20.0)", "+15.0"),
+    )
+    assert "| `dense` | baseline | 64.0 |" in markdown(shown)
+
+
+def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    def quality(choice: SchemeChoice, key: Key) -> float:
+        if choice.label != "dense":
+            return math.inf
+        return math.nan if key.rate == 0.5 else 10.0
+
+    monkeypatch.setattr(study, "train", pretended(quality))
+    asked = made()
+    found = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
+    assert [row.rate for row in found[0].rows] == [1.0, 1.0]
+    assert math.isinf(found[0].rows[0].behind[-1][1].mean)
+    assert picture(found, "none of it").startswith(b"\x89PNG")
+
+
+def test_the_names_say_what_is_published_and_what_is_ours() -> None:
+    asked = parse_schemes("dense,bf16,topk,micro,micro.published,oracle", 0.01, None, ORACLE)
+    assert [kind(choice, OURS) for choice in asked] == [
+        *("baseline", "baseline", "published", "ours", "published", "limit")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schemes": "topk"}, "must have dense"),
+        ({"rates": (0.0,)}, "--rates takes numbers above 0"),
+        ({"ranks": (4, 4)}, "--ranks takes each number once"),
+        ({"ranks": (3,)}, "cannot be split evenly over 3 ranks"),
+        ({"rates_seed": 5}, "--rates-seed must be one of the seeds 0"),
+        ({"rates": (1.0, 2.0)}, "LineFit has no rate to scale"),
+        ({"schemes": "dense,dense"}, "names one twice"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(**{"rates": (1.0,), **settings}).check()  # pyright: ignore[reportArgumentType]
+
+
+def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- begin a -->\nold\n<!-- end a -->\nbetween\n<!-- begin b -->\n<!-- end b -->\n")
+    assert replaced(page, "a", "new") == (
+        "above\n<!-- begin a -->\n\nnew\n\n<!-- end a -->\nbetween\n<!-- begin b -->\n<!-- end b -->\n"
+    )
+    with pytest.raises(ValueError, match="has no part 'c'; put the lines <!-- begin c -->"):
+        replaced(page, "c", "new")
+
+
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_command_writes_table_picture_and_page(
+    tmp_path: Path, play: Path, jobs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("<!-- begin tiny -->\n<!-- end tiny -->\n")
+    command = f"frontier --workload gpt-tiny --data {play} --option width=8 --option layers=1 --option windows=10 --steps 4 --rates 1,2 "
+    command += (
+        f"--schemes dense,oracle,topk:density=0.1 --page {page} --part tiny --out {tmp_path / 'out'} --jobs {jobs}"
+    )
+    cli.main(command.split())
+    printed = capsys.readouterr()
+    assert "topk:density=0.1" in printed.out
+    assert printed.err.count("[") == 6
+    text = page.read_text()
+    assert f"sparsync {command}" in text
+    assert "| `oracle` | limit | - | - | - |" in text
+    assert "(frontier_tiny.png)" in text
+    assert (page.parent / "frontier_tiny.png").read_bytes() == (tmp_path / "out" / "frontier.png").read_bytes()
+    cli.main(command.split())
+    assert capsys.readouterr().err == ""
+
+
+def test_the_oracle_writes_the_largest_elements_of_the_mean_and_keeps_the_rest() -> None:
+    gradients = [torch.tensor([4.0, 0.0, 2.0, 0.0]), torch.tensor([-4.0, 2.0, 2.0, 0.0])]
+    schemes = [Oracle(0.25), Oracle(0.25)]
+
+    def reduced(step: int, scale: float) -> list[list[float]]:
+        buckets = [Bucket("a", gradient * scale, step) for gradient in gradients]
+        LocalWorld(2).run(lambda comm: schemes[comm.rank].reduce(buckets[comm.rank], comm))
+        return [bucket.grad.tolist() for bucket in buckets]
+
+    assert reduced(0, 1.0) == [[0.0, 0.0, 2.0, 0.0]] * 2
+    assert reduced(1, 0.0) == [[0.0, 1.0, 0.0, 0.0]] * 2

@@ -1,0 +1,148 @@
+"""The training of several ranks in one process: what dense gives is plain training, and what is counted is what schemes say they send."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from helpers.third_party import LineFit
+from sparsync import Dense, Report, TopK
+from sparsync.core import Bucket, Comm
+from sparsync.lab.workloads import one_process
+from sparsync.lab.workloads.one_process import train_locally, train_with_scheme
+
+STEPS = 6
+
+
+def plain(steps: int = STEPS) -> float:
+    """The quality of one process with the whole batch."""
+    workload = LineFit()
+    model = workload.model(0)
+    optimizer, schedule = workload.optimizer(model, steps)
+    for step in range(steps):
+        model.zero_grad()
+        workload.loss(model, workload.batch(0, step, 0, 1)).backward()
+        optimizer.step()
+        schedule.step()
+    return workload.quality(*workload.evaluate(model, 0, 1))
+
+
+class EveryOther:
+    """Local steps that average the weights themselves, every second step."""
+
+    clip_factor = 2.0
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
+        self.model, self.comm, self.steps = model, comm, 0
+        self.exchange()
+
+    def step(self) -> list[Report]:
+        self.steps += 1
+        return self.exchange() if self.steps % 2 == 0 else []
+
+    def exchange(self) -> list[Report]:
+        weights = torch.cat([each.detach().flatten() for each in self.model.parameters()])
+        bucket = Bucket("all", weights, self.steps)
+        report = Dense().reduce(bucket, self.comm)
+        self.common = bucket.grad
+        self._write(self.common)
+        return [report]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        own = torch.cat([each.detach().flatten() for each in self.model.parameters()])
+        self._write(self.common)
+        yield
+        self._write(own)
+
+    def _write(self, weights: torch.Tensor) -> None:
+        with torch.no_grad():
+            for each, values in zip(self.model.parameters(), weights.split([8, 1]), strict=True):
+                each.copy_(values.view_as(each))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_dense_in_one_process_is_training_with_the_whole_batch(ranks: int) -> None:
+    trained = train_with_scheme(LineFit(), Dense, 0, STEPS, ranks, {2, STEPS})
+    assert [step for step, _ in trained.quality] == [2, STEPS]
+    assert trained.quality[-1][1] == pytest.approx(plain(), rel=1e-4)
+    assert trained.nbytes == pytest.approx(2 * (ranks - 1) / ranks * 4 * 9)
+    assert (trained.rounds, trained.union) == (2 * (ranks - 1), 1.0)
+
+
+def test_what_a_sparse_scheme_sends_is_counted_as_it_reports_it() -> None:
+    trained = train_with_scheme(LineFit(), lambda: TopK(density=0.2), 0, STEPS, 4, {STEPS})
+    reports: list[Report] = []
+
+    class Seen(TopK):
+        def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+            reports.append(super().reduce(bucket, comm))
+            return reports[-1]
+
+    train_with_scheme(LineFit(), lambda: Seen(density=0.2), 0, STEPS, 4, {STEPS})
+    assert len(reports) == STEPS * 4
+    assert trained.nbytes == sum(report.cost.nbytes for report in reports) / len(reports)
+    assert trained.union == pytest.approx(sum(report.union for report in reports) / len(reports) / 9)
+
+
+def test_the_mean_of_weights_after_one_step_of_sgd_is_a_step_with_the_mean_gradient() -> None:
+    class EveryStep(EveryOther):
+        def step(self) -> list[Report]:
+            return self.exchange()
+
+    trained = train_locally(LineFit(), EveryStep, 0, STEPS, 4, {STEPS})
+    assert trained.quality[-1][1] == pytest.approx(plain(), rel=1e-4)
+    assert trained.nbytes == 2 * 3 / 4 * 4 * 9
+
+
+def test_local_steps_are_evaluated_at_the_common_weights_and_cost_what_their_exchanges_cost() -> None:
+    trained = train_locally(LineFit(), EveryOther, 0, 7, 4, {6, 7})
+    (_, after_exchange), (_, later) = trained.quality
+    assert later == after_exchange
+    assert trained.nbytes == pytest.approx(3 / 7 * 54)
+    finished = train_locally(LineFit(), EveryOther, 0, 7, 4, {6, 7}, exchange_last=True)
+    assert finished.quality[0] == trained.quality[0]
+    assert finished.quality[1] != trained.quality[1]
+    assert finished.nbytes == pytest.approx(4 / 7 * 54)
+
+
+def test_a_rank_clips_its_own_gradient_at_the_factor_of_local_steps() -> None:
+    factors: list[float] = []
+
+    class Clipped(LineFit):
+        def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+            factors.append(factor)
+
+    train_locally(Clipped(), EveryOther, 0, 2, 2, {2})
+    assert factors == [2.0] * 4
+    train_with_scheme(Clipped(), Dense, 0, 1, 2, {1})
+    assert factors[4:] == [1.0]
+
+
+def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:
+    seen: list[float] = []
+
+    class Followed(TopK):
+        def rescale_residual(self, factors: object) -> None:
+            assert isinstance(factors, dict)
+            seen.extend(factors.values())
+
+    class Halving(LineFit):
+        def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+            optimizer, _ = super().optimizer(model, steps)
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    train_with_scheme(Halving(), lambda: Followed(0.2), 0, 2, 1, {2})
+    assert seen == []
+    train_with_scheme(Halving(), lambda: Followed(0.2), 0, 2, 1, {2}, follow_rate=True)
+    assert seen == [2.0, 2.0]
+
+
+def test_the_layout_of_a_model_is_that_of_its_parameters() -> None:
+    assert [(each.name, len(each.span)) for each in one_process.layout(LineFit().model(0))] == [
+        ("weight", 8),
+        ("bias", 1),
+    ]
