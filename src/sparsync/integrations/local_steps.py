@@ -196,7 +196,7 @@ class LocalSteps(Handle):
             _copy_all_(buffers, own_buffers)
             self._own_weights = None
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, int | float]:
         """Return how many `steps` were made, `exchanges` of fragments applied and `dropped`, `bytes_sent` by this rank, and `bits`.
 
         `bits` are those sent for each trained parameter and step. `drift` is the distance of this rank's own weights from the common ones.
