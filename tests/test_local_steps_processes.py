@@ -129,11 +129,12 @@ def refusals() -> None:
         return LocalSteps(model, optimizer, scheme or Dense(), timeout_s=20.0, **{"every": 4, **settings})
 
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    for model, kind in (
+    cases: list[tuple[Any, str]] = [
         (wrapped, "DistributedDataParallel"),
         (nn.Sequential(wrapped), "DistributedDataParallel"),
         (fully_shard(nn.Linear(2, 2)), "FSDPLinear"),
-    ):
+    ]
+    for model, kind in cases:
         with pytest.raises(TypeError, match=f"wrapped by {kind}.*pass the bare module"):
             make(model)
     with pytest.raises(TypeError, match="scheme must be an instance"):

@@ -56,29 +56,30 @@ class OuterSGD:
 
 
 class LocalSteps(Handle):
-    """Lets each rank train `model` by itself, with `optimizer`, and exchanges what was learnt with `scheme` every `every` steps.
+    """Let each rank train `model` by itself, with `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
 
-        D = start - W                  the change of a rank's own weights W since the last exchange, negated like a gradient
-        mean = scheme.reduce(D)        what is not sent stays in the residual of the scheme
-        A = A - mean                   the common weights, the same bits on all ranks; or a step of `outer`
-        W = start = A - keep * unsent  `unsent`: what this rank holds back
+        D = start - W                   the change of a rank's own weights W since the last exchange, with the sign of a gradient
+        mean = scheme.reduce(D)         what is not sent stays in the scheme's residual
+        A = A - mean                    the common weights, the same bits on all ranks; or a step of `outer`
+        W = start = A - keep * unsent   unsent: what this rank's residual holds
 
-    `every`: the steps between two exchanges, H. `keep`, in [0, 1]: which part of what a rank has not sent stays in its own weights.
-    `outer`: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, those of the common weights.
-    `fragments`: the parameters are exchanged in this many parts, in turn, at steps evenly spread over the `every`. `delay`, in
-    [0, every]: a part that was sent is applied this many steps later, and computing goes on meanwhile. `mixing`: see `step`.
-    `buffers`: at each exchange they become those of rank 0 ("broadcast", as under DistributedDataParallel), or floating ones their mean and
-    the others those of rank 0 ("mean"), or stay as they are ("own").
-    `clip_factor`: see `clip_grad_norm_`. `bucket_mb`: the size of a bucket in megabytes. A rank that waits longer than `timeout_s` seconds
-    for the others gives up. `comm`: a communicator in place of `group`, such as that of a `LocalWorld`.
+    `every`: the steps between two exchanges, H. `keep`, in [0, 1]: the part of what a rank has not sent that stays in its own weights.
+    `outer`: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, here the common weights.
+    `fragments`: the parameters are exchanged in so many parts, in turn, at steps spread evenly over `every`. `delay`, in [0, every]:
+    what was sent is applied so many steps later, and computing goes on meanwhile. `mixing`: see `step`.
+    `buffers`: at each exchange they become those of rank 0 ("broadcast", as under DistributedDataParallel), or the floating ones their
+    mean and the others those of rank 0 ("mean"), or they stay as they are ("own").
+    `clip_factor`: see `clip_grad_norm_`. `bucket_mb`: megabytes of a bucket. A rank that waits longer than `timeout_s` seconds for the
+    others gives up. `comm`: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
 
     The model is not wrapped: `loss.backward(); optimizer.step(); steps.step()`. Parameters and buffers of rank 0 are copied to all ranks
-    here. Frozen parameters are never exchanged.
+    here. Common weights are float32, or float64 for float64 parameters: what rounding the own ones to 16 bits drops is not dropped from
+    them. Frozen parameters are not exchanged.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
-    Memory: one vector of the size of the trained parameters in float32, one more for each of `keep` > 0 (where the scheme has a
-    residual), momentum of `outer`, and two more while a delayed exchange is on its way.
+    Memory, in vectors of all trained parameters: the common weights; one more where own weights differ from them after an exchange; the
+    state of `outer` and of the scheme; and while something is exchanged the change of it, its own weights and what it holds back.
     Raises TypeError for a model that DistributedDataParallel or FSDP wraps and for anything but a Scheme, ValueError for settings out of
-    range, and RuntimeError when a rank is missing or has other settings or other parameters.
+    range, and RuntimeError when a rank is missing, or has other settings or other parameters.
     """
 
     scheme: Scheme
@@ -141,12 +142,13 @@ class LocalSteps(Handle):
 
         Call it on every rank once for each step, after the optimizer's: also where a loss scaler skipped that one, and where a rank has run
         out of data and has not trained at all. When gradients are accumulated, after the last backward pass only.
-        With `delay`, what was sent at step t is applied at step t + delay. With S = A - keep * unsent and u what the own weights
-        have lost meanwhile, they become S - u; with `mixing` m they become m W + (1 - m) S, as in Streaming DiLoCo (2501.18512).
-        Differs from the paper: u is part of what is sent next in either case, and nothing that was sent is sent again.
-        NaN or Inf in the weights of any rank: the exchange is dropped, which all ranks warn of. They return to the weights after the last
-        one, and state of the optimizer that is not finite is forgotten.
-        Where an exchange raises, it does so on all ranks, and the weights stay as they are; the next one sends what this one did not.
+        With `delay`, what was sent at step t is applied at step t + delay. Let S be A - keep * unsent, and u = W(t) - W(t + delay) the
+        steps made since. The own weights become S - u; with `mixing` m, m W(t + delay) + (1 - m) S, as in Streaming DiLoCo (2501.18512).
+        Differs from the paper: all of u is in what is sent next, and nothing that was sent is sent again, whatever `mixing` is.
+        NaN or Inf in the weights of any rank: the exchange is dropped, of which all ranks warn. They return to the weights after the one
+        before; on that rank all weights do, and those parts of the optimizer's state that are not finite start again.
+        When an exchange fails on a rank it raises on all ranks. The weights stay as they are, and what was not sent is in the next one.
+        Raises RuntimeError, on all ranks, where ranks have made different numbers of steps.
         """
         self._check_own()
         self._step += 1
@@ -170,8 +172,8 @@ class LocalSteps(Handle):
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
 
-        `max_norm` is what the mean gradient would be clipped at. A rank's own is longer: by a factor of up to sqrt(P), which is taken
-        where no `clip_factor` was given, when it is mostly noise; by none when the ranks' gradients are alike.
+        `max_norm` is what one would clip the mean gradient at. A rank's own gradient is longer: where noise dominates by sqrt(P), which is
+        the factor where none was given; where ranks' gradients are alike, hardly.
         """
         return nn.utils.clip_grad_norm_(self._trained, self.clip_factor * max_norm, **options)
 
@@ -492,6 +494,8 @@ def _check_model(model: nn.Module) -> None:
     for name, each in trained.items():
         if not each.is_floating_point():
             raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
+        if hasattr(each, "to_local"):
+            raise TypeError(f"{name} is a DTensor; local steps are for ranks that each hold the whole model")
 
 
 def _check_settings(
