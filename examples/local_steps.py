@@ -20,8 +20,8 @@ def main() -> None:
     )  # rank 0's weights, on all ranks
 
     torch.manual_seed(dist.get_rank())  # every rank has data of its own
-    for _ in range(20):
-        x = torch.randn(16, 32)
+    batches = torch.randn(20, 16, 32)
+    for x in batches:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), x[:, :4]).backward()
         steps.clip_grad_norm_(1.0)
@@ -29,7 +29,7 @@ def main() -> None:
         steps.step()
 
     with steps.averaged():  # the common weights: the same on all ranks
-        loss = torch.nn.functional.mse_loss(model(x), x[:, :4]).item()
+        loss = torch.nn.functional.mse_loss(model(batches[0]), batches[0, :, :4]).item()
     report = steps.reports()[-1]
     if dist.get_rank() == 0:
         print(f"{report.key}: {report.union} of {report.elements} elements, {report.cost.nbytes} bytes sent")

@@ -221,7 +221,7 @@ def test_the_outer_optimizer_is_nesterov_on_the_mean_change() -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"outer": OuterSGD()},
-    "delayed": {"fragments": 2, "delay": 2},
+    "delayed": {"fragments": 2, "delay": 2, "clip_factor": "measured"},
     "mixed": {"fragments": 3, "delay": 3, "mixing": 0.25, "outer": OuterSGD(), "keep": 1.0},
 }
 
@@ -385,7 +385,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).double(), convolution]
         )
         made[1].weight = made[0].weight
-        made[1].bias.requires_grad_(False)
+        frozen = made[1].bias.requires_grad_(False)
         with torch.no_grad():
             for each in made.parameters():
                 each.fill_(1.0 + comm.rank)  # rank 0's are copied to all
@@ -398,7 +398,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             steps.optimizers[0].step()
             reports = steps.step()
         assert [report.key for report in reports] == ["float32/cpu/0", "float64/cpu/0"]
-        assert torch.equal(made[1].bias, torch.ones(4))
+        assert torch.equal(frozen.detach(), torch.ones(4))
         assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
         return list(made.state_dict().values())
 
@@ -477,6 +477,38 @@ def test_the_own_gradient_is_clipped_at_the_factor_times_the_norm() -> None:
     LocalWorld(4).run(body)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_measured_factor_is_1_for_alike_gradients_2_for_the_noise_of_4_ranks_and_between_for_a_mixture(
+    share: float,
+) -> None:
+    """A gradient of length 1 on each rank, of which `share` is noise: the mean's square norm is 1 - share + share / P."""
+
+    def body(comm: LocalComm) -> float:
+        made = nn.Linear(40, 50)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+        steps = LocalSteps(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
+        assert steps.clip_factor == 2.0
+        for step in range(60):
+            for i, each in enumerate(made.parameters()):
+                alike = torch.randn(each.shape, generator=torch.Generator().manual_seed(2 * step + i))
+                own = torch.randn(
+                    each.shape, generator=torch.Generator().manual_seed(1000 * (comm.rank + 1) + 2 * step + i)
+                )
+                each.grad = (1 - share) ** 0.5 * alike + share**0.5 * own
+            steps.clip_grad_norm_(1e9)
+            reports = steps.step()
+            assert all(report.sent == report.cost for report in reports)
+        again = LocalSteps(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
+        again.load_state_dict(steps.state_dict())
+        assert again.clip_factor == steps.clip_factor == again.stats()["clip_factor"]
+        return steps.clip_factor
+
+    factors = LocalWorld(4).run(body)
+    assert len(set(factors)) == 1
+    assert factors[0] == pytest.approx((1 - share + share / 4) ** -0.5, rel=0.12)
+    assert share > 0.0 or factors[0] == 1.0
+
+
 def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
     def make(comm: Comm, made: nn.Module | None = None, **settings: Any) -> LocalSteps:
         made = nn.Linear(2, 2) if made is None else made
@@ -491,7 +523,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
             ({"fragments": 3}, ValueError, "number of trained parameters, got 3"),
             ({"delay": 5}, ValueError, "delay must be in"),
             ({"mixing": 1.0}, ValueError, "mixing must be in"),
-            ({"clip_factor": 0.0}, ValueError, "clip_factor must be above 0"),
+            ({"clip_factor": 0.0}, ValueError, "clip_factor must be above 0, 'measured' or None"),
             ({"bucket_mb": 0}, ValueError, "bucket_mb must be above 0"),
         ]
         for settings, kind, message in cases:

@@ -4,18 +4,15 @@ Local SGD (arXiv 1805.09767); DiLoCo's outer optimizer (2311.08105); Streaming D
 sparse exchange with error feedback (2508.15706). The bytes of an exchange are those of the scheme, divided by the steps between two.
 """
 
-import hashlib
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync import kernels
@@ -24,9 +21,19 @@ from sparsync.collectives.broadcast import broadcast
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import state_from
-from sparsync.integrations.findings import check_scheme, is_fsdp2
+from sparsync.integrations.findings import check_scheme
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.local_steps_agreement import Agreement, Buffers
+from sparsync.integrations.local_steps_checks import (
+    MEASURED,
+    MakeOptimizer,
+    check_model,
+    check_settings,
+    compare,
+    described,
+    fingerprint_of,
+)
+from sparsync.integrations.local_steps_clip import LENGTH, ClipFactor, sketch
 from sparsync.integrations.local_steps_exchange import Exchange, Exchanger
 from sparsync.integrations.local_steps_weights import (
     WeightBucket,
@@ -36,8 +43,6 @@ from sparsync.integrations.local_steps_weights import (
     fragments_of,
 )
 from sparsync.integrations.residual_units import ResidualRescaler
-
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class LocalSteps(Handle):
     what was sent is applied so many steps later, and computing goes on meanwhile. `mixing`: see `step`.
     `buffers`: at each exchange they become those of rank 0 ("broadcast", as under DistributedDataParallel), or the floating ones their
     mean and the others those of rank 0 ("mean"), or they stay as they are ("own").
-    `clip_factor`: see `clip_grad_norm_`. `bucket_mb`: megabytes of a bucket. A rank that waits longer than `timeout_s` seconds for the
+    `clip_factor`: see there. `bucket_mb`: megabytes of a bucket. A rank that waits longer than `timeout_s` seconds for the
     others gives up. `comm`: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
 
     The model is not wrapped: `loss.backward(); optimizer.step(); steps.step()`. Parameters and buffers of rank 0 are copied to all ranks
@@ -97,29 +102,29 @@ class LocalSteps(Handle):
         delay: int = 0,
         mixing: float | None = None,
         buffers: Buffers = "broadcast",
-        clip_factor: float | None = None,
+        clip_factor: float | Literal["measured"] | None = None,
         bucket_mb: float = 25.0,
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         check_scheme(scheme)
-        _check_model(model)
+        check_model(model)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-        _check_settings(every, keep, fragments, delay, mixing, buffers, clip_factor, bucket_mb)
+        check_settings(every, keep, fragments, delay, mixing, buffers, clip_factor, bucket_mb)
         self.model, self.every, self.keep, self.delay, self.mixing = model, every, keep, delay, mixing
         self.buffers: Buffers = buffers
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         dealt = fragments_of(trained, fragments)
-        settings = {"every": every, "keep": keep, "outer": _described(outer), "fragments": fragments, "delay": delay}
+        settings = {"every": every, "keep": keep, "outer": described(outer), "fragments": fragments, "delay": delay}
         settings |= {"mixing": mixing, "buffers": buffers, "clip_factor": clip_factor, "bucket_mb": bucket_mb}
-        fingerprint = _fingerprint(model, scheme, settings)
+        fingerprint = fingerprint_of(model, scheme, settings)
         if comm is None:
             comm = GroupComm.private(group, timeout_s, fingerprint)
         else:
-            _compare(fingerprint, comm, next(iter(trained.values())).device)
+            compare(fingerprint, comm, next(iter(trained.values())).device)
         super().__init__(scheme, comm, ResidualRescaler(scheme, {}))
         _copy_from_first(model, comm)
         prefix = "{}." if fragments > 1 else ""
@@ -135,7 +140,9 @@ class LocalSteps(Handle):
         self._exchanger = Exchanger(self._connection, scheme, comm, keep, threaded)
         self._own_weights: list[Tensor] | None = None  # while `averaged` has the common ones in the model
         self._totals = {"exchanges": 0, "dropped": 0, "bytes_sent": 0}
-        self.clip_factor = comm.size**0.5 if clip_factor is None else clip_factor
+        self._given_factor = clip_factor
+        self._measured = ClipFactor(comm.size)
+        self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
 
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each bucket that was exchanged, none between exchanges.
@@ -157,7 +164,7 @@ class LocalSteps(Handle):
         for fragment in [each for each, exchange in self._pending.items() if exchange.due <= done]:
             reports += self._finish(fragment)
         for fragment in range(len(self._fragments)):
-            if done % self.every == (fragment + 1) * self.every // len(self._fragments) % self.every:
+            if self._is_time_of(fragment, done):
                 reports += self._start(fragment, self.delay)
         return reports
 
@@ -172,10 +179,24 @@ class LocalSteps(Handle):
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
 
-        `max_norm` is what one would clip the mean gradient at. A rank's own gradient is longer: where noise dominates by sqrt(P), which is
-        the factor where none was given; where ranks' gradients are alike, hardly.
+        `max_norm` is what one would clip the mean gradient at. Call it on all ranks or on none.
         """
+        if self._given_factor == MEASURED and self._is_time_of(0, self._step + 2):
+            named = ((name, each) for bucket in self._buckets for name, each in bucket.parameters.items())
+            self._sketch = sketch(named, self._applied[0])
         return nn.utils.clip_grad_norm_(self._trained, self.clip_factor * max_norm, **options)
+
+    @property
+    def clip_factor(self) -> float:
+        """How much longer a rank's own gradient is taken to be than the mean gradient, on all ranks alike.
+
+        Where noise dominates it is sqrt(P), which is taken where none was given; where the ranks' gradients are alike it is 1. "measured":
+        each exchange of the first fragment carries 64 numbers more, sums of the last gradient that `clip_grad_norm_` has seen, from which
+        all ranks estimate the factor; older estimates count less and less.
+        """
+        if isinstance(self._given_factor, (int, float)):
+            return float(self._given_factor)
+        return self._measured.value
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -201,12 +222,14 @@ class LocalSteps(Handle):
     def stats(self) -> dict[str, int | float]:
         """Return how many `steps` were made, `exchanges` of fragments applied and `dropped`, `bytes_sent` by this rank, and `bits`.
 
-        `bits` are those sent for each trained parameter and step. `drift` is the distance of this rank's own weights from the common ones.
+        `bits` are those sent for each trained parameter and step; `drift` is the distance of this rank's own weights from the common
+        ones; `clip_factor` see there.
         """
         elements, steps = sum(each.numel() for each in self._trained), self._step + 1
         distances = [(each.own() - each.common).double().square().sum() for each in self._buckets]
         bits = 8 * self._totals["bytes_sent"] / (elements * steps) if steps else 0.0
-        return {"steps": steps, **self._totals, "bits": bits, "drift": float(torch.stack(distances).sum().sqrt())}
+        drift = float(torch.stack(distances).sum().sqrt())
+        return {"steps": steps, **self._totals, "bits": bits, "drift": drift, "clip_factor": self.clip_factor}
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
         """Return this rank's state: own and common weights, that of the scheme and of both optimizers. Save each rank's; see Handle.
@@ -230,6 +253,7 @@ class LocalSteps(Handle):
                 "common_buffers": [each.clone() for each in self._common_buffers],
                 "outer": None if self._outer is None else self._outer.state_dict(),
                 "optimizers": [each.state_dict() for each in self.optimizers],
+                "clip_factor": self._measured.state_dict(),
                 "totals": dict(self._totals),
             },
         }
@@ -251,15 +275,19 @@ class LocalSteps(Handle):
             "common_buffers",
             "outer",
             "optimizers",
+            "clip_factor",
             "totals",
         )
         saved = {key: state_from(own, key, "LocalSteps") for key in keys}
         common = self._checked(saved)
+        for exchange in self._pending.values():
+            exchange.wait()
         super().load_state_dict(state)
         for bucket, weights in zip(self._buckets, common, strict=True):
             bucket.common.copy_(weights)
         applied = saved["applied"]
         self._applied = list(applied) if len(applied) == len(self._fragments) else [max(applied)] * len(self._fragments)
+        self._measured.load_state_dict(saved["clip_factor"])
         self._totals = dict(saved["totals"])
         if self._outer is not None:
             self._outer.load_state_dict(saved["outer"])
@@ -302,7 +330,7 @@ class LocalSteps(Handle):
     def _pending_from(self, state: Mapping[str, Any]) -> Exchange:
         buckets, applied = self._fragments[state["fragment"]], self._applied[state["fragment"]]
         agreement = Agreement(self._step, applied, True, state["buffers"], "broadcast")
-        agreement.not_finite = list(state["not_finite"])
+        agreement.not_finite, agreement.sketches = list(state["not_finite"]), list(state["sketches"])
         means = [each.bucket(each.from_names(state["mean"]), applied) for each in buckets]
         own = [each.from_names(state["own"]) if state["own"] else each.own() for each in buckets]
         held = [self._exchanger.held(each) for each in buckets]
@@ -314,6 +342,10 @@ class LocalSteps(Handle):
     def _buckets(self) -> list[WeightBucket]:
         return [bucket for fragment in self._fragments for bucket in fragment]
 
+    def _is_time_of(self, fragment: int, done: int) -> bool:
+        """Return whether a fragment is sent when `done` steps were made."""
+        return done % self.every == (fragment + 1) * self.every // len(self._fragments) % self.every
+
     def _start(self, fragment: int, delay: int) -> list[Report]:
         """Send a fragment, and apply it if nothing is to come in between."""
         self._check_trained()
@@ -324,7 +356,11 @@ class LocalSteps(Handle):
         finite = all(kernels.all_finite(each.grad) for each in changes)
         # Once in each round.
         shared = list(self.model.buffers()) if fragment == 0 else []
-        agreement = Agreement(self._step, applied, finite, shared, self.buffers)
+        sent = None
+        if fragment == 0 and self._given_factor == MEASURED:
+            sent = torch.zeros(LENGTH, dtype=torch.float64) if self._sketch is None else self._sketch
+            self._sketch = None
+        agreement = Agreement(self._step, applied, finite, shared, self.buffers, sent)
         exchange = Exchange(buckets, own, changes, agreement, self._step + 1 + delay, background=delay > 0)
         self._exchanger.start(exchange, self._step)
         self._pending[fragment] = exchange
@@ -335,6 +371,7 @@ class LocalSteps(Handle):
         exchange = self._pending.pop(fragment)
         exchange.wait()
         self._applied[fragment] += 1
+        self._measured.observe(exchange.agreement.sketches)
         with torch.no_grad():
             self._drop(exchange) if exchange.dropped else self._apply(exchange)
         self._totals["dropped" if exchange.dropped else "exchanges"] += 1
@@ -444,6 +481,7 @@ def _pending_state(fragment: int, exchange: Exchange) -> dict[str, Any]:
         "mean": _merged(means),
         "own": _merged(map(WeightBucket.by_name, exchange.buckets, exchange.own)),
         "buffers": [each.clone() for each in exchange.agreement.buffers],
+        "sketches": [each.clone() for each in exchange.agreement.sketches],
     }
 
 
@@ -473,88 +511,3 @@ def _outer_parameters(fragments: Sequence[Sequence[WeightBucket]]) -> dict[str, 
         for bucket in buckets
         for entry in bucket.layout
     }
-
-
-def _check_model(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or is_fsdp2(module):
-            kind = type(module).__name__
-        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            kind = "FullyShardedDataParallel"
-        else:
-            continue
-        raise TypeError(
-            f"this model is wrapped by {kind}, which reduces gradients at every step; local steps are for ranks that each hold the whole "
-            "model and train it by themselves: pass the bare module"
-        )
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if not trained:
-        raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
-    for name, each in trained.items():
-        if not each.is_floating_point():
-            raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
-        if hasattr(each, "to_local"):
-            raise TypeError(f"{name} is a DTensor; local steps are for ranks that each hold the whole model")
-
-
-def _check_settings(
-    every: int,
-    keep: float,
-    fragments: int,
-    delay: int,
-    mixing: float | None,
-    buffers: str,
-    clip_factor: float | None,
-    bucket_mb: float,
-) -> None:
-    if every < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}")
-    if not 0 <= keep <= 1:
-        raise ValueError(
-            f"keep must be in [0, 1], the part of what is not sent that stays in a rank's weights, got {keep}"
-        )
-    if not 1 <= fragments <= every:
-        raise ValueError(f"fragments must be in [1, every={every}], got {fragments}")
-    if not 0 <= delay <= every:
-        raise ValueError(f"delay must be in [0, every={every}] steps, got {delay}")
-    if mixing is not None and not 0 <= mixing < 1:
-        raise ValueError(f"mixing must be in [0, 1), the part of a rank's own weights, or None, got {mixing}")
-    if buffers not in get_args(Buffers):
-        raise ValueError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}")
-    if clip_factor is not None and clip_factor <= 0:
-        raise ValueError(f"clip_factor must be above 0, got {clip_factor}")
-    if bucket_mb <= 0:
-        raise ValueError(f"bucket_mb must be above 0 megabytes, got {bucket_mb}")
-
-
-def _fingerprint(model: nn.Module, scheme: Scheme, settings: Mapping[str, object]) -> str:
-    """Return what must be the same on all ranks, as text; parameters and buffers as a digest."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    layout = [(name, each.dtype, tuple(each.shape), each.requires_grad) for name, each in tensors]
-    digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
-    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    elements = sum(each.numel() for each in model.parameters())
-    return f"LocalSteps({given}) of {elements} parameters (layout {digest}) by {scheme.config_fingerprint()}"
-
-
-def _described(outer: MakeOptimizer | None) -> str:
-    """Return an outer optimizer's class and settings as text."""
-    if outer is None:
-        return "None"
-    made = outer([nn.Parameter(torch.zeros(1))])
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"outer must make a torch optimizer of a list of parameters, it made a {type(made).__name__}")
-    return f"{type(made).__name__}({made.defaults})"
-
-
-def _compare(fingerprint: str, comm: Comm, device: torch.device) -> None:
-    """Raise RuntimeError, on all ranks, where a rank's fingerprint differs."""
-    digest = hashlib.blake2b(fingerprint.encode(), digest_size=16).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    for other, theirs in enumerate(comm.all_gather(mine, [len(digest)] * comm.size)):
-        if not torch.equal(theirs, mine):
-            raise RuntimeError(
-                f"ranks must agree, but rank {other} has other settings or another model than rank {comm.rank}, which has {fingerprint}; "
-                "give all ranks the same"
-            )

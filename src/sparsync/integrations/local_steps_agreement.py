@@ -18,31 +18,42 @@ KEY = "agreement"
 
 
 class Agreement(Scheme):
-    """One message of three numbers from every rank to every other, and then the buffers, if any.
+    """One message of three numbers and a sketch, if any, from every rank to every other, and then the buffers, if any.
 
-    `reduce` leaves in `not_finite` the ranks whose weights hold NaN or Inf, and in `buffers` the common ones, unless there is such a rank.
+    `reduce` leaves in `not_finite` the ranks whose weights hold NaN or Inf, in `sketches` what all ranks sent, and in `buffers` the common
+    ones, unless some rank's weights are not finite.
     Raises RuntimeError, on all ranks, when ranks are at different steps or have applied different exchanges.
     """
 
     name = KEY
 
     def __init__(
-        self, step: int, applied: int, finite: bool, buffers: Sequence[Tensor] = (), how: Buffers = "own"
+        self,
+        step: int,
+        applied: int,
+        finite: bool,
+        buffers: Sequence[Tensor] = (),
+        how: Buffers = "own",
+        sketch: Tensor | None = None,
     ) -> None:
         self.own = (step, applied, int(finite))
+        self.sketch = sketch  # [s] in float64
+        self.sketches: list[Tensor] = []
         self.buffers = [each.detach().clone() for each in buffers] if how != "own" else []
         self.how = how
         self.not_finite: list[int] = []
 
     def bucket(self, step: int, device: torch.device) -> Bucket:
         """Return the bucket to be reduced: these numbers, in float64."""
-        return Bucket(KEY, torch.tensor(self.own, dtype=torch.float64, device=device), step)
+        numbers = torch.tensor(self.own, dtype=torch.float64)
+        return Bucket(KEY, torch.cat([numbers, *([] if self.sketch is None else [self.sketch])]).to(device), step)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         with recorded_cost() as cost:
             counts = [bucket.grad.numel()] * comm.size
             # A host sync: all ranks decide on these.
-            rows = [tuple(int(each) for each in row.tolist()) for row in all_gather(bucket.grad, counts, comm)]
+            received = [row.cpu() for row in all_gather(bucket.grad, counts, comm)]
+            rows = [tuple(int(each) for each in row[: len(self.own)].tolist()) for row in received]
             for rank, (step, applied, _) in enumerate(rows):
                 if (step, applied) != self.own[:2]:
                     raise RuntimeError(
@@ -50,6 +61,7 @@ class Agreement(Scheme):
                         f"step {step} after {applied}; call step() equally often on all ranks, or load the same checkpoint on all of them"
                     )
             self.not_finite = [rank for rank, (_, _, finite) in enumerate(rows) if not finite]
+            self.sketches = [row[len(self.own) :] for row in received]
             if not self.not_finite:
                 self._share_buffers(comm)
         return self.report(bucket, cost.total, details={"overflow": False})
