@@ -385,7 +385,9 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).double(), convolution]
         )
         made[1].weight = made[0].weight
-        frozen = made[1].bias.requires_grad_(False)
+        frozen = made[1].bias
+        assert isinstance(frozen, nn.Parameter)
+        frozen.requires_grad_(False)
         with torch.no_grad():
             for each in made.parameters():
                 each.fill_(1.0 + comm.rank)  # rank 0's are copied to all
@@ -398,7 +400,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             steps.optimizers[0].step()
             reports = steps.step()
         assert [report.key for report in reports] == ["float32/cpu/0", "float64/cpu/0"]
-        assert torch.equal(frozen.detach(), torch.ones(4))
+        assert torch.equal(frozen, torch.ones(4))
         assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
         return list(made.state_dict().values())
 
