@@ -81,8 +81,8 @@ class Scheme(ABC):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         """Return this rank's share of what is held back of `bucket`, [n], for reading only; None where nothing is.
 
-        In units of the gradient. The shares of all ranks add up to P times what the means written so far lack. `bucket` gives key, type
-        and layout; `bucket.grad` is not read.
+        In units of the gradient. Of sums over ranks that a rank holds for all of them its share is a P-th. `bucket` gives key, type and
+        layout; `bucket.grad` is not read.
         """
         return None
 
