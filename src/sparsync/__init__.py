@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sparsync.integrations import checkpoint as checkpoint
     from sparsync.integrations.attach import attach as attach
     from sparsync.integrations.doctor import doctor as doctor
+    from sparsync.integrations.local_steps import LocalSteps as LocalSteps
+    from sparsync.integrations.local_steps import OuterSGD as OuterSGD
     from sparsync.integrations.manual import GradientReducer as GradientReducer
     from sparsync.integrations.manual import reduce_gradients as reduce_gradients
     from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
@@ -61,10 +63,12 @@ _HOME = {
     "ExDyna": "sparsync.schemes.exdyna",
     "GradientReducer": "sparsync.integrations.manual",
     "GroupComm": "sparsync.comm.group",
+    "LocalSteps": "sparsync.integrations.local_steps",
     "LocalWorld": "sparsync.comm.local",
     "MeteredComm": "sparsync.comm.metered",
     "MiCRO": "sparsync.schemes.micro",
     "OkTopk": "sparsync.schemes.oktopk",
+    "OuterSGD": "sparsync.integrations.local_steps",
     "PerParameter": "sparsync.schemes.per_parameter",
     "RandomPruning": "sparsync.schemes.random_pruning",
     "Report": "sparsync.core",
@@ -106,12 +110,14 @@ __all__ = [
     "ExDyna",
     "GradientReducer",
     "GroupComm",
+    "LocalSteps",
     "LocalWorld",
     "MeteredComm",
     "MiCRO",
     "NonFiniteError",
     "OkTopk",
     "OneBitAdam",
+    "OuterSGD",
     "ParameterSpan",
     "PerParameter",
     "PowerSGD",

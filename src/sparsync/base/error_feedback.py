@@ -142,6 +142,9 @@ class ErrorFeedbackScheme(Scheme):
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale(factors)
 
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        return self.feedback.residual(bucket, comm.rank)
+
     def rollback(self, bucket: Bucket) -> None:
         self.feedback.rollback(bucket)
 

@@ -78,6 +78,14 @@ class Scheme(ABC):
         """Multiply the residual of each named parameter by its factor."""
         return
 
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        """Return this rank's share of what is held back of `bucket`, [n], for reading only; None where nothing is.
+
+        In units of the gradient. Of sums over ranks that a rank holds for all of them its share is a P-th. `bucket` gives key, type and
+        layout; `bucket.grad` is not read.
+        """
+        return None
+
     def rollback(self, bucket: Bucket) -> None:
         """Add what `reduce` wrote to `bucket.grad` to the residual again, on all ranks, because the step will not be applied."""
         return

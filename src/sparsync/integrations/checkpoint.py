@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from sparsync.feedback import redistributed
+from sparsync.integrations import local_steps
 from sparsync.integrations.handle import Handle
 
 _SUFFIX = ".pt"
@@ -95,6 +96,8 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[
     residuals = [each["scheme"].get("residual", {}) for each in states]
     if any(residuals):
         state["scheme"] = {**states[0]["scheme"], "residual": redistributed(residuals, ranks)[rank]}
+    if "local_steps" in state:
+        state["local_steps"] = local_steps.merged([each["local_steps"] for each in states], rank)
     return state
 
 

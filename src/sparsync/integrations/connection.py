@@ -12,7 +12,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Report
+from sparsync.core import Bucket, Comm, Report
 from sparsync.integrations.rollback import Rollback
 
 
@@ -21,10 +21,10 @@ class Connection:
 
     After a failure the ranks no longer agree on what comes next on the wire. So the failing rank closes its connections, which makes
     the others fail at once instead of waiting. The next bucket opens fresh ones, after `scheme.reset_shared_state`, provided that all
-    ranks come with the same step.
+    ranks come with the same step. Of a communicator that is no GroupComm nothing is opened or closed.
     """
 
-    def __init__(self, scheme: Scheme | ReduceScatterScheme, comm: GroupComm) -> None:
+    def __init__(self, scheme: Scheme | ReduceScatterScheme, comm: Comm) -> None:
         self._scheme = scheme
         self._group, self._comm = comm, MeteredComm(comm)
         self._rollback = Rollback() if scheme.has_residual else None
@@ -38,7 +38,8 @@ class Connection:
         """
         try:
             if self._broken:
-                self._group = self._group.reconnect(fingerprint=f"gradients of step {bucket.step}")
+                if isinstance(self._group, GroupComm):
+                    self._group = self._group.reconnect(fingerprint=f"gradients of step {bucket.step}")
                 self._comm, self._broken = MeteredComm(self._group), False
                 self._scheme.reset_shared_state()
             began = time.perf_counter()
@@ -63,7 +64,7 @@ class Connection:
         if isinstance(cause, BaseException):
             cause = "" if isinstance(cause, ConnectionLostError) else f"{type(cause).__name__}: {cause}"
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
-            if others := self._group.close_and_report(cause):
+            if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause)):
                 return f" ({others})"
         return ""
 

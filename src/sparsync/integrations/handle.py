@@ -8,7 +8,7 @@ from typing import Any
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.comm.group import GroupComm
-from sparsync.core import Report
+from sparsync.core import Comm, Report
 from sparsync.feedback import state_from
 from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
@@ -25,7 +25,7 @@ class Handle:
     """
 
     def __init__(
-        self, scheme: Scheme | ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, part: str = ""
+        self, scheme: Scheme | ReduceScatterScheme, comm: Comm, rescaler: ResidualRescaler, part: str = ""
     ) -> None:
         self.scheme = scheme
         self.part = part

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from torch import Tensor
+
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce
 from sparsync.comm.cost import recorded_cost
@@ -78,6 +80,9 @@ class AutoProtect(Scheme):
     @property
     def has_residual(self) -> bool:
         return self.scheme.has_residual
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        return self.scheme.unsent(bucket, comm)
 
     def rollback(self, bucket: Bucket) -> None:
         self.scheme.rollback(bucket)

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
 from sparsync.feedback import state_from
@@ -56,6 +59,15 @@ class PerParameter(Scheme):
     @property
     def has_residual(self) -> bool:
         return any(scheme.has_residual for scheme in self._schemes.values())
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        found: Tensor | None = None
+        for key, layout in self._layouts(bucket.layout).items():
+            own = self._schemes[key].unsent(self._bucket_of(bucket, key, layout), comm)
+            if own is not None:
+                found = torch.zeros_like(bucket.grad) if found is None else found
+                SpanSet.of(layout).put_(found, own)
+        return found
 
     def rollback(self, bucket: Bucket) -> None:
         for key, layout in self._layouts(bucket.layout).items():

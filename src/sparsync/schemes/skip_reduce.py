@@ -136,6 +136,9 @@ class SkipReduce(Scheme):
     def has_residual(self) -> bool:
         return self.feedback
 
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
+        return self.residual.residual(bucket, comm.rank) if self.feedback else None
+
     def rollback(self, bucket: Bucket) -> None:
         if self.feedback:
             self.residual.rollback(bucket)
