@@ -18,7 +18,7 @@ def table(panel: Panel, metric: str) -> Table:
         "kB\na step",
         "message\nrounds",
         "\nunion",
-        "best\nrate",
+        "\nrate",
         f"{metric}\nat the end",
         "% behind\ndense",
         *[f"\nat {step}" for step in parts],
@@ -46,7 +46,7 @@ def remarks(panels: Sequence[Panel]) -> list[str]:
     """Return the lines under the tables."""
     lines = [
         "Bits, kB and message rounds: what one rank sends in a step, a mean over ranks and steps; rounds follow each other.",
-        "Best rate: times the job's own. Each method is compared with dense at its own best rate, seed by seed.",
+        "Rate: the best of those that were tried, times the job's own. Each method is compared with dense at its best rate, seed by seed.",
     ]
     if any(row.edge for panel in panels for row in panel.rows):
         lines.append("!: the best rate is the lowest or the highest that was tried, so a better one may lie beyond.")

@@ -1,0 +1,90 @@
+"""Methods as a command names them: schemes with their settings, and local steps around them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from sparsync import LocalWorld, TopK
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes, try_out
+
+
+def one(text: str, **settings: Any) -> SchemeChoice:
+    (choice,) = parse_schemes(text, density=0.25, **settings)
+    return choice
+
+
+def test_a_scheme_without_local_steps_reduces_gradients() -> None:
+    choice = one("topk:values=int8")
+    assert (choice.label, choice.name, choice.local) == ("topk:values=int8", "topk", None)
+    assert choice.make() == TopK(0.25, values="int8")
+    assert not choice.leaves_rest(7)
+    assert choice.described() == {"scheme": repr(TopK(0.25, values="int8"))}
+
+
+def test_other_names_stand_for_schemes_where_a_command_says_so() -> None:
+    choice = one("mine:density=0.5", also={"mine": "sparsync.schemes.topk_allgather:TopK"})
+    assert (choice.label, choice.make()) == ("mine:density=0.5", TopK(0.5))
+
+
+@pytest.mark.parametrize(
+    "text", ["local_steps(every=4", "local_steps(every=4)", "local_steps/", "local_steps(a)(b)/topk"]
+)
+def test_a_form_of_local_steps_that_is_none_is_answered_with_the_form(text: str) -> None:
+    pytest.importorskip("sparsync.integrations.local_steps")
+    with pytest.raises(ValueError):
+        one(text)
+
+
+def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
+    pytest.importorskip("sparsync.integrations.local_steps")
+    text = "local_steps(every=4:keep=0.75)/topk:values=int8"
+    choice = one(text)
+    assert (choice.label, choice.local) == (text, {"every": 4, "keep": 0.75})
+    assert choice.make() == TopK(0.25, values="int8")
+    described = choice.described()["local_steps"]
+    assert (described["every"], described["keep"], described["fragments"]) == (4, 0.75, 1)
+    assert choice.leaves_rest(7)
+    assert not choice.leaves_rest(8)
+    assert one("local_steps(every=4:fragments=2)/topk").leaves_rest(8)
+    assert one("local_steps(every=4:delay=1)/topk").leaves_rest(8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("local_steps/topk", "need every=STEPS"),
+        ("local_steps(every=4:kept=1)/topk", "have no setting 'kept'"),
+        ("local_steps(every=4)/topq", "unknown scheme 'topq'"),
+    ],
+)
+def test_local_steps_that_cannot_be_are_refused(text: str, message: str) -> None:
+    pytest.importorskip("sparsync.integrations.local_steps")
+    with pytest.raises(ValueError, match=message):
+        one(text)
+
+
+def test_settings_out_of_range_are_found_before_anything_is_trained() -> None:
+    pytest.importorskip("sparsync.integrations.local_steps")
+    try_out(one("local_steps(every=4:fragments=2)/topk"), ranks=3)
+    with pytest.raises(ValueError, match=r"cannot run on 3 ranks: .*keep must be in \[0, 1\]"):
+        try_out(one("local_steps(every=4:keep=2)/topk"), ranks=3)
+
+
+def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
+    pytest.importorskip("sparsync.integrations.local_steps")
+    choice = one("local_steps(every=1:outer_rate=0.5:outer_momentum=0)/dense")
+
+    def body(comm: Any) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        local = choice.make_local(model, SGD(model.parameters(), lr=1.0), comm=comm)
+        with torch.no_grad():
+            model.weight.sub_(comm.rank)
+        local.step()
+        return model.weight.item()
+
+    # The ranks moved by 0 and by 1, on average by 1/2, of which half counts.
+    assert LocalWorld(2).run(body) == [0.75, 0.75]
