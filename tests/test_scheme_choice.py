@@ -70,7 +70,7 @@ def test_settings_out_of_range_are_found_before_anything_is_trained() -> None:
     pytest.importorskip("sparsync.integrations.local_steps")
     try_out(one("local_steps(every=4:fragments=2)/topk"), ranks=3)
     with pytest.raises(ValueError, match=r"cannot run on 3 ranks: .*keep must be in \[0, 1\]"):
-        try_out(one("local_steps(every=4:keep=2)/topk"), ranks=3)
+        try_out(one("local_steps(every=4:keep=2.5)/topk"), ranks=3)
 
 
 def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync.lab.report.results import Quality, Run, Trace, read
+from sparsync.lab.report.results import Quality, Run, RunRecords, SchemeStart, Step, Trace, read
 from sparsync.lab.report.summary import Ratio, SchemeFigures, Spread, Summary, behind, reaching, spread, summarise
 
 
@@ -229,3 +230,15 @@ def test_a_training_that_diverged_is_infinitely_far_behind() -> None:
     assert behind(math.inf, 2.0, True) == behind(math.nan, 2.0, False) == math.inf
     assert math.isnan(behind(2.0, math.inf, True))
     assert (behind(3.0, 2.0, True), behind(1.0, 2.0, False), behind(2.0, 2.0, True)) == (50.0, 50.0, 0.0)
+
+
+def test_a_step_of_local_steps_is_a_mean_over_the_steps_of_a_round() -> None:
+    who: dict[str, Any] = {"run": "one", "scheme": "local", "seed": 0}
+    trace = Trace(SchemeStart(**who, config={"local_steps": {"every": 2}}, compute_s=0.25), [], [])
+    for number, step_s in enumerate((1.0, 5.0, 1.0, 7.0, 1.0, 3.0, 100.0), start=1):
+        sent: dict[str, Any] = {"sent_bytes": 0.0, "interface_bytes": None, "messages": 0.0, "union_density": 0.0}
+        trace.steps.append(
+            Step(**who, step=number, loss=0.0, seconds=1.0, step_s=step_s, wait_s=0.5, reduce_s=1.5, **sent)
+        )
+    (found,) = summarise(RunRecords(RUN, {("local", 0): trace})).schemes
+    assert (found.seeds[0].step_s, found.seeds[0].scheme_s) == (3.0, 1.0)

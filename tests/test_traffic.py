@@ -250,3 +250,9 @@ def test_a_step_without_any_gradient_has_no_shares() -> None:
     observed = Observed(study.schemes[0], 2, study.stream.layout)
     record = observed.reduce(0, [torch.zeros(20), torch.zeros(20)])
     assert (record["error"], record["captured"], record["residual_norm"]) == (None, None, 0.0)
+
+
+def test_local_steps_are_not_gradients() -> None:
+    local = SchemeChoice("local_steps(every=4)/topk", "topk", {"density": 0.1}, {"every": 4})
+    with pytest.raises(ValueError, match=r"leave out local_steps\(...\)/"):
+        synthetic_study((local,), ranks=2, elements=20, steps=1)

@@ -3,7 +3,8 @@
 Quality counts as reached at the first evaluation at or beyond the target; time and bytes are interpolated linearly
 between that evaluation and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
 it would have needed longer than it ran. Seconds are medians over a seed's steps, bytes are means (so that steps times
-bytes is the total); several seeds give the median and the range. Schemes are compared within one run and seed only.
+bytes is the total); seconds of local steps are means over a round, from exchange to exchange, and medians over the rounds.
+Several seeds give the median and the range. Schemes are compared within one run and seed only.
 """
 
 import math
@@ -214,6 +215,7 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
     steps, quality, end = trace.steps, trace.quality, trace.end
     arrival = reaching(quality, run.target, run.lower_is_better)
     interface = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    every = trace.start.config.get("local_steps", {}).get("every", 1)
     return SeedFigures(
         seed=trace.start.seed,
         status="interrupted" if end is None else end.status,
@@ -225,17 +227,20 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
         target_bytes=None if arrival is None else arrival[1],
         sent_bytes=fmean(step.sent_bytes for step in steps) if steps else None,
         interface_bytes=fmean(interface) if steps and len(interface) == len(steps) else None,
-        step_s=median(step.step_s for step in steps) if steps else None,
+        step_s=_middle([step.step_s for step in steps], every),
         compute_s=trace.start.compute_s,
-        scheme_s=median(step.reduce_s - step.wait_s for step in steps) if steps else None,
-        wait_s=median(step.wait_s for step in steps) if steps else None,
+        scheme_s=_middle([step.reduce_s - step.wait_s for step in steps], every),
+        wait_s=_middle([step.wait_s for step in steps], every),
         messages=fmean(step.messages for step in steps) if steps else None,
         union_density=fmean(step.union_density for step in steps) if steps else None,
-        **{
-            f"{name}_s": median(getattr(step, f"{name}_s") for step in steps) if steps else None
-            for name in get_args(Phase)
-        },
+        **{f"{name}_s": _middle([getattr(step, f"{name}_s") for step in steps], every) for name in get_args(Phase)},
     )
+
+
+def _middle(values: Sequence[float], every: int) -> float | None:
+    """Return the median over whole rounds of `every` steps of the mean in each; None of no values, the mean where no round is whole."""
+    rounds = [fmean(values[start : start + every]) for start in range(0, len(values) - every + 1, every)]
+    return median(rounds) if rounds else fmean(values) if values else None
 
 
 def _behind_dense(traces: Sequence[Trace], dense: Sequence[Trace], lower_is_better: bool) -> Spread | None:

@@ -59,6 +59,10 @@ def remarks(summary: Summary) -> tuple[str, ...]:
             f"No dense float32 all-reduce can take less than {seconds_text(summary.dense_link_s)} a step on these links: "
             f"2 (P-1)/P x 4 bytes x {summary.run.workload['parameters']} parameters."
         )
+    if any("local_steps" in scheme.config for scheme in summary.schemes):
+        lines.append(
+            "With local steps the times are means over the steps of a round, from exchange to exchange; medians over the rounds."
+        )
     if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
         lines.append("Over several seeds: the median, and under it the lowest and the highest.")
     return (*lines, *summary.notes)
