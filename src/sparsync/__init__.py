@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparsync.core import Sparse as Sparse
     from sparsync.feedback import Accumulator as Accumulator
     from sparsync.integrations import checkpoint as checkpoint
+    from sparsync.integrations.adamw_steps import AdamWSteps as AdamWSteps
     from sparsync.integrations.attach import attach as attach
     from sparsync.integrations.doctor import doctor as doctor
     from sparsync.integrations.local_steps import LocalSteps as LocalSteps
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 # Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
 _HOME = {
     "Accumulator": "sparsync.feedback",
+    "AdamWSteps": "sparsync.integrations.adamw_steps",
     "Comm": "sparsync.core",
     "NonFiniteError": "sparsync.core",
     "Sparse": "sparsync.core",
@@ -99,6 +101,7 @@ _MODULES = {
 __all__ = [
     "DGC",
     "Accumulator",
+    "AdamWSteps",
     "AutoProtect",
     "Bucket",
     "Comm",

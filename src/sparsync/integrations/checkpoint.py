@@ -96,6 +96,9 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[
     residuals = [each["scheme"].get("residual", {}) for each in states]
     if any(residuals):
         state["scheme"] = {**states[0]["scheme"], "residual": redistributed(residuals, ranks)[rank]}
+    if "adamw_steps" in state:
+        # Each rank continues from the second moments of one; all the rest is common.
+        state["adamw_steps"] = states[rank % len(states)]["adamw_steps"]
     if "local_steps" in state:
         state["local_steps"] = local_steps.merged([each["local_steps"] for each in states], rank)
     return state

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from sparsync import kernels
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.broadcast import broadcast
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import state_from
@@ -38,8 +37,7 @@ from sparsync.integrations.local_steps_exchange import Exchange, Exchanger
 from sparsync.integrations.local_steps_weights import (
     WeightBucket,
     buckets_of,
-    copy_bytes_,
-    flat_bytes,
+    copy_from_first,
     fragments_of,
 )
 from sparsync.integrations.residual_units import ResidualRescaler
@@ -88,6 +86,7 @@ class LocalSteps(Handle):
     """
 
     scheme: Scheme
+    replaces_optimizer = False
 
     def __init__(
         self,
@@ -120,13 +119,13 @@ class LocalSteps(Handle):
         dealt = fragments_of(trained, fragments)
         settings = {"every": every, "keep": keep, "outer": described(outer), "fragments": fragments, "delay": delay}
         settings |= {"mixing": mixing, "buffers": buffers, "clip_factor": clip_factor, "bucket_mb": bucket_mb}
-        fingerprint = fingerprint_of(model, scheme, settings)
+        fingerprint = fingerprint_of("LocalSteps", model, scheme, settings)
         if comm is None:
             comm = GroupComm.private(group, timeout_s, fingerprint)
         else:
             compare(fingerprint, comm, next(iter(trained.values())).device)
         super().__init__(scheme, comm, ResidualRescaler(scheme, {}))
-        _copy_from_first(model, comm)
+        copy_from_first(model, comm)
         prefix = "{}." if fragments > 1 else ""
         self._fragments = [buckets_of(part, bucket_mb, prefix.format(i)) for i, part in enumerate(dealt)]
         self._trained = list(trained.values())
@@ -492,15 +491,6 @@ def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _copy_all_(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for each, value in zip(into, values, strict=True):
         each.detach().copy_(value)
-
-
-def _copy_from_first(model: nn.Module, comm: Comm) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        by_device.setdefault(each.device, []).append(each)
-    for tensors in by_device.values():
-        copy_bytes_(tensors, broadcast(flat_bytes(tensors), comm))
 
 
 def _outer_parameters(fragments: Sequence[Sequence[WeightBucket]]) -> dict[str, nn.Parameter]:

@@ -74,14 +74,14 @@ def check_settings(
         raise ValueError(f"bucket_mb must be above 0 megabytes, got {bucket_mb}")
 
 
-def fingerprint_of(model: nn.Module, scheme: Scheme, settings: Mapping[str, object]) -> str:
-    """Return what must be the same on all ranks, as text; parameters and buffers as a digest."""
+def fingerprint_of(what: str, model: nn.Module, scheme: Scheme, settings: Mapping[str, object]) -> str:
+    """Return what must be the same on all ranks of `what`, as text; parameters and buffers as a digest."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     layout = [(name, each.dtype, tuple(each.shape), each.requires_grad) for name, each in tensors]
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
     given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     elements = sum(each.numel() for each in model.parameters())
-    return f"LocalSteps({given}) of {elements} parameters (layout {digest}) by {scheme.config_fingerprint()}"
+    return f"{what}({given}) of {elements} parameters (layout {digest}) by {scheme.config_fingerprint()}"
 
 
 def described(outer: MakeOptimizer | None) -> str:

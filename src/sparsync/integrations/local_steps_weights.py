@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsync.core import Bucket, ParameterSpan, laid_out
+from sparsync.collectives.broadcast import broadcast
+from sparsync.core import Bucket, Comm, ParameterSpan, laid_out
 
 MEGABYTE = 1 << 20
 
@@ -128,6 +129,15 @@ def copy_bytes_(tensors: Sequence[Tensor], content: Tensor) -> None:
         part = content[start : start + each.nbytes].clone()  # cloned: aligned for its type
         each.detach().copy_(part.view(each.dtype).view(each.shape))
         start += each.nbytes
+
+
+def copy_from_first(model: nn.Module, comm: Comm) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        by_device.setdefault(each.device, []).append(each)
+    for tensors in by_device.values():
+        copy_bytes_(tensors, broadcast(flat_bytes(tensors), comm))
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:

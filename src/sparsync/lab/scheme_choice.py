@@ -1,7 +1,8 @@
 """Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
-changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings.
+changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.25)/": the scheme
+reduces the steps of AdamW, as `sparsync.AdamWSteps` does.
 """
 
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from sparsync import schemes
 from sparsync.base.scheme import Scheme
@@ -24,7 +25,8 @@ TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before proce
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
-_LOCAL = re.compile(r"local_steps(?:\(([^()]*)\))?/(.*)")  # settings, and the scheme
+_LOCAL = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
+_CLASSES = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}
 _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
 
 
@@ -32,14 +34,15 @@ _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of Out
 class SchemeChoice:
     """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
 
-    `local`: the settings of LocalSteps around it, of which `outer_rate` and `outer_momentum` are those of its outer SGD; None where the
-    scheme reduces gradients.
+    `local`: the settings of the `steps` around it, LocalSteps or AdamWSteps, of which `outer_rate` and `outer_momentum` are those of the
+    outer SGD; None where the scheme reduces gradients.
     """
 
     label: str
     name: str
     config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
     local: dict[str, Any] | None = None  # Any: numbers and texts
+    steps: str = "local_steps"
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
@@ -47,18 +50,18 @@ class SchemeChoice:
 
     def make_local(
         self, model: nn.Module, optimizer: Optimizer, **where: Any
-    ) -> Any:  # Any: as LocalSteps takes and is
-        """Return new local steps of `model` with a new scheme; `where` is the communicator or group, and the timeout."""
+    ) -> Any:  # Any: as these classes take and are
+        """Return new local steps, or steps of AdamW, of `model` with a new scheme; `where`: communicator or group, timeout."""
         assert self.local is not None
         settings = {key: value for key, value in self.local.items() if key not in _OUTER}
         outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
         if outer:
-            settings["outer"] = _local_steps().OuterSGD(**outer)
-        return _local_steps().LocalSteps(model, optimizer, self.make(), **settings, **where)
+            settings["outer"] = import_module("sparsync").OuterSGD(**outer)
+        return _class(self.steps)(model, optimizer, self.make(), **settings, **where)
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether local steps have weights, after so many of them, that were not exchanged at the last one."""
-        if self.local is None:
+        if self.local is None or self.steps != "local_steps":
             return False
         return bool(steps % self.local["every"] or self.local.get("delay") or self.local.get("fragments", 1) > 1)
 
@@ -67,9 +70,9 @@ class SchemeChoice:
         full = {"scheme": repr(self.make())}
         if self.local is None:
             return full
-        known = inspect.signature(_local_steps().LocalSteps).parameters.values()
+        known = inspect.signature(_class(self.steps)).parameters.values()
         plain = {each.name: each.default for each in known if isinstance(each.default, int | float | str)}
-        return full | {"local_steps": plain | self.local}
+        return full | {self.steps: plain | self.local}
 
 
 def parse_schemes(
@@ -96,7 +99,8 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
     def reduce(comm: LocalComm) -> None:
         if choice.local is not None:
             model = nn.Linear(TRIAL_ELEMENTS, 1)
-            choice.make_local(model, SGD(model.parameters(), lr=0.0), comm=comm).exchange()
+            kind = SGD if choice.steps == "local_steps" else AdamW
+            choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm).exchange()
             return
         report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
         if not isinstance(report, Report):
@@ -112,31 +116,31 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
 def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
     found = _LOCAL.fullmatch(text)
-    if found is None and text.startswith("local_steps"):
-        raise ValueError(f"local steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE, got {text!r}")
+    if found is None and text.startswith(tuple(_CLASSES)):
+        raise ValueError(
+            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.25)/SCHEME, got {text!r}"
+        )
     if found is None:
-        return _parse_scheme(text, text, None, density, skip, also)
-    settings, scheme = found.groups()
+        return _parse_scheme(text, text, None, "local_steps", density, skip, also)
+    steps, settings, scheme = found.groups()
     local = dict(_parse_setting(setting) for setting in (settings or "").split(":") if setting)
-    known = [*inspect.signature(_local_steps().LocalSteps).parameters, *_OUTER]
+    known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
     unknown = next((key for key in local if key not in known), None)
-    if unknown is not None or "every" not in local:
+    if unknown is not None or (steps == "local_steps" and "every" not in local):
         problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
-        raise ValueError(f"local steps {problem}, got {text!r}; settings are {', '.join(known[3:])}")
-    return _parse_scheme(text, scheme, local, density, skip, also)
+        raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
+    return _parse_scheme(text, scheme, local, steps, density, skip, also)
 
 
-def _local_steps() -> Any:  # Any: the module
-    try:
-        return import_module("sparsync.integrations.local_steps")
-    except ModuleNotFoundError:
-        raise ValueError("this version of sparsync has no LocalSteps; leave out local_steps(...)/") from None
+def _class(steps: str) -> Any:  # Any: the class
+    return getattr(import_module("sparsync"), _CLASSES[steps])
 
 
 def _parse_scheme(
     label: str,
     text: str,
     local: dict[str, Any] | None,  # Any: as in SchemeChoice
+    steps: str,
     density: float,
     skip: int | float | None,
     also: Mapping[str, str],
@@ -148,7 +152,7 @@ def _parse_scheme(
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in known:
             config[key] = value
-    choice = SchemeChoice(label, name, config, local)
+    choice = SchemeChoice(label, name, config, local, steps)
     try:
         choice.make()
     except TypeError as error:

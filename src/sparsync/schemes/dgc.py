@@ -67,6 +67,7 @@ class DGC(TopK):
         if not report.details["overflow"]:
             u.copy_(moved)
             if self.masking:
+                assert self._selected is not None  # TopK says what it clears
                 kernels.clear_(u, self._selected)
         return report
 

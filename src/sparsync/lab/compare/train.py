@@ -139,12 +139,13 @@ def _step(workload: Workload, training: _Training, seed: int, step: int, place: 
     began = time.perf_counter()
     loss = _forward_backward(workload, training.model, training.optimizer, seed, step, place)
     workload.clip(training.model, training.clip_factor)
-    training.optimizer.step()
-    training.schedule.step()
+    if training.local is None or not training.local.replaces_optimizer:
+        training.optimizer.step()
     if training.local is not None:
         training.local.step()
         if exchange:
             training.local.exchange()
+    training.schedule.step()
     step_s = time.perf_counter() - began
     reports = training.handle.take_reports()
     elements = sum(report.elements for report in reports)
@@ -228,5 +229,5 @@ def _interface_sent(place: Place) -> int:
 
 
 def _described(choice: SchemeChoice) -> dict[str, Any]:  # Any: JSON
-    local = {} if choice.local is None else {"local_steps": choice.local}
+    local = {} if choice.local is None else {choice.steps: choice.local}
     return {"name": choice.name, **choice.config, **local, "full": repr(choice.make())}

@@ -28,6 +28,7 @@ Reduce = Callable[[int, list[Tensor], float], Tensor]
 class LocalSteps(Protocol):
     """What is used of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
 
+    replaces_optimizer: bool  # its `step` takes the optimizer's step too
     clip_factor: float  # how much longer a rank's own gradient may be than the mean gradient
 
     def step(self) -> list[Report]: ...
@@ -144,9 +145,11 @@ def train_locally(
             model.zero_grad(set_to_none=True)
             workload.loss(model, workload.batch(seed, step, comm.rank, ranks)).backward()
             workload.clip(model, local.clip_factor)
-            optimizer.step()
-            schedule.step()
+            if not local.replaces_optimizer:
+                optimizer.step()
+            # After the step: the rate of this one has been used.
             reports += local.step()
+            schedule.step()
             if exchange_last and step + 1 == steps:
                 reports += local.exchange()
             if comm.rank == 0 and step + 1 in evaluate_at:
