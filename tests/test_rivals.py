@@ -49,7 +49,7 @@ def drawn(distribution: torch.distributions.Distribution, n: int) -> Tensor:
         (CLTk, {"low_pass": 0.0}, r"low_pass must be in \(0, 1\], .*, got 0.0"),
         (TopKDSA, {"dense_from": 1.5}, r"dense_from must be in \[0, 1\], .*, got 1.5"),
         *[(schemes.get, {"name": name, "density": 0.0}, r"density must be in \(0, 1\]") for name in NAMES],
-        *[(schemes.get, {"name": name, "values": "int3"}, "values must be one of .*, got 'int3'") for name in NAMES],
+        *[(schemes.get, {"name": name, "values": "int5"}, "values must be one of .*, got 'int5'") for name in NAMES],
     ],
 )
 def test_a_bad_setting_names_the_value_and_what_is_allowed(make: Any, config: dict[str, Any], told: str) -> None:

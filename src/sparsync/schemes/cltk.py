@@ -69,17 +69,16 @@ class CLTk(ErrorFeedbackScheme):
             index = indices.decode_fixed_length(chosen, k, n)
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
         mean = mean_at(values_or_nan(acc), index, bucket.grad.dtype, comm, quantizer)
-        errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
         if self.low_pass < 1:
-            errors.append(_filtered(acc, mean.index, self.low_pass))
-        return Update(Sparse(mean.index, mean.value, n), mean.index, k, errors, {"leader": leader})
+            _filter_(acc, mean.index, self.low_pass)
+        errors = [] if mean.error is None else [Sparse(mean.index, self.low_pass * mean.error, n)]
+        cleared = mean.index if self.low_pass == 1 else None
+        return Update(Sparse(mean.index, mean.value, n), cleared, k, errors, {"leader": leader})
 
 
-def _filtered(acc: Accumulator, sent: Tensor, beta: float) -> Sparse:
-    """Return what takes a residual that holds acc, zero where `sent`, to m + beta (g - acc there), m being the residual before the step."""
+def _filter_(acc: Accumulator, sent: Tensor, beta: float) -> None:
+    """Write m + beta (g - sent) to the values of `acc`, m being the residual before the step; everything is sent at `sent`."""
     m = acc.residual
-    change = (1 - beta) * (
-        m - acc.values
-    )  # acc = m + g, so off the sent positions m + beta g is acc + (1 - beta) (m - acc)
-    change[sent] = ((1 - beta) * m[sent]).to(change.dtype)
-    return Sparse(torch.arange(m.numel(), dtype=torch.int32, device=m.device), change, m.numel())
+    change = acc.values - m
+    change[sent] = -m[sent].to(change.dtype)
+    torch.add(m, change, alpha=beta, out=acc.values)

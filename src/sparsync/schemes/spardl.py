@@ -14,12 +14,10 @@ from typing import Self
 
 import torch
 
-from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.collectives.spar_reduce_scatter import all_gather_blocks, spar_reduce_scatter
 from sparsync.core import Bucket, Comm, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.phases import phase
 from sparsync.schemes.gtopk import of_survivors
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.partition import by_rank
@@ -55,8 +53,7 @@ class SparDL(ErrorFeedbackScheme):
         n, P, codec, x = bucket.grad.numel(), comm.size, Elements(self.values), acc.values
         places = spans(n, P)
         counts = _block_counts(count_for(self.density, n), [len(place) for place in places], bucket.step)
-        with phase("select"):
-            blocks = [kernels.top_k(place.of(x), count) for place, count in zip(places, counts, strict=True)]
+        blocks = [acc.top_k_of(place.of(x), count, "block") for place, count in zip(places, counts, strict=True)]
         if not acc.finite:
             blocks = [replace(block, value=torch.full_like(block.value, torch.nan)) for block in blocks]
         index = torch.cat([block.index + place.start for block, place in zip(blocks, places, strict=True)])
