@@ -29,8 +29,11 @@ from sparsync.schemes.random_k import RandomK
 from sparsync.schemes.sidco import SIDCo
 from sparsync.schemes.spardl import SparDL
 from sparsync.schemes.sparse_loco import SparseLoCo
+<<<<<<< HEAD
 from sparsync.schemes.topk_dsa import TopKDSA
 from sparsync.schemes.topk_union import TopKUnion
+=======
+>>>>>>> 7dd01c8 (Quantized in 3 and 2 bits too; imports in order)
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 
@@ -279,7 +282,10 @@ ROWS = [
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
-    *[_rounded(Quantized, "quantized", values) for values in ("int8", "int4", "int4_stochastic", "sign")],
+    *[
+        _rounded(Quantized, "quantized", values)
+        for values in ("int8", "int4", "int3", "int4_stochastic", "2bit", "sign")
+    ],
     _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
     *_tile_rows(),
     *_momentum_rows(),

@@ -49,7 +49,7 @@ _OURS: dict[str, tuple[str, str]] = {
     ),
     "quantized": (
         "sparsync.schemes.quantized:Quantized",
-        "every element in 8, 4 or 1 bits, with error feedback (arXiv 1901.09847)",
+        "every element in 8 bits or fewer, with error feedback (arXiv 1901.09847)",
     ),
     "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
     "sparse_loco": (

@@ -1,4 +1,4 @@
-"""Every element of every rank in 8, 4 or 1 bits, with error feedback: what rounding drops joins the next gradient (arXiv 1901.09847).
+"""Every element of every rank in 8 bits or fewer, with error feedback: what rounding drops joins the next gradient (arXiv 1901.09847).
 
 Each rank owns a chunk. Shares of the mean travel rounded to the owner of their chunk, which adds them up and sends the sum, rounded
 again, to all. Both errors are known to one rank each and stay in its residual. LoCo (arXiv 2407.04480) and SDP4Bit (arXiv 2410.15526)
@@ -14,7 +14,7 @@ from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.wire.values import ValueCodec
 
-Bits = Literal["int8", "int4", "int8_stochastic", "int4_stochastic", "sign"]
+Bits = Literal["int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"]
 
 
 @dataclass
