@@ -76,9 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     bench = commands.add_parser(
-        "bench", help="measure collectives, kernels, overlap or codecs beside alternatives and the physical limit"
+        "bench",
+        help="measure buckets, collectives, kernels, overlap or codecs beside alternatives and the physical limit",
     )
-    bench.add_argument("subject", choices=("collectives", "kernels", "overlap", "wire"), help="what to measure")
+    bench.add_argument(
+        "subject", choices=("buckets", "collectives", "kernels", "overlap", "wire"), help="what to measure"
+    )
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench SUBJECT --help`")
     bench.set_defaults(run=_bench)
 
