@@ -252,7 +252,7 @@ def train_on_real_numbers(id: str) -> tuple[Trained, dict[tuple[int, str], Tenso
     model, rank = perceptron(), dist.get_rank()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
     recorder = Recorder(row(id).make())
-    handle = sparsync.attach(ddp, recorder, timeout_s=TIMEOUT_S, join_mb=0)
+    handle = sparsync.attach(ddp, recorder, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     own, rows = {}, []
     for step in range(5):
         for synchronised in (False, True):
@@ -282,7 +282,7 @@ def overlap() -> list[str]:
     model, scheme = KnownGradients(COUNT, N), Overlapping("bucket0", watched=False)
     model.embed.weight.register_hook(scheme.first_layer)
     ddp = DistributedDataParallel(model, bucket_cap_mb=COUNT // 2 * N * 4 / 2**20)
-    sparsync.attach(ddp, scheme, timeout_s=TIMEOUT_S, join_mb=0)
+    sparsync.attach(ddp, scheme, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     for step in range(2):
         scheme.watched = step == 1  # from here on there are two buckets
         ddp(model.inputs(dist.get_rank(), step)).backward()

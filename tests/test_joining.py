@@ -80,7 +80,7 @@ def train(join_mb: float) -> tuple[list[str], Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, timeout_s=20)
+    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, dense_below=0, timeout_s=20)
     for step in range(3):
         ddp(torch.full((4, 32), 1.0 + step + torch.distributed.get_rank())).square().mean().backward()
     keys = [report.key for report in handle.reports() if report.step == 2]
@@ -110,3 +110,28 @@ def refused() -> str:
 @pytest.mark.distributed
 def test_a_limit_below_zero_is_refused() -> None:
     assert "join_mb must be at least 0" in run(refused, 1)[0]
+
+
+def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
+    """Train with almost nothing sent, then with everything."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    scheme = sparsync.TopK(0.01)
+    handle = sparsync.attach(ddp, scheme, dense_below=dense_below, timeout_s=20)
+    ddp(torch.full((4, 8), 1.0 + torch.distributed.get_rank())).square().mean().backward()
+    grads = torch.cat([each.grad.flatten() for each in ddp.module.parameters() if each.grad is not None])
+    residual = torch.cat(list(scheme.state_dict()["residual"].values()))
+    return [bool(report.details.get("dense")) for report in handle.reports()], grads, residual
+
+
+def whole_and_sparse() -> tuple[tuple[list[bool], Tensor, Tensor], tuple[list[bool], Tensor, Tensor]]:
+    return train_small(1024), train_small(0)
+
+
+@pytest.mark.distributed
+def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None:
+    for (dense, whole, nothing), (sparse, selected, rest) in run(whole_and_sparse, 2):
+        assert (dense, sparse) == ([True], [False])
+        assert int(whole.count_nonzero()) > 2 >= int(selected.count_nonzero())
+        assert not nothing.any()
+        assert rest.any()

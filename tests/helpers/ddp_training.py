@@ -60,7 +60,9 @@ class Training:
         cap_mb = COUNT // buckets * N * dtype.itemsize / 2**20  # DDP ends a bucket once it has this much
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
         self.recorder = Recorder(row(scheme).make() if isinstance(scheme, str) else scheme)
-        self.handle = sparsync.attach(self.ddp, self.recorder, scaler=scaler, timeout_s=timeout_s, join_mb=0)
+        self.handle = sparsync.attach(
+            self.ddp, self.recorder, scaler=scaler, timeout_s=timeout_s, join_mb=0, dense_below=0
+        )
         self.rank = dist.get_rank(self.ddp.process_group)
         self.rows: list[Tensor] = []
 

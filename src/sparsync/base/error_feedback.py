@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.scheme import Scheme
+from sparsync.collectives.exchange import all_reduce
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
@@ -65,6 +66,8 @@ class ErrorFeedbackScheme(Scheme):
 
     residuals: Residuals = "float32"
     decay: float = 1.0
+    # Buckets of fewer elements are sent whole, in one all-reduce; an integration sets it, the same on all ranks.
+    dense_below = 0
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
 
@@ -93,7 +96,8 @@ class ErrorFeedbackScheme(Scheme):
         acc = self.feedback.accumulate(bucket, comm.rank)
         with recorded_cost() as cost:
             try:
-                update = self.step(acc, bucket, comm)
+                dense = bucket.grad.numel() < self.dense_below
+                update = _everything(acc, comm) if dense else self.step(acc, bucket, comm)
             except NonFiniteError:
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
@@ -210,6 +214,12 @@ def _fits(mean: Tensor, P: int) -> bool:
         return True
     low, high = torch.aminmax(mean)
     return bool((torch.stack([low, high]) * P).isfinite().all())
+
+
+def _everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
+    """Return the step that sends all of `acc` and leaves nothing."""
+    mean = all_reduce(acc.values, comm) / comm.size if comm.size > 1 else acc.values.clone()
+    return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True})
 
 
 def _add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:

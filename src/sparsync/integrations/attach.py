@@ -20,20 +20,23 @@ def attach(
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
     join_mb: float | None = None,
+    dense_below: int | None = None,
 ) -> AttachedHandle:
     """Make `model` reduce its gradients with `scheme`, and return the handle to its reports and state.
 
     `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
     With `optimizer`, residuals follow its learning rates, with `scaler` its loss scale. A rank that waits longer than `timeout_s` seconds
-    for the others gives up. `join_mb`, for DistributedDataParallel: successive buckets are joined until they have as many megabytes.
+    for the others gives up. `join_mb` and `dense_below` are for DistributedDataParallel, see there.
     Collective over the ranks that reduce: call it on all of them, each with an instance of its own with the same settings.
     Warns of what `doctor` warns of. Raises what `doctor` says is refused, TypeError for another model and for anything but a Scheme, and
     RuntimeError when the ranks come with different schemes or, on a replicate axis, different parameters.
     """
     if is_fsdp2(model):
-        if join_mb is not None:
-            raise ValueError("join_mb joins the buckets of DistributedDataParallel; FSDP2 has none, leave it out")
+        if join_mb is not None or dense_below is not None:
+            raise ValueError(
+                "join_mb and dense_below are about the buckets of DistributedDataParallel; FSDP2 has none, leave them out"
+            )
         from sparsync.integrations import fsdp2  # loads torch's FSDP
 
         return fsdp2.attach_fsdp2(
@@ -53,4 +56,5 @@ def attach(
         scaler=scaler,
         timeout_s=timeout_s,
         join_mb=ddp.JOIN_MB if join_mb is None else join_mb,
+        dense_below=ddp.DENSE_BELOW if dense_below is None else dense_below,
     )

@@ -9,6 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
@@ -22,6 +23,7 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # pub
 
 
 JOIN_MB = 4.0
+DENSE_BELOW = 1024
 
 
 class DdpHandle(AttachedHandle):
@@ -74,11 +76,13 @@ def attach(
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
     join_mb: float = JOIN_MB,
+    dense_below: int = DENSE_BELOW,
 ) -> DdpHandle:
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
     Collective over the ranks of the model's process group. With a scheme that has a residual, successive buckets are joined until they
-    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one. One thread
+    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one, and what has fewer
+    elements than `dense_below` even then is sent whole, with its residual, in one all-reduce. One thread
     reduces the buckets in order, on a private process group, while the backward pass goes on.
     Skipped steps: a step in which any bucket has NaN or Inf is one, as for a loss scaler; what its other buckets have sent is rolled back.
     Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
@@ -98,8 +102,13 @@ def attach(
     if not join_mb >= 0:
         raise ValueError(f"join_mb must be at least 0, the megabytes up to which buckets are joined, got {join_mb}")
     rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
-    fingerprint = f"{scheme.config_fingerprint()}, buckets joined up to {join_mb:g} MB"
+    if dense_below < 0:
+        raise ValueError(f"dense_below must be at least 0 elements, got {dense_below}")
+    joined = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
+    fingerprint = f"{scheme.config_fingerprint()}, {joined}"
     comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=fingerprint)
+    if isinstance(scheme, ErrorFeedbackScheme):
+        scheme.dense_below = dense_below
     handle = DdpHandle(scheme, comm, rescaler, join_mb)
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
