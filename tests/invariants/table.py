@@ -29,11 +29,8 @@ from sparsync.schemes.random_k import RandomK
 from sparsync.schemes.sidco import SIDCo
 from sparsync.schemes.spardl import SparDL
 from sparsync.schemes.sparse_loco import SparseLoCo
-<<<<<<< HEAD
 from sparsync.schemes.topk_dsa import TopKDSA
 from sparsync.schemes.topk_union import TopKUnion
-=======
->>>>>>> 7dd01c8 (Quantized in 3 and 2 bits too; imports in order)
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 
