@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm, all_reduce_cost
 from sparsync.core import Bucket, Cost, Report, laid_out
-from sparsync.schemes.powersgd import PowerSGD
+from sparsync.schemes.powersgd import Factors, PowerSGD
 
 LAYOUT = laid_out([("conv", (8, 3, 3, 3)), ("conv.bias", (8,)), ("one", (20, 30)), ("two", (20, 30)), ("thin", (2, 5))])
 N = LAYOUT[-1].span.stop
@@ -50,7 +50,7 @@ def test_a_mean_of_low_rank_is_found_in_one_step_and_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize("factors", ["float32", "int8", "int4"])
-def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: str) -> None:
+def test_two_exchanges_carry_both_factors_and_all_that_is_sent_whole(factors: Factors) -> None:
     P, r = 3, 2
     source = torch.Generator().manual_seed(0)
     _, reports, sent = reduced([PowerSGD(r, factors) for _ in range(P)], [low_rank(2, source) for _ in range(P)])

@@ -1,6 +1,7 @@
 """Tiles, the cosine transform of them, values as means of bins; what SparseLoCo and DeMo make of them beyond the invariants."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -161,16 +162,16 @@ def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "settings", "message"),
     [
-        (lambda: SparseLoCo(density=0.0), r"density must be in \(0, 1\]"),
-        (lambda: SparseLoCo(decay=2.0), r"decay must be in \[0, 1\]"),
-        (lambda: SparseLoCo(values="int2"), "values must be one of bins, float32"),
-        (lambda: SparseLoCo(divide_by="all"), "divide_by must be one of contributors, ranks, got 'all'"),
-        (lambda: DeMo(values="bins"), "values must be one of float32"),
-        (lambda: DeMo(divide_by="all"), "divide_by must be one of contributors, ranks, got 'all'"),
+        (SparseLoCo, {"density": 0.0}, r"density must be in \(0, 1\]"),
+        (SparseLoCo, {"decay": 2.0}, r"decay must be in \[0, 1\]"),
+        (SparseLoCo, {"values": "int2"}, "values must be one of bins, float32"),
+        (SparseLoCo, {"divide_by": "all"}, "divide_by must be one of contributors, ranks, got 'all'"),
+        (DeMo, {"values": "bins"}, "values must be one of float32"),
+        (DeMo, {"divide_by": "all"}, "divide_by must be one of contributors, ranks, got 'all'"),
     ],
 )
-def test_wrong_settings_are_refused(make: type, message: str) -> None:
+def test_wrong_settings_are_refused(make: type, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make()
+        make(**settings)

@@ -73,6 +73,7 @@ class DGC(TopK):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         update = super().step(acc, bucket, comm)
+        assert update.cleared is not None  # TopK clears what it has selected
         self._selected = update.cleared
         return update
 
