@@ -274,6 +274,7 @@ ROWS = [
     *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
+    Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
     *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),

@@ -20,8 +20,8 @@ class ReduceScatterScheme(ABC):
 
     name: str
 
-    def __init__(self, residuals: Residuals = "float32") -> None:
-        self.feedback = ErrorFeedback(residuals)
+    def __init__(self, residuals: Residuals = "float32", decay: float = 1.0) -> None:
+        self.feedback = ErrorFeedback(residuals, decay=decay)
 
     @property
     def needs_layout(self) -> bool:

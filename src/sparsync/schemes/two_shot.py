@@ -41,6 +41,7 @@ class TwoShot(ErrorFeedbackScheme):
     density: float = 0.05  # share of the elements that travels in either exchange
     values: Values = "int4"  # how values travel; what rounding drops stays in the residuals
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    decay: float = 1.0  # share of the residual that joins the next gradient; SparseLoCo has 0.95
 
     name = "two_shot"
 
@@ -126,7 +127,7 @@ class TwoShotReduceScatter(ReduceScatterScheme):
     """
 
     def __init__(self, config: TwoShot) -> None:
-        super().__init__(config.residuals)
+        super().__init__(config.residuals, config.decay)
         self.config = config
         self.name = config.name
 
