@@ -81,7 +81,8 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a job and a scheme in a file outside the package, which every worker process has to find for itself."""
-    schemes = f"dense,topk:density=0.25,{THIRD_PARTY}:Scaled:factor=0.5"
+    local = "local_steps(every=2:keep=0.0)/dense"
+    schemes = f"dense,topk:density=0.25,{THIRD_PARTY}:Scaled:factor=0.5,{local}"
     size = [
         "--workload",
         f"{THIRD_PARTY}:LineFit",
@@ -97,14 +98,16 @@ def test_all_schemes_start_from_the_same_weights_and_end_with_identical_replicas
     cli.main(["compare", "--out", str(tmp_path), *size, "--schemes", schemes, "--target", "1e9", "--seed", "3,4"])
     lines = records(tmp_path)
     ends = [line for line in lines if line["kind"] == "end"]
-    assert len(ends) == 2 * 3
+    assert len(ends) == 2 * 4
     assert all(end["replicas_identical"] and end["status"] == "finished" for end in ends)
     first = {(r["scheme"], r["seed"]): r["loss"] for r in lines if r["kind"] == "step" and r["step"] == 1}
     for seed in (3, 4):  # the first loss comes before any reduction, so it is the same for all
         assert len({first[end["scheme"], seed] for end in ends}) == 1
     assert first["dense", 3] != first["dense", 4]
     last = {r["scheme"]: r["loss"] for r in lines if r["kind"] == "step" and r["step"] == 3}
-    assert len(set(last.values())) == 3
+    assert len(set(last.values())) == 4
+    exchanged = [r["sent_bytes"] > 0 for r in lines if r["kind"] == "step" and (r["scheme"], r["seed"]) == (local, 3)]
+    assert exchanged == [False, True, True]  # at the end, too
     assert (lines[0]["workload"]["workload"], lines[0]["workload"]["parameters"]) == ("LineFit", 9)
     assert "prove nothing" in capsys.readouterr().out
     assert "prove nothing" in (tmp_path / "report.html").read_text()

@@ -1,7 +1,6 @@
 """The training of several ranks in one process: what dense gives is plain training, and what is counted is what schemes say they send."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,12 +8,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers.third_party import LineFit
-from sparsync import Dense, Report, TopK
+from sparsync import Dense, LocalSteps, Report, TopK
 from sparsync.core import Bucket, Comm
 from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.one_process import train_locally, train_with_scheme
 
 STEPS = 6
+EXCHANGE = 2 * 3 / 4 * 4 * 9 + 3 * 24  # of local steps on 4 ranks: 9 elements, and the agreement to exchange
 
 
 def plain(steps: int = STEPS) -> float:
@@ -30,38 +30,11 @@ def plain(steps: int = STEPS) -> float:
     return workload.quality(*workload.evaluate(model, 0, 1))
 
 
-class EveryOther:
-    """Local steps that average the weights themselves, every second step."""
+def averaging(every: int) -> Callable[[nn.Module, Optimizer, Comm], LocalSteps]:
+    def make(model: nn.Module, optimizer: Optimizer, comm: Comm) -> LocalSteps:
+        return LocalSteps(model, optimizer, Dense(), every=every, keep=0.0, clip_factor=2.0, comm=comm)
 
-    clip_factor = 2.0
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
-        self.model, self.comm, self.steps = model, comm, 0
-        self.exchange()
-
-    def step(self) -> list[Report]:
-        self.steps += 1
-        return self.exchange() if self.steps % 2 == 0 else []
-
-    def exchange(self) -> list[Report]:
-        weights = torch.cat([each.detach().flatten() for each in self.model.parameters()])
-        bucket = Bucket("all", weights, self.steps)
-        report = Dense().reduce(bucket, self.comm)
-        self.common = bucket.grad
-        self._write(self.common)
-        return [report]
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        own = torch.cat([each.detach().flatten() for each in self.model.parameters()])
-        self._write(self.common)
-        yield
-        self._write(own)
-
-    def _write(self, weights: torch.Tensor) -> None:
-        with torch.no_grad():
-            for each, values in zip(self.model.parameters(), weights.split([8, 1]), strict=True):
-                each.copy_(values.view_as(each))
+    return make
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -89,24 +62,20 @@ def test_what_a_sparse_scheme_sends_is_counted_as_it_reports_it() -> None:
 
 
 def test_the_mean_of_weights_after_one_step_of_sgd_is_a_step_with_the_mean_gradient() -> None:
-    class EveryStep(EveryOther):
-        def step(self) -> list[Report]:
-            return self.exchange()
-
-    trained = train_locally(LineFit(), EveryStep, 0, STEPS, 4, {STEPS})
+    trained = train_locally(LineFit(), averaging(1), 0, STEPS, 4, {STEPS})
     assert trained.quality[-1][1] == pytest.approx(plain(), rel=1e-4)
-    assert trained.nbytes == 2 * 3 / 4 * 4 * 9
+    assert trained.nbytes == EXCHANGE
 
 
 def test_local_steps_are_evaluated_at_the_common_weights_and_cost_what_their_exchanges_cost() -> None:
-    trained = train_locally(LineFit(), EveryOther, 0, 7, 4, {6, 7})
+    trained = train_locally(LineFit(), averaging(2), 0, 7, 4, {6, 7})
     (_, after_exchange), (_, later) = trained.quality
     assert later == after_exchange
-    assert trained.nbytes == pytest.approx(3 / 7 * 54)
-    finished = train_locally(LineFit(), EveryOther, 0, 7, 4, {6, 7}, exchange_last=True)
+    assert trained.nbytes == pytest.approx(3 / 7 * EXCHANGE)
+    finished = train_locally(LineFit(), averaging(2), 0, 7, 4, {6, 7}, exchange_last=True)
     assert finished.quality[0] == trained.quality[0]
     assert finished.quality[1] != trained.quality[1]
-    assert finished.nbytes == pytest.approx(4 / 7 * 54)
+    assert finished.nbytes == pytest.approx(4 / 7 * EXCHANGE)
 
 
 def test_a_rank_clips_its_own_gradient_at_the_factor_of_local_steps() -> None:
@@ -116,7 +85,7 @@ def test_a_rank_clips_its_own_gradient_at_the_factor_of_local_steps() -> None:
         def clip(self, model: nn.Module, factor: float = 1.0) -> None:
             factors.append(factor)
 
-    train_locally(Clipped(), EveryOther, 0, 2, 2, {2})
+    train_locally(Clipped(), averaging(2), 0, 2, 2, {2})
     assert factors == [2.0] * 4
     train_with_scheme(Clipped(), Dense, 0, 1, 2, {1})
     assert factors[4:] == [1.0]

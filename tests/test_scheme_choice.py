@@ -33,13 +33,11 @@ def test_other_names_stand_for_schemes_where_a_command_says_so() -> None:
     "text", ["local_steps(every=4", "local_steps(every=4)", "local_steps/", "local_steps(a)(b)/topk"]
 )
 def test_a_form_of_local_steps_that_is_none_is_answered_with_the_form(text: str) -> None:
-    pytest.importorskip("sparsync.integrations.local_steps")
     with pytest.raises(ValueError):
         one(text)
 
 
 def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
-    pytest.importorskip("sparsync.integrations.local_steps")
     text = "local_steps(every=4:keep=0.75)/topk:values=int8"
     choice = one(text)
     assert (choice.label, choice.local) == (text, {"every": 4, "keep": 0.75})
@@ -61,20 +59,17 @@ def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
     ],
 )
 def test_local_steps_that_cannot_be_are_refused(text: str, message: str) -> None:
-    pytest.importorskip("sparsync.integrations.local_steps")
     with pytest.raises(ValueError, match=message):
         one(text)
 
 
 def test_settings_out_of_range_are_found_before_anything_is_trained() -> None:
-    pytest.importorskip("sparsync.integrations.local_steps")
     try_out(one("local_steps(every=4:fragments=2)/topk"), ranks=3)
     with pytest.raises(ValueError, match=r"cannot run on 3 ranks: .*keep must be in \[0, 1\]"):
         try_out(one("local_steps(every=4:keep=2.5)/topk"), ranks=3)
 
 
 def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
-    pytest.importorskip("sparsync.integrations.local_steps")
     choice = one("local_steps(every=1:outer_rate=0.5:outer_momentum=0)/dense")
 
     def body(comm: Any) -> float:
