@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sparsync import LocalWorld, TopK
+from sparsync.lab.recipes import recipes
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
 
@@ -83,3 +84,11 @@ def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
 
     # The ranks moved by 0 and by 1, on average by 1/2, of which half counts.
     assert LocalWorld(2).run(body) == [0.75, 0.75]
+
+
+def test_recipes_are_methods_under_their_own_name() -> None:
+    assert set(recipes()) == {"diloco", "streaming_diloco", "sparseloco"}
+    for choice in parse_schemes(",".join(recipes()), 0.01):
+        assert choice.label in recipes()
+        assert choice.local is not None
+        try_out(choice, 2)

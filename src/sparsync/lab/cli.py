@@ -284,7 +284,11 @@ def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.name is not None:
         _print_aligned({key: f"default {value!r}" for key, value in registry.settings(options.name).items()})
         return
+    from sparsync.lab.recipes import recipes
+
     _print_aligned({name: registry.describe(name) for name in registry.names()})
+    print("\nRecipes, which compare and frontier take like schemes:")
+    _print_aligned(recipes())
     print(
         "\nNAME.published reproduces the published algorithm. A scheme of your own: package.module:Class or path/to/file.py:Class.\n"
         "Settings are given as NAME:key=value:key=value; `sparsync schemes NAME` shows them."

@@ -2,7 +2,7 @@
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
 changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.25)/": the scheme
-reduces the steps of AdamW, as `sparsync.AdamWSteps` does.
+reduces the steps of AdamW, as `sparsync.AdamWSteps` does. The names in `lab.recipes` stand for such combinations of published systems.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from sparsync import schemes
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
+from sparsync.lab.recipes import RECIPES
 
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
@@ -115,6 +116,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
 
 def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
+    label, text = text, RECIPES[text][0] if text in RECIPES else text
     found = _LOCAL.fullmatch(text)
     if found is None and text.startswith(tuple(_CLASSES)):
         raise ValueError(
@@ -129,7 +131,7 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
     if unknown is not None or (steps == "local_steps" and "every" not in local):
         problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
         raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
-    return _parse_scheme(text, scheme, local, steps, density, skip, also)
+    return _parse_scheme(label, scheme, local, steps, density, skip, also)
 
 
 def _class(steps: str) -> Any:  # Any: the class
