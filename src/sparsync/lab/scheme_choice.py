@@ -99,7 +99,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
     def reduce(comm: LocalComm) -> None:
         if choice.local is not None:
-            model = nn.Linear(TRIAL_ELEMENTS, 1)
+            model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])  # as many parameters as there may be fragments
             kind = SGD if choice.steps == "local_steps" else AdamW
             choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm).exchange()
             return
