@@ -186,7 +186,6 @@ def _rounded_rows() -> list[Row]:
         ("micro", MiCRO, ("bfloat16", "int8", "int4", "int4_stochastic")),
         ("exdyna", ExDyna, ("bfloat16", "int8")),
         ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
-        ("two-shot", TwoShot, ("bfloat16", "float16", "int8", "int3", "sign")),
     ]
     return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
 
@@ -195,6 +194,33 @@ def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
     """Orthogonal factors are no whole numbers, so sums are right up to float32. With a saving nobody reaches all is sent whole."""
     whole = partial(PowerSGD, least_saving=1e9) if config.get("factors", "float32") == "float32" else None
     return Row(id, partial(PowerSGD, **config), whole, has_residual=True, tolerance=1e-5)
+
+
+def _low_rank_rows() -> list[Row]:
+    return [
+        _low_rank("powersgd-1", rank=1, least_saving=1.0),
+        _low_rank("powersgd-2", rank=2, least_saving=0.1),
+        *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],
+    ]
+
+
+def _two_shot_rows() -> list[Row]:
+    formats = ("bfloat16", "float16", "int8", "int3", "sign")
+    return [
+        *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
+        Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
+        *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
+        *[_rounded(TwoShot, "two-shot", values, density=0.1) for values in formats],
+    ]
+
+
+def _quantized_rows() -> list[Row]:
+    formats = ("int8", "int4", "int3", "int4_stochastic", "2bit", "sign")
+    return [
+        *[_rounded(Quantized, "quantized", values) for values in formats],
+        _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
+        *[_sparse(f"same-{density}-at-random", RandomK, density, delivers=False) for density in (0.001, 0.1)],
+    ]
 
 
 def _tile_rows() -> list[Row]:
@@ -259,6 +285,45 @@ def _rival_rows() -> list[Row]:
     ]
 
 
+# Of the schemes to compare with, and of formats, the rows that are not for the slow tests only.
+QUICK = (
+    *(
+        "topk-union-0.1",
+        "cltk-0.1",
+        "gtopk-0.1",
+        "spardl-0.1",
+        "topk-dsa-0.1",
+        "deft-0.1",
+        "hard-threshold",
+        "gaussiank",
+    ),
+    *(
+        "sidco-exponential",
+        "gtopk-int8",
+        "two-shot-0.1",
+        "two-shot-int3",
+        "two-shot-decay",
+        "two-shot-all-2bit",
+        "quantized-int8",
+    ),
+    *(
+        "quantized-decay-int8",
+        "sparse-loco-bins",
+        "demo-ranks",
+        "dgc-plain",
+        "onebit-adam",
+        "same-0.1-at-random",
+        "powersgd-2",
+    ),
+    "powersgd-int8",
+)
+
+
+def _slow_but(rows: list[Row]) -> list[Row]:
+    """Return the rows, slow ones but for those that are quick."""
+    return [replace(row, slow=row.id not in QUICK) for row in rows]
+
+
 ROWS = [
     _dense("dense", Dense),
     _dense("dense-ring", lambda: Dense(form="ring")),
@@ -273,26 +338,13 @@ ROWS = [
     *[_sparse(f"micro-{density}", MiCRO, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
-    *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
-    Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
-    *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
+    *_slow_but(_two_shot_rows()),
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
     _sparse("per-parameter", _mixed, 0.1),
-    *[
-        _rounded(Quantized, "quantized", values)
-        for values in ("int8", "int4", "int3", "int4_stochastic", "2bit", "sign")
-    ],
-    _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
-    *_tile_rows(),
-    *_momentum_rows(),
-    *[_sparse(f"same-{density}-at-random", RandomK, density, delivers=False) for density in (0.001, 0.1)],
-    _low_rank("powersgd-1", rank=1, least_saving=1.0),
-    _low_rank("powersgd-2", rank=2, least_saving=0.1),
-    *[_low_rank(f"powersgd-{factors}", rank=2, least_saving=0.1, factors=factors) for factors in ("int8", "int4")],
     *_rounded_rows(),
-    *_rival_rows(),
+    *_slow_but([*_quantized_rows(), *_tile_rows(), *_momentum_rows(), *_low_rank_rows(), *_rival_rows()]),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),
     _skip("skip-default-feedback", SkipReduce, feedback=True),
     _skip("skip-quarter", SkipReduce, by_ranks="skip-quarter-published", skip=0.25),
