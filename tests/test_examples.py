@@ -44,19 +44,22 @@ def printed(name: str) -> str:
     return text.getvalue()
 
 
-def four() -> list[str]:
-    return [printed(name) for name in ("ddp.py", "fsdp2.py", "no_ddp.py", "local_steps.py")]
+def five() -> list[str]:
+    return [printed(name) for name in ("ddp.py", "fsdp2.py", "no_ddp.py", "local_steps.py", "adamw_steps.py")]
 
 
 @pytest.mark.distributed
-def test_the_examples_for_ddp_fsdp2_neither_and_local_steps_send_a_fraction_of_the_elements() -> None:
-    first, second = distributed.run(four, 2)
+def test_the_examples_for_ddp_fsdp2_neither_and_steps_of_each_rank_send_a_fraction_of_the_bits() -> None:
+    first, second = distributed.run(five, 2)
     bits = r"loss \S+ with \S+ bits for each parameter and step\n"
     for text, keys, more in zip(
-        first, (["bucket0"], ["2", "0"], ["float32/cpu"], ["float32/cpu/0"]), ("", "", "", bits), strict=True
+        first,
+        (["bucket0"], ["2", "0"], ["float32/cpu"], ["float32/cpu/0"], ["float32/cpu/0"]),
+        ("", "", "", bits, bits),
+        strict=True,
     ):
         assert re.fullmatch("".join(f"{SENT.format(key)}\n" for key in keys) + more, text)
-    assert second == [""] * 4
+    assert second == [""] * 5
 
 
 @pytest.mark.slow

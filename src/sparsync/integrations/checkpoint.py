@@ -97,8 +97,8 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[
     if any(residuals):
         state["scheme"] = {**states[0]["scheme"], "residual": redistributed(residuals, ranks)[rank]}
     if "adamw_steps" in state:
-        # Each rank continues from the second moments of one; all the rest is common.
-        state["adamw_steps"] = states[rank % len(states)]["adamw_steps"]
+        # Each rank continues from the second moments and buffers of one. The ratio depends on the number of ranks, and is measured anew.
+        state["adamw_steps"] = {**states[rank % len(states)]["adamw_steps"], "ratio": {}}
     if "local_steps" in state:
         state["local_steps"] = local_steps.merged([each["local_steps"] for each in states], rank)
     return state

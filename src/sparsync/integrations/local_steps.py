@@ -28,6 +28,7 @@ from sparsync.integrations.local_steps_checks import (
     MakeOptimizer,
     check_model,
     check_settings,
+    check_trained,
     compare,
     described,
     fingerprint_of,
@@ -37,8 +38,10 @@ from sparsync.integrations.local_steps_exchange import Exchange, Exchanger
 from sparsync.integrations.local_steps_weights import (
     WeightBucket,
     buckets_of,
+    common_in_model,
     copy_from_first,
     fragments_of,
+    sent_and_drift,
 )
 from sparsync.integrations.residual_units import ResidualRescaler
 
@@ -137,7 +140,7 @@ class LocalSteps(Handle):
         # A communicator inside this process knows one thread for each rank.
         threaded = delay > 0 and isinstance(comm, GroupComm)
         self._exchanger = Exchanger(self._connection, scheme, comm, keep, threaded)
-        self._own_weights: list[Tensor] | None = None  # while `averaged` has the common ones in the model
+        self._averaging = False  # `averaged` has the common weights in the model
         self._totals = {"exchanges": 0, "dropped": 0, "bytes_sent": 0}
         self._given_factor = clip_factor
         self._measured = ClipFactor(comm.size)
@@ -204,19 +207,17 @@ class LocalSteps(Handle):
         They are those of the last exchange, the same bits on all ranks. Nothing is sent, so one rank may do it alone.
         """
         self._check_own()
-        parameters, buffers = self._trained, list(self.model.buffers())
-        self._own_weights = [each.detach().clone() for each in parameters]
+        buffers = list(self.model.buffers())
         own_buffers = [each.detach().clone() for each in buffers]
+        self._averaging = True
         try:
-            for bucket in self._buckets:
-                bucket.write(bucket.common)
-            if self.buffers != "own":
-                _copy_all_(buffers, self._common_buffers)
-            yield
+            with common_in_model(self._buckets):
+                if self.buffers != "own":
+                    _copy_all_(buffers, self._common_buffers)
+                yield
         finally:
-            _copy_all_(parameters, self._own_weights)
             _copy_all_(buffers, own_buffers)
-            self._own_weights = None
+            self._averaging = False
 
     def stats(self) -> dict[str, int | float]:
         """Return how many `steps` were made, `exchanges` of fragments applied and `dropped`, `bytes_sent` by this rank, and `bits`.
@@ -224,11 +225,9 @@ class LocalSteps(Handle):
         `bits` are those sent for each trained parameter and step; `drift` is the distance of this rank's own weights from the common
         ones; `clip_factor` see there.
         """
-        elements, steps = sum(each.numel() for each in self._trained), self._step + 1
-        distances = [(each.own() - each.common).double().square().sum() for each in self._buckets]
-        bits = 8 * self._totals["bytes_sent"] / (elements * steps) if steps else 0.0
-        drift = float(torch.stack(distances).sum().sqrt())
-        return {"steps": steps, **self._totals, "bits": bits, "drift": drift, "clip_factor": self.clip_factor}
+        steps = self._step + 1
+        more = sent_and_drift(self._buckets, self._totals["bytes_sent"], steps)
+        return {"steps": steps, **self._totals, **more, "clip_factor": self.clip_factor}
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
         """Return this rank's state: own and common weights, that of the scheme and of both optimizers. Save each rank's; see Handle.
@@ -347,7 +346,7 @@ class LocalSteps(Handle):
 
     def _start(self, fragment: int, delay: int) -> list[Report]:
         """Send a fragment, and apply it if nothing is to come in between."""
-        self._check_trained()
+        check_trained(self.model, self._trained, "LocalSteps")
         buckets, applied = self._fragments[fragment], self._applied[fragment]
         with torch.no_grad():
             own = [each.own() for each in buckets]
@@ -436,17 +435,8 @@ class LocalSteps(Handle):
         return bucket.common if held is None else bucket.common - held
 
     def _check_own(self) -> None:
-        if self._own_weights is not None:
+        if self._averaging:
             raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
-
-    def _check_trained(self) -> None:
-        known = {id(each) for each in self._trained}
-        if thawed := [
-            name for name, each in self.model.named_parameters() if each.requires_grad and id(each) not in known
-        ]:
-            raise RuntimeError(
-                f"{', '.join(thawed)} had no gradient when LocalSteps was made, or was not there, and is trained now; make a new LocalSteps"
-            )
 
 
 def merged(states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:  # Any: as Handle.state_dict

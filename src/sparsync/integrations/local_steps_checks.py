@@ -1,8 +1,8 @@
-"""What LocalSteps checks before anything is sent: the model, its own settings, and that all ranks have the same."""
+"""What LocalSteps and AdamWSteps check before anything is sent: the model, settings, and that all ranks have the same."""
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 import torch
@@ -41,6 +41,15 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
         if hasattr(each, "to_local"):
             raise TypeError(f"{name} is a DTensor; local steps are for ranks that each hold the whole model")
+
+
+def check_trained(model: nn.Module, trained: Iterable[nn.Parameter], what: str) -> None:
+    """Raise RuntimeError where the model trains a parameter that is not among those that `what` was made with."""
+    known = {id(each) for each in trained}
+    if thawed := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]:
+        raise RuntimeError(
+            f"{', '.join(thawed)} had no gradient when {what} was made, or was not there, and is trained now; make a new {what}"
+        )
 
 
 def check_settings(

@@ -1,6 +1,7 @@
-"""The weights of a model as LocalSteps exchanges them: in buckets, common ones beside a rank's own, dealt out to fragments."""
+"""The weights of a model as LocalSteps and AdamWSteps exchange them: in buckets, common ones beside own ones, dealt out to fragments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +64,7 @@ class WeightBucket:
             known = values.get(entry.name)
             if known is None or known.numel() != len(entry.span):
                 raise ValueError(
-                    f"the state of LocalSteps has {'no' if known is None else known.numel()} elements of {entry.name!r}, the model "
+                    f"this state has {'no' if known is None else known.numel()} elements of {entry.name!r}, the model "
                     f"{len(entry.span)}; load the state of the same model"
                 )
             entry.span.of(flat).copy_(known.flatten())
@@ -115,6 +116,29 @@ def buckets_of(parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix:
     for kind in list(open_ones):
         close(kind)
     return made
+
+
+@contextmanager
+def common_in_model(buckets: Sequence[WeightBucket]) -> Iterator[None]:
+    """Have the common weights in the model; own ones are back afterwards, with the same bits."""
+    own = [each.own() for each in buckets]
+    try:
+        for bucket in buckets:
+            bucket.write(bucket.common)
+        yield
+    finally:
+        for bucket, weights in zip(buckets, own, strict=True):
+            bucket.write(weights)
+
+
+def sent_and_drift(buckets: Sequence[WeightBucket], nbytes: int, steps: int) -> dict[str, float]:
+    """Return the `bits` sent for each element and step, and the `drift`, the distance of own weights from the common ones."""
+    elements = sum(each.common.numel() for each in buckets)
+    distances = [(each.own() - each.common).double().square().sum().cpu() for each in buckets]
+    return {
+        "bits": 8 * nbytes / (elements * steps) if steps else 0.0,
+        "drift": float(torch.stack(distances).sum().sqrt()),
+    }
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,110 @@
+"""Steps of AdamW between processes: the bits of a LocalWorld, also when resumed, failures and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, Report, TopK, TwoShot
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm
+from sparsync.core import Comm
+
+pytestmark = pytest.mark.distributed
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    "sign": lambda: TwoShot(1.0, values="sign"),
+    "topk": lambda: TopK(0.25),
+    "dense": Dense,
+}
+
+
+def made(rank: int, scheme: Scheme, comm: Comm | None = None) -> AdamWSteps:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return AdamWSteps(model, optimizer, scheme, comm=comm, timeout_s=20.0, bucket_mb=2e-4, block=16, measure_every=3)
+
+
+def fit(steps: AdamWSteps, span: range) -> list[Tensor]:
+    """Train, and return own weights and buffers, then the common weights."""
+    for step in span:
+        generator = torch.Generator().manual_seed(100 * step + steps.place[0])
+        steps.optimizer.zero_grad()
+        loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
+        (loss * (torch.nan if step == 10 and steps.place[0] == 1 else 1.0)).backward()
+        steps.clip_grad_norm_(1.0)
+        steps.step()
+    own = [each.clone() for each in steps.model.state_dict().values()]
+    with steps.averaged():
+        return own + [each.detach().clone() for each in steps.model.parameters()]
+
+
+def refused() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"wrapped by DistributedDataParallel.*pass the bare module"):
+        AdamWSteps(wrapped, torch.optim.AdamW(wrapped.parameters()), Dense())
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"ranks must agree.*keep=0\.0"):
+        AdamWSteps(model, torch.optim.AdamW(model.parameters()), Dense(), keep=0.5 * dist.get_rank(), timeout_s=20.0)
+
+
+def in_processes(folder: Path) -> dict[str, list[Tensor]]:
+    """Train with all schemes, with each also through a checkpoint; then try what is refused."""
+    found = {}
+    for name, make in SCHEMES.items():
+        with case(name):
+            whole, before, after = (made(dist.get_rank(), make()) for _ in range(3))
+            found[name] = fit(whole, range(13))
+            fit(before, range(7))
+            sparsync.checkpoint.save(before, folder / name)
+            dist.barrier()
+            sparsync.checkpoint.load(after, folder / name)
+            assert all(map(torch.equal, fit(after, range(7, 13)), found[name]))
+            assert all(report.sent == report.cost for report in whole.reports())
+            assert whole.stats()["skipped"] == 1
+    refused()
+    return found
+
+
+def test_processes_give_the_bits_of_a_local_world_also_when_resumed(tmp_path: Path) -> None:
+    ranks = run(in_processes, 2, folder=tmp_path)
+    for name, make in SCHEMES.items():
+
+        def body(comm: LocalComm, make: Callable[[], Scheme] = make) -> list[Tensor]:
+            return fit(made(comm.rank, make(), comm), range(13))
+
+        for ours, theirs in zip(ranks, LocalWorld(2).run(body), strict=True):
+            assert all(map(torch.equal, ours[name], theirs)), name
+
+
+class FailsOnce(TopK):
+    """Rank 0 fails before its first message of the second bucket of step 3."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.step == 3 and bucket.key.endswith("/1") and comm.rank == 0:
+            raise MemoryError("no memory")
+        return super().reduce(bucket, comm)
+
+
+def failing() -> tuple[list[str], list[Tensor]]:
+    steps, seen = made(dist.get_rank(), FailsOnce(0.25)), []
+    for step in range(9):
+        try:
+            fit(steps, range(step, step + 1))
+        except (MemoryError, RuntimeError) as error:
+            seen.append(f"{step} {type(error).__name__}")
+            assert "no memory" in str(error)
+    measured = [report.step for report in steps.reports() if report.key == "ratio"]
+    assert measured == [0, 1, 2, 4, 5, 6, 7]  # in the failed step too, of which there are no reports
+    return seen, fit(steps, range(0))
+
+
+def test_when_a_step_fails_it_does_on_all_ranks_and_the_next_ones_agree_again() -> None:
+    first, second = run(failing, 2)
+    assert (first[0], second[0]) == (["3 MemoryError"], ["3 ConnectionLostError"])
+    assert all(map(torch.equal, first[1][-6:], second[1][-6:]))
