@@ -143,6 +143,11 @@ class ErrorFeedbackScheme(Scheme):
     def has_residual(self) -> bool:
         return True
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step's mean lacks elements. Here: whether the scheme has a field `density` that is below 1."""
+        return getattr(self, "density", 1.0) < 1.0
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale(factors)
 

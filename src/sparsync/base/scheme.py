@@ -74,6 +74,16 @@ class Scheme(ABC):
         """Whether anything is held back from one step to a later one."""
         return False
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient."""
+        return False
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
+        return False
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Multiply the residual of each named parameter by its factor."""
         return

@@ -26,8 +26,9 @@ def attach(
 
     `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
-    With `optimizer`, residuals follow its learning rates, with `scaler` its loss scale. A rank that waits longer than `timeout_s` seconds
-    for the others gives up. `join_mb` and `dense_below` are for DistributedDataParallel, see there.
+    With `optimizer`, residuals follow its learning rates, down to a tenth of the highest one, and it is warned of where it does not go
+    with the scheme; with `scaler` they follow its loss scale. A rank that waits longer than `timeout_s` seconds for the others gives up.
+    `join_mb` and `dense_below` are for DistributedDataParallel, see there.
     Collective over the ranks that reduce: call it on all of them, each with an instance of its own with the same settings.
     Warns of what `doctor` warns of. Raises what `doctor` says is refused, TypeError for another model and for anything but a Scheme, and
     RuntimeError when the ranks come with different schemes or, on a replicate axis, different parameters.

@@ -94,7 +94,7 @@ def attach(
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
-    for finding in doctor(ddp_model, scheme):
+    for finding in doctor(ddp_model, scheme, optimizer=optimizer):
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)

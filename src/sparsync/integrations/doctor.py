@@ -4,24 +4,29 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 
 
-def doctor(model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None) -> list[Finding]:
+def doctor(
+    model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None, optimizer: Optimizer | None = None
+) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
+    Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some schemes do harm under Adam, others
+    want SGD without momentum. Without it nothing is known of that, and nothing said.
     Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
     if isinstance(model, DistributedDataParallel):
         findings.check_scheme(scheme)
-        found = list(_ddp(model, scheme))
+        found = [*_ddp(model, scheme), *findings.optimizers(optimizer, scheme)]
     elif findings.is_fsdp2(model):
         from sparsync.integrations import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, replicate)
+        found = fsdp2_doctor.examine(model, scheme, replicate, optimizer)
     else:
         raise TypeError(
             f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
 from sparsync.selection.parameters import matches
@@ -17,6 +18,8 @@ _BACKENDS = {
     "cpu": ("gloo",),
     "cuda": ("nccl",),
 }  # on which send, recv and all_reduce were tried, or their source was read
+_ADAM = (Adam, NAdam, RAdam, Adamax)
+_DIVIDING = (*_ADAM, Adagrad, RMSprop, Adadelta, Adafactor)  # by the size of past gradients, each element by its own
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,33 @@ def is_fsdp2(model: nn.Module) -> bool:
     """Return whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]:
+    """Find what this optimizer makes of the gradients that this scheme writes; nothing where none is given.
+
+    An optimizer within another one, as Accelerate and ZeroRedundancyOptimizer have it, is the one that counts.
+    """
+    inner = optimizer
+    while isinstance(wrapped := getattr(inner, "optimizer", getattr(inner, "optim", None)), Optimizer):
+        inner = wrapped
+    if inner is None:
+        return
+    name, ours = type(inner).__name__, type(scheme).__name__
+    if scheme.has_momentum:
+        momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
+        if not isinstance(inner, SGD) or any(momenta):
+            given = f"SGD(momentum={max(momenta):g})" if isinstance(inner, SGD) else name
+            yield Finding(f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum")
+    elif scheme.has_residual and scheme.leaves_out and _divides(inner):
+        steps = "sparsync.AdamWSteps, or " if isinstance(inner, Adam) else ""
+        yield Finding(
+            f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
+            "clearly behind dense (see docs/frontier.md)",
+            f"use {steps}TwoShot(density=1.0, values='int4')",
+        )
+
+
+def _divides(optimizer: Optimizer) -> bool:
+    """Return whether this is Adam or of its kind; other packages' versions are known by their names."""
+    return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()

@@ -292,7 +292,7 @@ def attach_fsdp2(
     fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/fsdp2.md.
     """
-    for finding in examine(model, scheme, replicate):
+    for finding in examine(model, scheme, replicate, optimizer):
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=3)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
@@ -16,8 +17,10 @@ _ONE_AXIS = (
 )
 
 
-def examine(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Finding]:
-    """Return what `attach(model, scheme, replicate=replicate)` would refuse or warn of."""
+def examine(
+    model: nn.Module, scheme: Scheme, replicate: Axis | None, optimizer: Optimizer | None = None
+) -> list[Finding]:
+    """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer)` would refuse or warn of."""
     findings.check_scheme(scheme)
     units = units_of(model)
     found = list(_meshes(units))
@@ -26,7 +29,7 @@ def examine(model: nn.Module, scheme: Scheme, replicate: Axis | None) -> list[Fi
     names = [name for unit in units for name in unit.names]
     found += _ignored(model, names)
     found += _shard_axis(units, scheme) if replicate is None else _replicate_axis(units, replicate)
-    return [*found, *findings.patterns(names, scheme)]
+    return [*found, *findings.patterns(names, scheme), *findings.optimizers(optimizer, scheme)]
 
 
 def _meshes(units: list[Unit]) -> Iterator[Finding]:

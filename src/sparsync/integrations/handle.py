@@ -56,6 +56,7 @@ class Handle:
             "part": self.part,
             "step": self._step,
             "rates": dict(self._rescaler.units.rates),
+            "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
             "scheme": self.scheme.state_dict(),
         }
@@ -65,8 +66,8 @@ class Handle:
 
         Raises ValueError for another rank's state, whose residual would count twice, and for one of another number of ranks.
         """
-        wanted = ("step", "rates", "loss_scale", "scheme")
-        step, rates, scale, scheme = (state_from(state, key, "a sparsync handle") for key in wanted)
+        wanted = ("step", "rates", "highest_rates", "loss_scale", "scheme")
+        step, rates, highest, scale, scheme = (state_from(state, key, "a sparsync handle") for key in wanted)
         place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
         if place != self._place or state.get("part", "") != self.part:
             raise ValueError(
@@ -76,7 +77,8 @@ class Handle:
         self._flush()
         self.scheme.load_state_dict(scheme)
         self._step = step
-        self._rescaler.units.rates, self._rescaler.units.scale = dict(rates), scale
+        units = self._rescaler.units
+        units.rates, units.highest, units.scale = dict(rates), dict(highest), scale
 
     def _flush(self) -> None:
         """Wait until the scheme's state is that of a whole step, and end the step."""

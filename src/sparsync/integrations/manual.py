@@ -1,5 +1,6 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.integrations.findings import check_scheme, sparse_embeddings, steps_in_backward
+from sparsync.integrations.findings import check_scheme, optimizers, sparse_embeddings, steps_in_backward
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.dense import Dense
@@ -26,9 +27,10 @@ _LINK = "_sparsync_reducer"  # the attribute of a model and of a scheme that is 
 class GradientReducer(Handle):
     """Reduces the gradients of `model` with `scheme` over the ranks of `group` (None: the default group), whenever `reduce` is called.
 
-    For models that neither DistributedDataParallel nor FSDP2 wraps. With `optimizer`, residuals follow its learning rates, with `scaler`
-    its loss scale. A rank that waits longer than `timeout_s` seconds for the others gives up. Save it with `sparsync.checkpoint`, or by
-    `state_dict` on each rank.
+    For models that neither DistributedDataParallel nor FSDP2 wraps. With `optimizer`, residuals follow its learning rates, down to a
+    tenth of the highest one, and it warns of an optimizer that does not go with the scheme; with `scaler` they follow its loss scale.
+    A rank that waits longer than `timeout_s` seconds for the others gives up. Save it with `sparsync.checkpoint`, or by `state_dict` on
+    each rank.
     Collective over the ranks of `group`: make it on all of them, each with an instance of the scheme with the same settings.
     Raises TypeError for a model that DDP reduces already and for anything but a Scheme, and RuntimeError when a rank is missing or comes
     with another scheme, and for an optimizer that steps during the backward pass.
@@ -55,6 +57,8 @@ class GradientReducer(Handle):
             raise RuntimeError(
                 "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
             )
+        for finding in optimizers(optimizer, scheme):
+            warnings.warn(str(finding), stacklevel=2)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
         comm = GroupComm.private(group, timeout_s, fingerprint=scheme.config_fingerprint())

@@ -57,6 +57,10 @@ class DeMo(ErrorFeedbackScheme):
         """Return the same: the published rule is the plain setting."""
         return cls(density=density)
 
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         tiles, values = tiles_of(bucket.layout), acc.values
         with phase("select"):

@@ -83,6 +83,10 @@ class DGC(TopK):
             return count_for(self.density, n)
         return count_for(_FIRST_DENSITY * (self.density / _FIRST_DENSITY) ** (t / self.warmup_steps), n)
 
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         super().rescale_residual(factors)
         self.velocity.rescale(factors)

@@ -85,6 +85,10 @@ class OneBitAdam(ErrorFeedbackScheme):
             self.steps.update(dict.fromkeys(names, t + 1))
         return report
 
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""
         mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, _SIGNS)

@@ -60,6 +60,14 @@ class PerParameter(Scheme):
     def has_residual(self) -> bool:
         return any(scheme.has_residual for scheme in self._schemes.values())
 
+    @property
+    def leaves_out(self) -> bool:
+        return any(scheme.leaves_out for scheme in self._schemes.values())
+
+    @property
+    def has_momentum(self) -> bool:
+        return any(scheme.has_momentum for scheme in self._schemes.values())
+
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         found: Tensor | None = None
         for key, layout in self._layouts(bucket.layout).items():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, laid_out
+from sparsync.integrations.residual_units import ResidualUnits
 from sparsync.lab.workloads.base import Workload
 
 KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
@@ -93,14 +94,13 @@ def train_with_scheme(
     schemes, spans = [make() for _ in range(ranks)], layout(model)
     reports: list[list[Report]] = []  # by step and rank
     quality: list[tuple[int, float]] = []
-    last_rate = 0.0
+    units = ResidualUnits()
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
-        nonlocal last_rate
-        if follow_rate and last_rate not in (0.0, rate):
-            for scheme in schemes:
-                scheme.rescale_residual({each.name: last_rate / rate for each in spans})
-        last_rate = rate
+        if follow_rate:
+            factors = {each.name: units.follow(each.name, rate) for each in spans}
+            for scheme in schemes if set(factors.values()) != {1.0} else ():
+                scheme.rescale_residual(factors)
 
         def body(comm: LocalComm) -> tuple[Tensor, Report]:
             bucket = Bucket(KEY, gradients[comm.rank], step, spans)
