@@ -54,7 +54,7 @@ def test_the_summary_has_a_table_for_each_half_with_the_loss_of_quality_beside_t
 ) -> None:
     job = f"--workload {THIRD_PARTY}:LineFit --option width=2000 --ranks 2 --link none --steps 2 --eval-every 1"
     halves = (Half("first", "One", f"{job} --schemes dense,bf16"), Half("second", "Two", f"{job} --schemes topk"))
-    for arguments in demo.commands(tmp_path, halves):
+    for arguments in demo.commands(tmp_path, halves=halves):
         cli.main(arguments)
     capsys.readouterr()
     page = demo.summary(tmp_path, halves).read_text()

@@ -231,8 +231,7 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.netlab import restart_with_rights
 
     restart_with_rights("sparsync.lab.cli", arguments)
-    for chosen in demo.commands(options.out):
-        chosen += [] if options.steps is None else ["--steps", str(options.steps)]
+    for chosen in demo.commands(options.out, options.steps):
         half = _parser().parse_args(chosen)
         compare(_settings(half), half.out, ["sparsync", *chosen])
         _report(argparse.Namespace(folder=half.out), chosen)

@@ -1,4 +1,7 @@
-"""What `sparsync demo` shows: two comparisons that two cores finish within minutes, and one table of both. docs/measuring.md has the reasons."""
+"""What `sparsync demo` shows: two comparisons that two cores finish within minutes, and one table of both.
+
+docs/measuring.md has the reasons for their sizes.
+"""
 
 import shlex
 import sys
@@ -52,9 +55,10 @@ HALVES = (
 )
 
 
-def commands(out: Path, halves: Sequence[Half] = HALVES) -> list[list[str]]:
-    """Return the arguments of `sparsync` that run each half, with its results under `out`."""
-    return [["compare", *shlex.split(half.arguments), "--out", str(out / half.folder)] for half in halves]
+def commands(out: Path, steps: int | None = None, halves: Sequence[Half] = HALVES) -> list[list[str]]:
+    """Return the arguments of `sparsync` that run each half, with its results under `out`; `steps`: in place of its own."""
+    more = [] if steps is None else ["--steps", str(steps)]
+    return [["compare", *shlex.split(half.arguments), *more, "--out", str(out / half.folder)] for half in halves]
 
 
 def summary(out: Path, halves: Sequence[Half] = HALVES) -> Path:
