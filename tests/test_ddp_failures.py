@@ -260,7 +260,15 @@ def state_of_another_scheme() -> None:
     with pytest.raises(ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['scheme'\]"):
         training.handle.load_state_dict({"scheme": {}})
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    state = {"step": 3, "rates": {}, "highest_rates": {}, "loss_scale": None, "scheme": {}, "rank": rank, "ranks": ranks}
+    state = {
+        "step": 3,
+        "rates": {},
+        "highest_rates": {},
+        "loss_scale": None,
+        "scheme": {},
+        "rank": rank,
+        "ranks": ranks,
+    }
     with pytest.raises(ValueError, match=r"the state of TopK needs 'residual', this one has \[\]"):
         training.handle.load_state_dict(state)
     for place in ({"rank": rank + 1}, {"ranks": ranks + 1}):  # a residual loaded twice would count twice

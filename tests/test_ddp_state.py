@@ -18,7 +18,7 @@ from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, 
 from helpers.distributed import case, run
 from helpers.known_gradients import KnownGradients, row
 from invariants.world import same_bits
-from sparsync import Report, TopK
+from sparsync import LocalWorld, Report, TopK
 from sparsync.integrations import handle as handle_module
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.residual_units import ResidualRescaler
@@ -151,6 +151,44 @@ def test_a_rate_of_zero_leaves_the_residual_as_it_is_until_another_comes() -> No
         optimizer.param_groups[0]["lr"] = rate
         found.append(rates.factors())
     assert found == [{}, {}, {}, {"weight": 4.0}, {}, {"weight": 0.5}]
+
+
+def test_residuals_follow_the_rate_until_it_is_a_tenth_of_the_highest_so_far() -> None:
+    """Down to the tenth rate * residual stays the same; below, the residual does. Rates are such that quotients are exact."""
+    parameter, scheme = nn.Parameter(torch.ones(3)), TopK()
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    rates = ResidualRescaler(scheme, {id(parameter): "weight"}, optimizer)
+
+    def factors(*rates_of_steps: float) -> list[float]:
+        found = []
+        for rate in rates_of_steps:
+            optimizer.param_groups[0]["lr"] = rate
+            found.append(rates.factors().get("weight", 1.0))
+        return found
+
+    assert factors(1.0, 2.0, 1.0, 0.25) == [1.0, 0.5, 2.0, 4.0]
+    assert factors(0.1, 1e-9, 0.0, 1e-12) == [0.25 / 0.2, 1.0, 1.0, 1.0]  # the tenth is 0.2
+    assert factors(0.4) == [0.5]
+    assert factors(8.0, 1.0, 0.5) == [0.05, 8.0, 1.0 / 0.8]  # a higher rate lifts the tenth
+    resumed = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer)
+    LocalWorld(1).run(
+        lambda comm: Handle(TopK(), comm, resumed).load_state_dict(Handle(scheme, comm, rates).state_dict())
+    )
+    rates = resumed
+    assert factors(0.1, 0.8, 1.6) == [1.0, 1.0, 0.5]
+
+
+def test_a_schedule_that_ends_at_zero_scales_a_residual_up_tenfold_in_all() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    rates, grown = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer), 1.0
+    for _ in range(51):
+        grown *= rates.factors().get("weight", 1.0)
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] < 1e-3
+    assert grown == pytest.approx(10.0)
 
 
 def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[Report]]:

@@ -1,6 +1,7 @@
 """What cannot work together is named before training starts, with its cure."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,10 +9,24 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, PerParameter, SkipReduce
+from sparsync import (
+    DGC,
+    DeMo,
+    Dense,
+    MiCRO,
+    OkTopk,
+    OneBitAdam,
+    PerParameter,
+    PowerSGD,
+    Quantized,
+    SkipReduce,
+    TopK,
+    TwoShot,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -62,9 +77,71 @@ def warned() -> None:
         sparsync.attach(DistributedDataParallel(nn.Linear(3, 3)), SkipReduce(protect=("bias",)))
 
 
+def optimizers() -> None:
+    model = nn.Linear(3, 3)
+    ddp, parameters = DistributedDataParallel(model), model.parameters
+    sgd, momentum = SGD(parameters(), lr=0.1), SGD(parameters(), lr=0.1, momentum=0.9)
+    adamw = AdamW(parameters(), lr=0.1)
+
+    def said(scheme: sparsync.Scheme, optimizer: Optimizer | None) -> str:
+        return "".join(str(finding) for finding in sparsync.doctor(ddp, scheme, optimizer=optimizer))
+
+    sparse = (TopK(0.01), MiCRO(0.01), OkTopk(0.01), TwoShot(0.05), PerParameter(Dense(), {"bias": TopK(0.1)}))
+    for scheme in sparse:
+        assert "second moments, which are wrong where means are sparse" in said(scheme, adamw)
+        assert "use sparsync.AdamWSteps, or TwoShot(density=1.0, values='int4')" in said(scheme, adamw)
+        assert all(said(scheme, each) == "" for each in (None, sgd, momentum))
+    others = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.RMSprop)
+    for kind in others:
+        words = said(TopK(0.01), kind(parameters(), lr=0.1))
+        assert f"TopK leaves elements out, and {kind.__name__} divides by second moments" in words
+        assert words.endswith("use TwoShot(density=1.0, values='int4')")
+    assert "and FusedAdam divides" in said(TopK(0.01), FusedAdam(parameters(), {"lr": 0.1}))
+    assert "and AdamW divides" in said(TopK(0.01), Wrapped(adamw))
+    whole = (
+        TwoShot(density=1.0),
+        TopK(density=1.0),
+        Quantized("int4"),
+        Dense(),
+        Dense.bf16(),
+        SkipReduce(),
+        PowerSGD(),
+    )
+    assert all(said(scheme, adamw) == "" for scheme in whole)
+    for scheme in (OneBitAdam(), DGC(), DeMo()):
+        name = type(scheme).__name__
+        assert said(scheme, sgd) == said(scheme, Wrapped(sgd)) == said(scheme, None) == ""
+        for optimizer, own in ((momentum, r"SGD(momentum=0.9)"), (adamw, "AdamW")):
+            words = f"{name} has the momentum itself, and {own} adds its own; use torch.optim.SGD without momentum"
+            assert said(scheme, optimizer) == words
+    assert said(DGC(momentum=0.0), momentum) == ""
+    for make in (lambda: sparsync.attach(ddp, TopK(0.01), optimizer=adamw), reducer(model, TopK(0.01), adamw)):
+        with pytest.warns(UserWarning, match="TopK leaves elements out, and AdamW divides by second moments"):
+            make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reducer(model, TopK(0.01), momentum)()
+
+
+def reducer(model: nn.Module, scheme: sparsync.Scheme, optimizer: Optimizer) -> Callable[[], object]:
+    return lambda: sparsync.GradientReducer(model, scheme, optimizer=optimizer)
+
+
+class FusedAdam(Optimizer):
+    """As other packages have one."""
+
+
+class Wrapped(Optimizer):
+    """Has the optimizer inside, as Accelerate's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
 def examined() -> None:
     refused()
     warned()
+    optimizers()
 
 
 def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:

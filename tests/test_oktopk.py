@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.core import Cost, generator
+from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.oktopk import OkTopk, most_sent
 
 Make = Callable[[], OkTopk]
@@ -180,10 +181,13 @@ def test_the_learning_rate_outside_moves_weights_as_the_papers_inside(make: Call
     inside = [make(0.05) for _ in range(P)]
     paper = run(inside, [[rate * grad for grad in step] for rate, step in zip(rates, grads, strict=True)])
     outside = [make(0.05) for _ in range(P)]
+    # Above a tenth of the highest rate, from where on residuals stay as they are.
+    optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.zeros(n))], lr=rates[0])
+    rescalers = [ResidualRescaler(scheme, {id(weight): "w"}, optimizer) for scheme in outside]
     for step, rate in enumerate(rates):
-        if step and rate != rates[step - 1]:
-            for scheme in outside:
-                scheme.rescale_residual({"w": rates[step - 1] / rate})
+        optimizer.param_groups[0]["lr"] = rate
+        for rescaler in rescalers:
+            rescaler.rescale()
         ours = run(outside, [grads[step]], step)[0]
         assert torch.equal(rate * ours[0][0], paper[step][0][0])
 

@@ -112,7 +112,9 @@ def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]
         momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
         if not isinstance(inner, SGD) or any(momenta):
             given = f"SGD(momentum={max(momenta):g})" if isinstance(inner, SGD) else name
-            yield Finding(f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum")
+            yield Finding(
+                f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
+            )
     elif scheme.has_residual and scheme.leaves_out and _divides(inner):
         steps = "sparsync.AdamWSteps, or " if isinstance(inner, Adam) else ""
         yield Finding(

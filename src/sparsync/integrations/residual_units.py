@@ -12,7 +12,6 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-
 FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that one is scaled up by, in all
 
 

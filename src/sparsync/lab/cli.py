@@ -13,12 +13,6 @@ from sparsync import __version__
 if TYPE_CHECKING:
     from sparsync.lab.compare.settings import Settings
 
-# The main job in a size that two cores finish within minutes; docs/measuring.md says how the figures were chosen.
-DEMO = (
-    "--workload shakespeare-small --ranks 4 --link 200mbit --schemes dense,bf16,topk,skip_reduce,micro,exdyna,oktopk "
-    "--density 0.01 --target 64 --steps 240 --eval-every 30 --seed 0"
-)
-
 # Minutes on gpt-tiny.
 FRONTIER = (
     "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
@@ -61,8 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare_options(compare)
     compare.set_defaults(run=_compare)
 
-    demo = commands.add_parser("demo", help="compare, in a size that two cores finish within minutes")
-    demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for results and report (default: demo)")
+    demo = commands.add_parser(
+        "demo", help="two comparisons, with SGD and with AdamW, that two cores finish within minutes"
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for results and reports (default: demo)")
+    demo.add_argument("--steps", type=int, default=None, help="training steps of each scheme, to try it out with a few")
     demo.set_defaults(run=_demo)
 
     frontier = commands.add_parser(
@@ -229,8 +226,16 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
-    chosen = ["compare", *DEMO.split(), "--out", str(options.out)]
-    _compare(_parser().parse_args(chosen), chosen)
+    from sparsync.lab import demo
+    from sparsync.lab.compare.comparison import compare
+    from sparsync.lab.netlab import restart_with_rights
+
+    restart_with_rights("sparsync.lab.cli", arguments)
+    for chosen in demo.commands(options.out, options.steps):
+        half = _parser().parse_args(chosen)
+        compare(_settings(half), half.out, ["sparsync", *chosen])
+        _report(argparse.Namespace(folder=half.out), chosen)
+    demo.summary(options.out)
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -1,0 +1,69 @@
+"""The demo: its halves can be run, and its summary puts quality beside every time."""
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket
+from sparsync.lab import cli, demo
+from sparsync.lab.demo import Half
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+
+THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
+
+
+def chosen(arguments: list[str]) -> tuple[SchemeChoice, ...]:
+    settings = cli._settings(cli._parser().parse_args(arguments))
+    assert settings.rate_bits_per_s == 100e6
+    assert settings.ranks == 4
+    return settings.schemes
+
+
+def test_the_methods_of_both_halves_run_beside_dense_and_bf16() -> None:
+    for arguments in demo.commands(Path("demo")):
+        schemes = chosen(arguments)
+        check_labels(schemes)
+        assert [scheme.label for scheme in schemes[:2]] == ["dense", "bf16"]
+        for scheme in schemes:
+            try_out(scheme, 4)
+
+
+def test_equal_densities_and_equal_bytes_are_what_the_schemes_send() -> None:
+    """Of a random gradient, on the first step."""
+    sent = {scheme.label: nbytes(scheme) for scheme in chosen(demo.commands(Path("demo"))[0])[2:]}
+    topk = sent.pop("topk:density=0.01:values=int4")
+    equal_bytes = {label: found for label, found in sent.items() if "density=0.01:" not in label}
+    assert len(equal_bytes) == 2
+    for label, found in equal_bytes.items():
+        assert found == pytest.approx(topk, rel=0.15), label
+
+
+def nbytes(choice: SchemeChoice) -> float:
+    def reduce(comm: LocalComm) -> int:
+        gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(comm.rank))
+        return choice.make().reduce(Bucket("w", gradient, 0), comm).cost.nbytes
+
+    return fmean(LocalWorld(4).run(reduce))
+
+
+def test_the_summary_has_a_table_for_each_half_with_the_loss_of_quality_beside_the_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"--workload {THIRD_PARTY}:LineFit --option width=2000 --ranks 2 --link none --steps 2 --eval-every 1"
+    halves = (Half("first", "One", f"{job} --schemes dense,bf16"), Half("second", "Two", f"{job} --schemes topk"))
+    for arguments in demo.commands(tmp_path, halves=halves):
+        cli.main(arguments)
+    capsys.readouterr()
+    page = demo.summary(tmp_path, halves).read_text()
+    shown = capsys.readouterr().out
+    for text in (shown, page):
+        assert text.index("One") < text.index("bf16") < text.index("Two") < text.index("topk")
+        assert "PROVE NOTHING" in text
+    assert "| % behind dense |" in page
+    assert f"sparsync compare {job} --schemes topk" in page
+    assert "| `topk` |" in page
+    assert page.count("| `bf16` |") == 1
+    assert all(str(tmp_path / half.folder / demo.PICTURE) in shown for half in halves)
