@@ -22,7 +22,7 @@ FRONTIER = (
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
 METHODS_HELP = (
     SCHEMES_HELP
-    + "; in front of one local_steps(every=4)/ or adamw_steps(keep=0.25)/, see sparsync.LocalSteps and AdamWSteps"
+    + "; in front of one local_steps(every=4)/ or adamw_steps(keep=0.5)/, see sparsync.LocalSteps and AdamWSteps"
 )
 
 

@@ -1,7 +1,7 @@
 """Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
-changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.25)/": the scheme
+changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.5)/": the scheme
 reduces the steps of AdamW, as `sparsync.AdamWSteps` does. The names in `lab.recipes` stand for such combinations of published systems.
 """
 
@@ -120,7 +120,7 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
     found = _LOCAL.fullmatch(text)
     if found is None and text.startswith(tuple(_CLASSES)):
         raise ValueError(
-            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.25)/SCHEME, got {text!r}"
+            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.5)/SCHEME, got {text!r}"
         )
     if found is None:
         return _parse_scheme(text, text, None, "local_steps", density, skip, also)
