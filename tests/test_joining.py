@@ -1,5 +1,7 @@
 """Buckets that are joined: once as many bytes wait, at the end of a step and between types; every bucket gets its part, or its error."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,7 +111,7 @@ def refused() -> str:
 
 @pytest.mark.distributed
 def test_a_limit_below_zero_is_refused() -> None:
-    assert "join_mb must be at least 0" in run(refused, 1)[0]
+    assert "join_mb must be in [0, inf)" in run(refused, 1)[0]
 
 
 def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
@@ -135,3 +137,32 @@ def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None
         assert int(whole.count_nonzero()) > 2 >= int(selected.count_nonzero())
         assert not nothing.any()
         assert rest.any()
+
+
+def test_an_error_in_joining_ends_the_step_on_the_thread_that_reduces() -> None:
+    prepared: list[Callable[[], None]] = []
+
+    def submit(bucket: Bucket, prepare: Callable[[], None] | None) -> Future:
+        assert prepare is not None
+        prepared.append(prepare)
+        failed = Future()
+        failed.set_exception(RuntimeError("it failed"))
+        return failed
+
+    joining = Joining(submit, 1000)
+    same = [Bucket("a", torch.zeros(3), 0), Bucket("b", torch.zeros(3), 0)]
+    same[1].grad = torch.zeros(0, 3)  # cannot be joined
+    futures = [joining.submit(each, last=each is same[1]) for each in same]
+    with pytest.raises(RuntimeError, match="small buckets could not be joined"):
+        prepared[0]()
+    for future in futures:
+        with pytest.raises(RuntimeError, match="it failed"):
+            future.wait()
+
+
+def test_what_waits_is_failed_when_its_step_is_abandoned() -> None:
+    joining = Joining(Recorded().submit, 1000)
+    future = joining.submit(bucket("a", 3), last=False)
+    joining.abandon(ValueError("the last bucket is complex"))
+    with pytest.raises(RuntimeError, match="the last bucket is complex"):
+        future.wait()

@@ -157,3 +157,15 @@ def test_scaled_random_elements_are_right_on_average_and_carry_no_positions() ->
 def test_wrong_settings_are_refused(make: type, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_dgc_tells_of_a_mean_that_the_gradients_type_cannot_hold() -> None:
+    schemes = [DGC(1.0, momentum=0.5, warmup_steps=0) for _ in range(2)]
+    for step, wanted in enumerate((False, True)):
+
+        def body(comm: LocalComm, step: int = step) -> tuple[bool, bool]:
+            bucket = Bucket("w", torch.full((8,), 50_000.0, dtype=torch.float16), step)
+            report = schemes[comm.rank].reduce(bucket, comm)
+            return bool(report.details["overflow"]), bool(bucket.grad.isfinite().all())
+
+        assert LocalWorld(2).run(body) == [(wanted, not wanted)] * 2

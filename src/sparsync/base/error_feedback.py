@@ -66,7 +66,9 @@ class ErrorFeedbackScheme(Scheme):
 
     residuals: Residuals = "float32"
     decay: float = 1.0
-    # Buckets of fewer elements are sent whole, in one all-reduce; an integration sets it, the same on all ranks.
+    # Whether a small bucket may be sent whole, in one all-reduce, in place of a step; and below how many elements it is, which an
+    # integration sets, the same on all ranks.
+    may_send_whole = False
     dense_below = 0
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
@@ -131,6 +133,9 @@ class ErrorFeedbackScheme(Scheme):
                     update.commit()
                 kernels.put_(bucket.grad, update.mean.index, written)
                 union = update.mean.index.numel()
+            if overflow and kernels.all_finite(bucket.grad):
+                # Only P times the mean is not: a loss scaler must see it all the same.
+                bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
         return self.report(bucket, cost.total, selected=update.selected, union=union, details=details)
 

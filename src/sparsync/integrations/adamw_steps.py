@@ -38,7 +38,13 @@ from sparsync.core import Bucket, Comm, Report, Span, generator
 from sparsync.feedback import state_from
 from sparsync.integrations.findings import check_scheme
 from sparsync.integrations.handle import Handle
-from sparsync.integrations.local_steps_checks import check_model, check_trained, compare, fingerprint_of
+from sparsync.integrations.local_steps_checks import (
+    check_model,
+    check_own_steps,
+    check_trained,
+    compare,
+    fingerprint_of,
+)
 from sparsync.integrations.local_steps_weights import (
     WeightBucket,
     buckets_of,
@@ -132,6 +138,7 @@ class AdamWSteps(Handle):
         timeout_s: float = 300.0,
     ) -> None:
         check_scheme(scheme)
+        check_own_steps(scheme)
         check_model(model)
         _check_optimizer(optimizer)
         _check_settings(keep, block, measure_every, bucket_mb)

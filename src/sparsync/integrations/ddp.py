@@ -47,6 +47,7 @@ class DdpHandle(AttachedHandle):
                 return self._submit_sparse(bucket)
             return self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
+            self._joining.abandon(error)
             return _failed(error)
 
     def _submit_sparse(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -81,9 +82,9 @@ def attach(
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
     Collective over the ranks of the model's process group. With a scheme that has a residual, successive buckets are joined until they
-    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one, and what has fewer
-    elements than `dense_below` even then is sent whole, with its residual, in one all-reduce. One thread
-    reduces the buckets in order, on a private process group, while the backward pass goes on.
+    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one. What has fewer
+    elements than `dense_below` even then is sent whole, with its residual, in one all-reduce, by topk, two_shot, micro, exdyna and
+    oktopk. One thread reduces the buckets in order, on a private process group, while the backward pass goes on.
     Skipped steps: a step in which any bucket has NaN or Inf is one, as for a loss scaler; what its other buckets have sent is rolled back.
     Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
     one works again, without what the failed step had taken from residuals.
@@ -99,16 +100,16 @@ def attach(
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=2)
     names = {id(parameter): name for name, parameter in ddp_model.module.named_parameters()}
-    if not join_mb >= 0:
-        raise ValueError(f"join_mb must be at least 0, the megabytes up to which buckets are joined, got {join_mb}")
+    if not 0 <= join_mb < float("inf"):
+        raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
     rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
     if dense_below < 0:
         raise ValueError(f"dense_below must be at least 0 elements, got {dense_below}")
     joined = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
     fingerprint = f"{scheme.config_fingerprint()}, {joined}"
     comm = GroupComm.private(ddp_model.process_group, timeout_s, fingerprint=fingerprint)
-    if isinstance(scheme, ErrorFeedbackScheme):
-        scheme.dense_below = dense_below
+    if isinstance(scheme, ErrorFeedbackScheme) and scheme.may_send_whole:
+        object.__setattr__(scheme, "dense_below", dense_below)  # a scheme may be a frozen dataclass
     handle = DdpHandle(scheme, comm, rescaler, join_mb)
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle

@@ -42,6 +42,12 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
             'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model',
             RuntimeError,
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        yield Finding(
+            "with skip_all_reduce_unused_params=True, DDP leaves out buckets, of which a hook is not told",
+            "make the model without it; find_unused_parameters=True works",
+            RuntimeError,
+        )
     if getattr(model, "static_graph", False):
         yield Finding(
             "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()",

@@ -1,7 +1,8 @@
 """Small buckets that are reduced as one: a scheme's exchanges and its time per call are then paid once for all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +71,7 @@ class Joining:
         parts, self._waiting = self._waiting, []
         if not parts:
             return
-        buckets = [each.bucket for each in parts]
-        layout = laid_out((entry.name, entry.shape or len(entry.span)) for each in buckets for entry in each.layout)
-        key = f"{buckets[0].key}-{buckets[-1].key}" if len(parts) > 1 else buckets[0].key
-        whole = Bucket(key, torch.cat([each.grad for each in buckets]), buckets[0].step, layout)
-        lengths = [each.grad.numel() for each in buckets]
+        buckets, lengths = [each.bucket for each in parts], [each.bucket.grad.numel() for each in parts]
 
         def split(finished: Future) -> None:
             try:
@@ -87,8 +84,32 @@ class Joining:
             for each in parts:
                 each.done.set_result(each.bucket.grad)
 
-        self._submit(whole, self._prepared()).then(split)
+        try:
+            whole, prepare = _joined(buckets), self._prepared()
+        except Exception as error:
+            # On the thread that reduces, so that the step ends on all ranks; not the exception, whose traceback holds the step.
+            cause = f"{type(error).__name__}: {error}"
+            whole, prepare = buckets[0], partial(_fail, cause)
+        self._submit(whole, prepare).then(split)
+
+    def abandon(self, error: Exception) -> None:
+        """Fail what waits, because what it waits for will not come."""
+        parts, self._waiting = self._waiting, []
+        for each in parts:
+            each.error.append(f"{type(error).__name__}: {error}")
+            each.done.set_result(each.bucket.grad)
 
     def _prepared(self) -> Prepare | None:
         prepare, self._prepare = self._prepare, None
         return prepare
+
+
+def _joined(buckets: Sequence[Bucket]) -> Bucket:
+    """Return one bucket with copies of the gradients of several."""
+    layout = laid_out((entry.name, entry.shape or len(entry.span)) for each in buckets for entry in each.layout)
+    key = f"{buckets[0].key}-{buckets[-1].key}" if len(buckets) > 1 else buckets[0].key
+    return Bucket(key, torch.cat([each.grad for each in buckets]), buckets[0].step, layout)
+
+
+def _fail(cause: str) -> None:
+    raise RuntimeError(f"small buckets could not be joined: {cause}")

@@ -27,6 +27,7 @@ from sparsync.integrations.local_steps_checks import (
     MEASURED,
     MakeOptimizer,
     check_model,
+    check_own_steps,
     check_settings,
     check_trained,
     compare,
@@ -111,6 +112,7 @@ class LocalSteps(Handle):
         timeout_s: float = 300.0,
     ) -> None:
         check_scheme(scheme)
+        check_own_steps(scheme)
         check_model(model)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
@@ -354,6 +356,8 @@ class LocalSteps(Handle):
         finite = all(kernels.all_finite(each.grad) for each in changes)
         # Once in each round.
         shared = list(self.model.buffers()) if fragment == 0 else []
+        if self.buffers != "own":
+            finite &= all(bool(each.isfinite().all()) for each in shared)
         sent = None
         if fragment == 0 and self._given_factor == MEASURED:
             sent = torch.zeros(LENGTH, dtype=torch.float64) if self._sketch is None else self._sketch
@@ -429,6 +433,9 @@ class LocalSteps(Handle):
                 tensors = [each for each in state.values() if isinstance(each, Tensor) and each.is_floating_point()]
                 if not all(bool(each.isfinite().all()) for each in tensors):
                     del optimizer.state[parameter]
+        for buffer, common in zip(self.model.buffers(), self._common_buffers, strict=True):
+            if not bool(buffer.isfinite().all()):
+                buffer.detach().copy_(common)
 
     def _kept(self, bucket: WeightBucket, held: Tensor | None) -> Tensor:
         """Return the common weights, with what stays in the own ones."""

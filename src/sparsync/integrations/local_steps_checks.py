@@ -52,6 +52,15 @@ def check_trained(model: nn.Module, trained: Iterable[nn.Parameter], what: str) 
         )
 
 
+def check_own_steps(scheme: Scheme) -> None:
+    """Raise ValueError for a scheme that makes steps of its own of what it reduces, which are steps here already."""
+    if scheme.has_momentum:
+        raise ValueError(
+            f"{scheme.name} adds a momentum of its own to what it reduces, and here the steps of an optimizer are exchanged; "
+            "use a scheme without, such as TwoShot or SparseLoCo"
+        )
+
+
 def check_settings(
     every: int,
     keep: float,

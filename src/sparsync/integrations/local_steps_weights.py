@@ -29,7 +29,7 @@ class WeightBucket:
     start: Tensor = field(init=False)  # [n] W after the last exchange; perhaps `common` itself
 
     def __post_init__(self) -> None:
-        self.layout = laid_out((name, each.numel()) for name, each in self.parameters.items())
+        self.layout = laid_out((name, each.shape) for name, each in self.parameters.items())
         self.common = self.own()
         self.start = self.common
 

@@ -21,6 +21,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
 from sparsync.lab.recipes import RECIPES
+from sparsync.lab.workloads.base import Workload
 
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
@@ -94,6 +95,17 @@ def check_labels(choices: Sequence[SchemeChoice]) -> None:
         raise ValueError(f"--schemes names one twice: {', '.join(labels)}; give each scheme once, or other settings")
 
 
+def check_optimizer(choice: SchemeChoice, workload: Workload) -> None:
+    """Raise ValueError where a scheme has a momentum of its own, and the job's optimizer is anything but plain SGD."""
+    if choice.local is None and choice.make().has_momentum:
+        optimizer, _ = workload.optimizer(workload.model(seed=0), 1)
+        if not isinstance(optimizer, SGD) or optimizer.param_groups[0]["momentum"]:
+            raise ValueError(
+                f"{choice.label!r} has a momentum of its own, for plain SGD to apply; this job has {type(optimizer).__name__}"
+                f"{' with momentum' if isinstance(optimizer, SGD) else ''}; leave it out, or write a job with plain SGD"
+            )
+
+
 def try_out(choice: SchemeChoice, ranks: int) -> None:
     """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now."""
 
@@ -101,7 +113,8 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
         if choice.local is not None:
             model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])  # as many parameters as there may be fragments
             kind = SGD if choice.steps == "local_steps" else AdamW
-            choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm).exchange()
+            steps = choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm)
+            _ = steps.exchange() if choice.steps == "local_steps" else steps.step()
             return
         report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
         if not isinstance(report, Report):
@@ -131,6 +144,10 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
     if unknown is not None or (steps == "local_steps" and "every" not in local):
         problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
         raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
+    if local.get("clip_factor") == "measured":
+        raise ValueError(
+            f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"
+        )
     return _parse_scheme(label, scheme, local, steps, density, skip, also)
 
 

@@ -7,7 +7,7 @@ clipping is of a bucket, not of a layer; and the warm-up is counted in steps, no
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -39,6 +39,7 @@ class DGC(TopK):
     )
 
     name = "dgc"
+    may_send_whole = False  # a step knows what leaves the momentum
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +65,10 @@ class DGC(TopK):
         own = Bucket(bucket.key, moved.clone(), bucket.step, bucket.layout)  # reduced in place
         report = super().reduce(own, comm)
         bucket.grad.copy_(own.grad)
+        if not report.details["overflow"] and not kernels.all_finite(bucket.grad):
+            # The gradient has fewer bits than what was reduced, and its type overflows on all ranks alike.
+            super().rollback(own)
+            report = replace(report, details={**report.details, "overflow": True})
         if not report.details["overflow"]:
             u.copy_(moved)
             if self.masking:

@@ -78,6 +78,7 @@ class MiCRO(ErrorFeedbackScheme):
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
 
     name = "micro"
+    may_send_whole = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -70,6 +70,7 @@ class OkTopk(ErrorFeedbackScheme):
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
 
     name = "oktopk"
+    may_send_whole = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,7 @@ class TopK(ErrorFeedbackScheme):
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
 
     name = "topk"
+    may_send_whole = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,6 +44,7 @@ class TwoShot(ErrorFeedbackScheme):
     decay: float = 1.0  # share of the residual that joins the next gradient; SparseLoCo has 0.95
 
     name = "two_shot"
+    may_send_whole = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsync.lab import workloads
 from sparsync.lab.netlab import parse_link
-from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync.lab.workloads.base import Workload, share
 
 
@@ -47,6 +47,8 @@ class Settings:
         workload = workloads.get(self.workload, **self.options)
         share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
         workload.prepare()
+        for choice in self.schemes:
+            check_optimizer(choice, workload)
         return workload
 
 

@@ -16,7 +16,7 @@ import torch
 from sparsync.lab import workloads
 from sparsync.lab.frontier import runs
 from sparsync.lab.frontier.runs import Finished, Key
-from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload, parameter_count, share
 
@@ -66,6 +66,8 @@ class Study:
         for rate in self.rates:
             _ = workload if rate == 1 else workload.at_rate(rate)
         workload.prepare()
+        for choice in self.schemes:
+            check_optimizer(choice, workload)
         return workload
 
     @cached_property
