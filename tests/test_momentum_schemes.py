@@ -160,7 +160,7 @@ def test_wrong_settings_are_refused(make: type, settings: dict[str, Any], messag
 
 
 def test_dgc_tells_of_a_mean_that_the_gradients_type_cannot_hold() -> None:
-    schemes = [DGC(1.0, momentum=0.5, warmup_steps=0) for _ in range(2)]
+    schemes = [DGC(1.0, momentum=0.5, masking=False, warmup_steps=0) for _ in range(2)]
     for step, wanted in enumerate((False, True)):
 
         def body(comm: LocalComm, step: int = step) -> tuple[bool, bool]:
