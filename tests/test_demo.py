@@ -49,6 +49,7 @@ def nbytes(choice: SchemeChoice) -> float:
     return fmean(LocalWorld(4).run(reduce))
 
 
+@pytest.mark.slow
 def test_the_summary_has_a_table_for_each_half_with_the_loss_of_quality_beside_the_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("signal_handlers_are_put_back")
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_command_writes_table_picture_and_page(
     tmp_path: Path, play: Path, jobs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

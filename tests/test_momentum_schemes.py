@@ -73,6 +73,7 @@ def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_eps() -> None:
     assert written[10:].all()
 
 
+@pytest.mark.slow
 def test_one_bit_adam_minimises_what_adam_minimises() -> None:
     P, target = 4, numbers(9)
     x, schemes = torch.zeros(N), [OneBitAdam(warmup_steps=40) for _ in range(P)]
