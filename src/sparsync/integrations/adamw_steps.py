@@ -129,7 +129,7 @@ class AdamWSteps(Handle):
         optimizer: Adam,
         scheme: Scheme,
         *,
-        keep: float = 0.5,
+        keep: float = 0.35,
         block: int = 64,
         measure_every: int = 8,
         bucket_mb: float = 25.0,

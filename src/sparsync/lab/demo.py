@@ -50,7 +50,7 @@ HALVES = (
         "gpt",
         "A transformer by characters, trained by AdamW",
         "--workload gpt --ranks 4 --link 100mbit --target 15 --steps 120 --eval-every 10 --seed 0 --schemes "
-        "dense,bf16,powersgd,topk:density=0.01:values=int4,adamw_steps(keep=0.5)/two_shot:density=0.07:values=sign",
+        "dense,bf16,powersgd,topk:density=0.01:values=int4,adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign",
     ),
 )
 
