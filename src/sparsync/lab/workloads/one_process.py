@@ -30,7 +30,9 @@ class LocalSteps(Protocol):
     """What is used of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
 
     replaces_optimizer: bool  # its `step` takes the optimizer's step too
-    clip_factor: float  # how much longer a rank's own gradient may be than the mean gradient
+
+    @property
+    def clip_factor(self) -> float: ...  # how much longer a rank's own gradient may be than the mean gradient
 
     def step(self) -> list[Report]: ...
     def exchange(self) -> list[Report]: ...
