@@ -21,7 +21,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
 from sparsync.lab.recipes import RECIPES
-from sparsync.lab.workloads.base import Workload
 
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
@@ -93,17 +92,6 @@ def check_labels(choices: Sequence[SchemeChoice]) -> None:
     labels = [choice.label for choice in choices]
     if len(set(labels)) < len(labels):
         raise ValueError(f"--schemes names one twice: {', '.join(labels)}; give each scheme once, or other settings")
-
-
-def check_optimizer(choice: SchemeChoice, workload: Workload) -> None:
-    """Raise ValueError where a scheme has a momentum of its own, and the job's optimizer is anything but plain SGD."""
-    if choice.local is None and choice.make().has_momentum:
-        optimizer, _ = workload.optimizer(workload.model(seed=0), 1)
-        if not isinstance(optimizer, SGD) or optimizer.param_groups[0]["momentum"]:
-            raise ValueError(
-                f"{choice.label!r} has a momentum of its own, for plain SGD to apply; this job has {type(optimizer).__name__}"
-                f"{' with momentum' if isinstance(optimizer, SGD) else ''}; leave it out, or write a job with plain SGD"
-            )
 
 
 def try_out(choice: SchemeChoice, ranks: int) -> None:

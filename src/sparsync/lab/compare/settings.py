@@ -5,8 +5,8 @@ from typing import Any
 
 from sparsync.lab import workloads
 from sparsync.lab.netlab import parse_link
-from sparsync.lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
-from sparsync.lab.workloads.base import Workload, share
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+from sparsync.lab.workloads.base import Workload, check_momentum, share
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Settings:
         share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
         workload.prepare()
         for choice in self.schemes:
-            check_optimizer(choice, workload)
+            if choice.local is None:
+                check_momentum(workload, choice.label, choice.make())
         return workload
 
 

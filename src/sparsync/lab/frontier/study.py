@@ -16,9 +16,9 @@ import torch
 from sparsync.lab import workloads
 from sparsync.lab.frontier import runs
 from sparsync.lab.frontier.runs import Finished, Key
-from sparsync.lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
 from sparsync.lab.workloads import one_process
-from sparsync.lab.workloads.base import Workload, parameter_count, share
+from sparsync.lab.workloads.base import Workload, check_momentum, parameter_count, share
 
 POINTS = 4  # evaluations of a training, evenly spaced; the last one at its end
 
@@ -67,7 +67,8 @@ class Study:
             _ = workload if rate == 1 else workload.at_rate(rate)
         workload.prepare()
         for choice in self.schemes:
-            check_optimizer(choice, workload)
+            if choice.local is None:
+                check_momentum(workload, choice.label, choice.make())
         return workload
 
     @cached_property

@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from sparsync.base.scheme import Scheme
 from sparsync.core import Span, generator, spans
 
 Better = Literal["lower", "higher"]
@@ -148,6 +149,18 @@ def _accepts(function: Callable[..., object], names: list[str]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_momentum(workload: Workload, label: str, scheme: Scheme) -> None:
+    """Raise ValueError where `scheme` has a momentum of its own, and the job's optimizer is anything but plain SGD."""
+    if not scheme.has_momentum:
+        return
+    optimizer, _ = workload.optimizer(workload.model(seed=0), 1)
+    if not isinstance(optimizer, SGD) or optimizer.param_groups[0]["momentum"]:
+        raise ValueError(
+            f"{label!r} has a momentum of its own, for plain SGD to apply; this job has {type(optimizer).__name__}"
+            f"{' with momentum' if isinstance(optimizer, SGD) else ''}; leave it out, or write a job with plain SGD"
+        )
 
 
 def share(batch: int, rank: int, ranks: int) -> Span:
