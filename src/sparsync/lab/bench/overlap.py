@@ -202,7 +202,7 @@ def _own(options: argparse.Namespace) -> Case:
 def _attached(choice: SchemeChoice, options: argparse.Namespace) -> Case:
     """Return the case of a model with the hook; its `reduce` gives the same buckets to an equal scheme on a dispatcher of its own."""
     model = _model(options)
-    handle = attach(model, choice.make(), timeout_s=TIMEOUT_S)
+    handle = attach(model, choice.make(), timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     scheme, reports = choice.make(), list[Report]()
     dispatcher = Dispatcher(Connection(scheme, GroupComm.private(timeout_s=TIMEOUT_S)), reports.append)
     names = [name for name, _ in reversed(list(model.module.named_parameters()))]
