@@ -15,15 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers import idx_files
 from helpers.idx_files import TRAINING_IMAGES
+from sparsync import TopK
 from sparsync.lab import workloads
 from sparsync.lab.workloads import fashion_images
-from sparsync.lab.workloads.base import Batch, Workload, chunks, exactly_addable
+from sparsync.lab.workloads.base import Batch, Workload, check_momentum, chunks, exactly_addable
 from sparsync.lab.workloads.fashion import Fashion
 from sparsync.lab.workloads.gpt import Gpt
 from sparsync.lab.workloads.movielens import MovieLens
 from sparsync.lab.workloads.movielens_ratings import ratings
 from sparsync.lab.workloads.networks import population_statistics
 from sparsync.lab.workloads.shakespeare import Shakespeare
+from sparsync.schemes.dgc import DGC
 
 RANKS = (1, 2, 4, 8, 16)
 LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
@@ -583,3 +585,11 @@ def test_a_recommender_that_knows_the_held_out_film_always_hits(films: Path) -> 
         model.user_factor.weight.scatter_(1, data.ranked[:, :1], 1.0)
         model.output.weight[:, :130] = 1.0
     assert workload.quality(*workload.evaluate(model, 0, 1)) == 100.0
+
+
+def test_a_scheme_with_a_momentum_of_its_own_is_refused_under_adam() -> None:
+    job = workloads.get("gpt-tiny")
+    job.prepare()
+    with pytest.raises(ValueError, match="'dgc' has a momentum of its own, for plain SGD to apply; this job has AdamW"):
+        check_momentum(job, "dgc", DGC())
+    check_momentum(job, "topk", TopK())
