@@ -124,7 +124,8 @@ class TwoShotReduceScatter(ReduceScatterScheme):
     """The first exchange by itself, with the chunks for regions: each rank sends the share `density` of every other chunk.
 
     Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
-    the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
+    the sum of residuals over ranks + P x the mean. Where any rank's gradient holds NaN or Inf, all ranks get NaN and residuals stay as they
+    were; a sum that overflows at its owner is NaN there only.
     """
 
     def __init__(self, config: TwoShot) -> None:
