@@ -211,10 +211,14 @@ def raise_if_found_inf(received: Iterable[int]) -> None:
         raise NonFiniteError("a rank's gradient holds NaN or Inf")
 
 
+def digest(text: str) -> int:
+    """Return a number of 63 bits that is the same for the same text, on every machine, and another for any other text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
 def generator(seed: int, key: str, step: int) -> torch.Generator:
     """Return a CPU random generator that is the same on every rank for the same (seed, key, step), and unrelated for any other.
 
     Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
     """
-    digest = hashlib.blake2b(f"{seed}/{key}/{step}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(digest(f"{seed}/{key}/{step}"))

@@ -162,6 +162,9 @@ class ErrorFeedbackScheme(Scheme):
     def rollback(self, bucket: Bucket) -> None:
         self.feedback.rollback(bucket)
 
+    def shared_text(self, bucket: Bucket) -> str:
+        return ", ".join(f"{key}: {table.text(bucket)}" for key, table in self._shared.items())
+
     def reset_shared_state(self) -> None:
         for table in self._shared.values():
             table.load_state_dict({})
@@ -197,6 +200,10 @@ class ByBucket(Generic[State]):
             self._shapes[bucket.key] = shape
             self._states[bucket.key] = self.make()
         return self._states[bucket.key]
+
+    def text(self, bucket: Bucket) -> str:
+        """Return the state of this bucket as text; that of one not seen before says so."""
+        return repr(self._states.get(bucket.key))
 
     def by_names(self) -> list[tuple[set[str], State]]:
         """Return the states, each with the names of its bucket's parameters."""

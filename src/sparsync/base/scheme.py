@@ -100,6 +100,10 @@ class Scheme(ABC):
         """Add what `reduce` wrote to `bucket.grad` to the residual again, on all ranks, because the step will not be applied."""
         return
 
+    def shared_text(self, bucket: Bucket) -> str:
+        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
+        return ""
+
     def reset_shared_state(self) -> None:
         """Forget thresholds, partitions and whatever else must agree across ranks, but no residual: after a failure it may differ."""
         return

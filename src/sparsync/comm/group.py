@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.core import spans, sum_in_rank_order
-
-Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+from sparsync.comm.announcement import Announcement, Announcements
+from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, within
+from sparsync.core import digest, spans, sum_in_rank_order
 
 
 class ConnectionLostError(RuntimeError):
@@ -40,7 +41,10 @@ class GroupComm:
     size: int = field(init=False)
     _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # the group that `private` was given
     _timeout_s: float = field(default=0.0, init=False, repr=False)
-    _name: str = field(default="", init=False, repr=False)  # in the store of `_base`, the same on all ranks
+    _meeting: Meeting | None = field(default=None, init=False, repr=False)
+    _name: str = field(default="", init=False, repr=False)  # of the meeting that made this group, the same on all ranks
+    _announcements: Announcements | None = field(default=None, init=False, repr=False)
+    _announced: bool = field(default=False, init=False, repr=False)  # `announce` was called
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
@@ -60,23 +64,38 @@ class GroupComm:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
         base = _existing(group)
+        rank, size = dist.get_rank(base), dist.get_world_size(base)
+        store, own = base.get_group_store(), f"sparsync/{dist.get_rank(base)}"
+        doing = f"rank {rank} of {size} makes a private group"
+        number = within(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
+        meeting = Meeting(store, f"sparsync/{base.group_name}/{number}", rank, size)
+        return cls._connected(base, meeting, timeout_s, fingerprint)
+
+    @classmethod
+    def _connected(
+        cls, base: dist.ProcessGroup, meeting: Meeting, timeout_s: float, fingerprint: str, cure: str = ""
+    ) -> "GroupComm":
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
-        store = base.get_group_store()
-        name = f"sparsync/{base.group_name}/{store.add(f'sparsync/{rank}', 1)}"  # each rank counts its own calls
-        _rendezvous(store, name, rank, len(ranks), timeout_s, fingerprint)
+        name, backend = meeting.meet(fingerprint, timeout_s, cure), dist.get_backend(base)
+
         # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
         # differs between ranks, they wait for each other for ever. Price: a function that torch may change.
-        try:
-            made, _ = c10d._new_process_group_helper(
+        def make() -> Any:
+            return c10d._new_process_group_helper(
                 len(ranks),
                 rank,
                 ranks,
-                dist.get_backend(base),
-                store,
+                backend,
+                meeting.store,
                 c10d.GroupName(name),
                 timeout=timedelta(seconds=timeout_s),
                 device_id=base.bound_device_id,
-            )
+            )[0]
+
+        doing = f"rank {rank} of {len(ranks)} connects to the other ranks"
+        try:
+            # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no bound of its own where the store hangs.
+            made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}"
@@ -84,13 +103,16 @@ class GroupComm:
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
-        comm._base, comm._timeout_s, comm._name = base, timeout_s, name
+        comm._base, comm._timeout_s, comm._meeting, comm._name = base, timeout_s, meeting, name
         return comm
 
-    def reconnect(self, fingerprint: str = "") -> "GroupComm":
-        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`."""
-        assert self._base is not None, "only a private communicator can reconnect"
-        return GroupComm.private(self._base, self._timeout_s, fingerprint)
+    def reconnect(self, fingerprint: str = "", cure: str = "") -> "GroupComm":
+        """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`.
+
+        `cure` is what the error says where fingerprints differ.
+        """
+        assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
+        return GroupComm._connected(self._base, self._meeting, self._timeout_s, fingerprint, cure)
 
     def close(self) -> None:
         """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
@@ -100,7 +122,8 @@ class GroupComm:
         with suppress(ValueError):  # destroyed already, with the world
             self.group.abort()
             dist.destroy_process_group(self.group)
-        self.group = None  # gloo closes its sockets when nothing refers to the group any more
+        # Gloo closes its sockets when nothing refers to the group any more.
+        self.group = self._announcements = None
 
     def close_and_report(self, cause: str) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
@@ -111,20 +134,81 @@ class GroupComm:
         if self.group is None:
             return ""
         self.close()
-        assert self._base is not None
-        keys = [f"{self._name}/failed/{other}" for other in range(self.size)]
-        lines: list[str] = []
-        with suppress(RuntimeError):  # the store itself is gone, so there are no reports
-            store = self._base.get_group_store()
-            store.set(keys[self.rank], cause)
-            with suppress(RuntimeError):
-                store.wait(keys, timedelta(seconds=min(REPORTS_S, self._timeout_s)))
-            for other in (other for other in range(self.size) if other != self.rank):
-                if not store.check([keys[other]]):
-                    lines.append(f"rank {other} does not answer")
-                elif reported := store.get(keys[other]).decode():
-                    lines.append(f"rank {other} reports {reported}")
-        return "; ".join(lines)
+        assert self._meeting is not None
+        try:
+            reports = self._meeting.report(self._name, cause, min(REPORTS_S, self._timeout_s))
+        except StoreSilentError as error:
+            return str(error)
+        except RuntimeError as error:
+            return f"the store of the process group is gone, perhaps with the process that hosts it: {error}"
+        others = [(rank, reported) for rank, reported in enumerate(reports) if rank != self.rank and reported != ""]
+        return "; ".join(
+            f"rank {rank} does not answer" if reported is None else f"rank {rank} reports {reported}"
+            for rank, reported in others
+        )
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tell all ranks what the operations that follow are about; the next one raises RanksDifferError where ranks differ.
+
+        Once this was called, operations are compared by what is announced alone. Until then every operation makes an announcement of its
+        own, of its name and lengths.
+        """
+        self._announced = True
+        if self.size > 1:
+            self._made(announcement)
+
+    def settle(self) -> None:
+        """Wait for the announcements of the other ranks, if they were not waited for yet. Raises RanksDifferError where they differ."""
+        made = self._announcements
+        if made is None or made.current is None:
+            return
+        announcement, made.current = made.current, None
+        try:
+            if not made.differ():
+                return
+            texts = made.exchange_texts("\n".join(announcement.lines()))
+        except RuntimeError as error:
+            raise self._failure("comparison", "with all ranks", error) from error
+        raise announcement.difference([text.split("\n") for text in texts])
+
+    def _made(self, announcement: Announcement) -> None:
+        group = self._open()
+        if self._announcements is None:
+            self._announcements = Announcements(group, self.rank, self.size)
+        try:
+            self._announcements.send(announcement)
+        except RuntimeError as error:
+            raise self._failure("comparison", "with all ranks", error) from error
+
+    def _compare(self, line: str) -> None:
+        """Where nothing was announced, compare between the ranks what they are about to do, which `line` says."""
+        if not self._announced and self.size > 1:
+            cure = "call the same operation, with the same lengths, on all ranks"
+            self._made(Announcement((digest(line), 0, 0, 0), lambda: [line], cure))
+            self.settle()
+
+    def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
+        """Where nothing was announced, compare the lengths that arrive with those that are expected."""
+        if not self._announced and self.size > 1:
+            self._compare(f"all_to_all of {dtype}")
+            arriving = self._counts(outgoing)
+            right = "lengths as expected"
+            self._compare(right if arriving == counts else f"lengths {arriving} where {counts} are expected")
+
+    def _check_pair(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
+        if self._announced:
+            return
+        group = self._open()
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        sent, arriving = (torch.tensor([part.nbytes], device=device) for part in (out, into))
+        empty = sent[:0]
+        self._transfer([(arriving if into.numel() else empty, source)], [(sent if out.numel() else empty, to)])
+        if int(arriving) != into.nbytes:
+            raise ValueError(
+                f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
+                "give send_recv tensors of the same length and type on both ranks"
+            )
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
         for peer in (to, source):
@@ -133,31 +217,42 @@ class GroupComm:
         if not out.numel() and not into.numel():
             return
         try:
+            self._check_pair(out, to, into, source)
             self._transfer([(into, source)], [(out, to)])
         except RuntimeError as error:
             raise self._failure("send_recv", f"sending to rank {to}, receiving from rank {source}", error) from error
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        counts = self._known("all_gather", counts, x.numel()) or self._counts([x.numel()] * self.size)
         if self.size == 1:
+            self._known("all_gather", counts, x.numel())
             return [x]
+        known = self._known("all_gather", counts, x.numel())
+        self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
+        counts = known or self._counts([x.numel()] * self.size)
         return self._exchange("all_gather", [x] * self.size, counts)
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
         outgoing = [part.numel() for part in parts]
-        counts = self._known("all_to_all", counts, outgoing[self.rank]) or self._counts(outgoing)
+        known = self._known("all_to_all", counts, outgoing[self.rank])
         if self.size == 1:
             return [parts[0]]
+        if known is None:
+            self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
+        else:
+            self._check_arriving(outgoing, known, parts[0].dtype)
+        counts = known or self._counts(outgoing)
         return self._exchange("all_to_all", parts, counts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
         if self.size == 1 or not x.numel():
             return x.clone()
         if x.device.type == "cpu" and x.dtype not in _GLOO_SUMS:
             return self._sum_in_rank_order(x)
         total = x.clone()
+        self.settle()
         try:
             dist.all_reduce(total, group=self._open())
         except RuntimeError as error:
@@ -189,7 +284,7 @@ class GroupComm:
 
         Receives are posted before sends. Gloo sends data only after the receiver's ready message, which travels on the same connection:
         behind a rank's own data it would be late, and the two ranks would send one after the other, at half the speed of the link.
-        For the same reason this does not use gloo's own all_to_all and all_gather.
+        For the same reason this does not use gloo's own all_to_all and all_gather. Nothing is sent before ranks have announced the same.
         """
         group = self._open()
         receives = [(_bytes(part), rank) for part, rank in incoming if part.numel()]
@@ -197,8 +292,10 @@ class GroupComm:
         if all(part.device.type == "cpu" for part, _ in receives + sends):
             # What a batch does on the CPU, without its checks.
             works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
+            self.settle()
             works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
         else:
+            self.settle()
             operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
             operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
             works = dist.batch_isend_irecv(operations)
@@ -222,6 +319,7 @@ class GroupComm:
         if self.size == 1:
             return outgoing
         group = self._open()
+        self.settle()
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
@@ -246,33 +344,6 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = group if group is not None else dist.group.WORLD
     assert found is not None
     return found
-
-
-def _rendezvous(store: Store, name: str, rank: int, size: int, timeout_s: float, fingerprint: str) -> None:
-    """Wait for all ranks. Raises RuntimeError that names ranks that do not come, or that have another `fingerprint`."""
-    keys = [f"{name}/{other}" for other in range(size)]
-    store.set(keys[rank], fingerprint)
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-        fingerprints = [store.get(key).decode() for key in keys]
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank} of {size}: {_missing(store, keys)} did not come to make a private group within {timeout_s:g} s ({error}); "
-            "all ranks of the group must take part, e.g. call attach"
-        ) from error
-    for other, theirs in enumerate(fingerprints):
-        if theirs != fingerprint:
-            raise RuntimeError(
-                f"ranks must agree, but rank {rank} has {fingerprint} and rank {other} has {theirs}; "
-                "give all ranks the same settings and the same checkpoint"
-            )
-
-
-def _missing(store: Store, keys: list[str]) -> str:
-    with suppress(RuntimeError):  # the store itself is gone
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-    return "some rank"
 
 
 def _bytes(x: Tensor) -> Tensor:

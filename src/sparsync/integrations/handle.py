@@ -77,6 +77,7 @@ class Handle:
         self._flush()
         self.scheme.load_state_dict(scheme)
         self._step = step
+        self._connection.continue_after(step)
         units = self._rescaler.units
         units.rates, units.highest, units.scale = dict(rates), dict(highest), scale
 

@@ -90,6 +90,9 @@ class AutoProtect(Scheme):
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.scheme.rescale_residual(factors)
 
+    def shared_text(self, bucket: Bucket) -> str:
+        return f"protected: {self.protected}"
+
     def reset_shared_state(self) -> None:
         self.disagreement = Disagreement()
         self.protected = None

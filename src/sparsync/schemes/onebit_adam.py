@@ -97,6 +97,9 @@ class OneBitAdam(ErrorFeedbackScheme):
     def rollback(self, bucket: Bucket) -> None:
         return
 
+    def shared_text(self, bucket: Bucket) -> str:
+        return f"steps: {[self.steps.get(entry.name, 0) for entry in bucket.layout]}"
+
     def reset_shared_state(self) -> None:
         super().reset_shared_state()
         self._forget()

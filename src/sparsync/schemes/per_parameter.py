@@ -52,6 +52,10 @@ class PerParameter(Scheme):
         cost = sum((report.cost for report in reports.values()), Cost())
         return self.report(bucket, cost, selected, union, details)
 
+    def shared_text(self, bucket: Bucket) -> str:
+        own = {key: self._bucket_of(bucket, key, layout) for key, layout in self._layouts(bucket.layout).items()}
+        return ", ".join(f"{key or 'default'}: {self._schemes[key].shared_text(inner)}" for key, inner in own.items())
+
     def reset_shared_state(self) -> None:
         for scheme in self._schemes.values():
             scheme.reset_shared_state()

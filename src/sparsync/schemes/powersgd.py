@@ -101,6 +101,10 @@ class PowerSGD(ErrorFeedbackScheme):
         details = {"matrices": sum(len(group.names) for group in plan.groups), "sent_whole": len(plan.whole)}
         return DenseUpdate(written, values, details=details, commit=commit)
 
+    def shared_text(self, bucket: Bucket) -> str:
+        known = [self.right[entry.name] for entry in bucket.layout if entry.name in self.right]
+        return f"factors that add up to {[float(q.sum()) for q in known]}"
+
     def reset_shared_state(self) -> None:
         super().reset_shared_state()
         self.right = {}
