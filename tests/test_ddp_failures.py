@@ -45,8 +45,12 @@ class Failing(Scheme):
         if now and not self.after:
             self.what()
         report = Dense(form="ring").reduce(bucket, comm)
-        if now and self.after:
-            self.what()
+        if self.after and (bucket.step, bucket.key) == WHERE:
+            through = dist.distributed_c10d._get_default_store()
+            if now:
+                through.wait([f"through/{rank}" for rank in range(comm.size) if rank not in self.ranks])
+                self.what()
+            through.set(f"through/{comm.rank}", "")
         return report
 
 
@@ -120,11 +124,11 @@ def test_a_failure_on_any_rank_fails_the_step_on_all_with_its_cause_and_the_next
             assert outcome.right == FAILED_ONCE
             assert "failing failed on bucket 'bucket1' at step 2: " in str(outcome.errors[2])
             # The other buckets of a failed step are not tried.
-            assert [key for step, key in outcome.came if step == 2] == ["bucket0", "bucket1"]
+            assert [key for step, key in outcome.came if step == 2] in (["bucket0"], ["bucket0", "bucket1"])
             assert [len([key for step, key in outcome.came if step == number]) for number in (1, 3)] == [8, 8]
         assert "ValueError: no luck today" in str(all_fail.errors[2])
         assert "SystemExit: leaving" in str(all_leave.errors[2])
-        assert ("no luck today" if rank == 1 else f"rank {rank} of 3: send_recv") in str(one_fails.errors[2])
+        assert ("no luck today" if rank == 1 else f"rank {rank} of 3: ") in str(one_fails.errors[2])
         assert ("rank 1 reports ValueError: no luck today" in str(one_fails.errors[2])) == (rank != 1)
 
 
@@ -169,15 +173,16 @@ def test_a_rank_that_is_killed_is_an_error_on_the_others() -> None:
         assert not any(outcomes[rank].right[2:])
 
 
-def test_ranks_at_different_steps_get_an_error_and_never_mix_their_steps() -> None:
-    """Rank 0 fails in the last bucket of step 2 when rank 1 is through with it, so rank 1 is one step ahead from then on."""
+def test_after_a_failure_that_one_rank_did_not_see_every_step_says_that_a_checkpoint_must_be_loaded() -> None:
+    """Rank 0 fails in the last bucket of step 2 when rank 1 is through with it, and has applied it."""
     behind, ahead = run(train_with, 2, what=fail, ranks=(0,), after=True, timeout_s=2.0, buckets=2)
     assert "no luck today" in str(behind.errors[2])
     assert ahead.errors[2] is None
     assert "rank 1 of 2: send_recv" in str(ahead.errors[3])
     for step in (3, 4):
-        assert "ranks must agree, but rank 0 has gradients of step" in str(behind.errors[step])
-        assert "ranks must agree, but rank 1 has gradients of step" in str(ahead.errors[step + 1])
+        assert "step 1 as the last one before that was reduced and rank 1 has gradients" in str(behind.errors[step])
+        assert "step 2 as the last one before that was reduced and rank 0 has gradients" in str(ahead.errors[step + 1])
+        assert "load a checkpoint on all ranks" in str(behind.errors[step])
     assert behind.right == [True, True, False, False, False, False]
     assert ahead.right == [True, True, True, False, False, False]
 

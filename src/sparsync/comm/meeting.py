@@ -79,11 +79,13 @@ class Meeting:
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} waits for the other ranks"
         round_number, notes = within(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
-        missing = [str(other) for other, note in enumerate(notes) if not _is_at(note, round_number)]
-        if missing:
+        # One that has left again had come, and waited in vain as this rank has.
+        missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != round_number]
+        if missing or not all(_is_at(note, round_number) for note in notes):
+            absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "all ranks at once"
             raise RuntimeError(
-                f"rank {self.rank} of {self.size}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come to make a "
-                f"private group within {timeout_s:g} s; all ranks of the group must take part, e.g. call attach"
+                f"rank {self.rank} of {self.size}: {absent} did not come to make a private group within {timeout_s:g} s; "
+                "all ranks of the group must take part, e.g. call attach"
             )
         for other, note in enumerate(notes):
             if note is not None and note.fingerprint != fingerprint:
@@ -108,11 +110,16 @@ class Meeting:
                 own = _Note(mine, "waits", fingerprint)
                 self._write(own)
             notes = self._notes()
-            newest = max(note.round for note in notes if note is not None)
+            newest, complete = max(note.round for note in notes if note is not None), f"{self.name}/{mine}/complete"
+            if newest > mine and self.store.check([complete]):
+                # Some rank was quicker, and is at the next meeting already; this one ended for all in the same way.
+                notes = [_Note(mine, "met", each) for each in json.loads(self.store.get(complete))]
+                newest = mine
             if newest > mine:
                 mine = newest
                 continue
             if all(_is_at(note, mine) for note in notes):
+                self.store.set(complete, json.dumps([note.fingerprint for note in notes if note is not None]))
                 self._write(_Note(mine, "met", fingerprint))
                 return mine, notes
             if time.monotonic() >= deadline:

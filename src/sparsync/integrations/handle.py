@@ -3,7 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
@@ -34,6 +34,22 @@ class Handle:
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        # When nothing refers to the handle any more, which model and optimizer do. Not at exit, where torch may have ended before.
+        weakref.finalize(self, self._connection.shut).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back connections and threads. What is reduced afterwards raises RuntimeError; reports and state stay readable.
+
+        For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an error.
+        A handle that nothing refers to any more closes by itself.
+        """
+        self._connection.shut()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -95,6 +111,10 @@ class AttachedHandle(Handle):
         super().__init__(scheme, comm, rescaler, part)
         self._dispatcher = Dispatcher(self._connection, self._reports.append)
         weakref.finalize(self, self._dispatcher.stop)
+
+    def close(self) -> None:
+        self._dispatcher.stop()
+        super().close()
 
     def detach(self) -> None:
         """Give the model back as it was before `attach`. Raises RuntimeError for DistributedDataParallel; only FSDP2 can."""
