@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
     from sparsync.base.error_feedback import Update as Update
     from sparsync.base.scheme import Scheme as Scheme
+    from sparsync.comm.announcement import RanksDifferError as RanksDifferError
+    from sparsync.comm.group import ConnectionLostError as ConnectionLostError
     from sparsync.comm.group import GroupComm as GroupComm
     from sparsync.comm.local import LocalWorld as LocalWorld
     from sparsync.comm.metered import MeteredComm as MeteredComm
@@ -64,7 +66,9 @@ _HOME = {
     "ErrorFeedbackScheme": "sparsync.base.error_feedback",
     "ExDyna": "sparsync.schemes.exdyna",
     "GradientReducer": "sparsync.integrations.manual",
+    "ConnectionLostError": "sparsync.comm.group",
     "GroupComm": "sparsync.comm.group",
+    "RanksDifferError": "sparsync.comm.announcement",
     "LocalSteps": "sparsync.integrations.local_steps",
     "LocalWorld": "sparsync.comm.local",
     "MeteredComm": "sparsync.comm.metered",
@@ -105,6 +109,7 @@ __all__ = [
     "AutoProtect",
     "Bucket",
     "Comm",
+    "ConnectionLostError",
     "Cost",
     "DeMo",
     "Dense",
@@ -127,6 +132,7 @@ __all__ = [
     "Quantized",
     "RandomK",
     "RandomPruning",
+    "RanksDifferError",
     "Report",
     "Scheme",
     "SkipReduce",

@@ -1,7 +1,7 @@
 """A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.comm.announcement import Announcement, Announcements
+from sparsync.comm.announcement import Announcement, Announcements, RanksDifferError
 from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, within
 from sparsync.core import digest, spans, sum_in_rank_order
 
@@ -163,22 +163,18 @@ class GroupComm:
         if made is None or made.current is None:
             return
         announcement, made.current = made.current, None
-        try:
+        with self._named("comparison", "with all ranks"):
             if not made.differ():
                 return
             texts = made.exchange_texts("\n".join(announcement.lines()))
-        except RuntimeError as error:
-            raise self._failure("comparison", "with all ranks", error) from error
         raise announcement.difference([text.split("\n") for text in texts])
 
     def _made(self, announcement: Announcement) -> None:
         group = self._open()
         if self._announcements is None:
             self._announcements = Announcements(group, self.rank, self.size)
-        try:
+        with self._named("comparison", "with all ranks"):
             self._announcements.send(announcement)
-        except RuntimeError as error:
-            raise self._failure("comparison", "with all ranks", error) from error
 
     def _compare(self, line: str) -> None:
         """Where nothing was announced, compare between the ranks what they are about to do, which `line` says."""
@@ -216,11 +212,9 @@ class GroupComm:
                 raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
         if not out.numel() and not into.numel():
             return
-        try:
+        with self._named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
             self._check_pair(out, to, into, source)
             self._transfer([(into, source)], [(out, to)])
-        except RuntimeError as error:
-            raise self._failure("send_recv", f"sending to rank {to}, receiving from rank {source}", error) from error
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         if self.size == 1:
@@ -253,10 +247,8 @@ class GroupComm:
             return self._sum_in_rank_order(x)
         total = x.clone()
         self.settle()
-        try:
+        with self._named("all_reduce", "with all ranks"):
             dist.all_reduce(total, group=self._open())
-        except RuntimeError as error:
-            raise self._failure("all_reduce", "with all ranks", error) from error
         return total
 
     def _sum_in_rank_order(self, x: Tensor) -> Tensor:
@@ -273,10 +265,8 @@ class GroupComm:
         distances = range(1, self.size)
         incoming = [(received[source], source) for source in ((self.rank - i) % self.size for i in distances)]
         outgoing = [(parts[to], to) for to in ((self.rank + i) % self.size for i in distances)]
-        try:
+        with self._named(name, "with all ranks"):
             self._transfer(incoming, outgoing)
-        except RuntimeError as error:
-            raise self._failure(name, "with all ranks", error) from error
         return received
 
     def _transfer(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
@@ -323,10 +313,8 @@ class GroupComm:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
-        try:
+        with self._named("exchange of lengths", "with all ranks"):
             dist.all_to_all_single(received, sent, group=group)
-        except RuntimeError as error:
-            raise self._failure("exchange of lengths", "with all ranks", error) from error
         return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
 
     def _open(self) -> dist.ProcessGroup:
@@ -334,8 +322,15 @@ class GroupComm:
             raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use reconnect()")
         return self.group
 
-    def _failure(self, name: str, doing: str, error: RuntimeError) -> RuntimeError:
-        return ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}")
+    @contextmanager
+    def _named(self, name: str, doing: str) -> Iterator[None]:
+        """Raise what fails inside as an error that says what was done with which ranks."""
+        try:
+            yield
+        except RanksDifferError:
+            raise
+        except RuntimeError as error:
+            raise ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}") from error
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

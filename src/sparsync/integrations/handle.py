@@ -46,8 +46,8 @@ class Handle:
     def close(self) -> None:
         """Give back connections and threads. What is reduced afterwards raises RuntimeError; reports and state stay readable.
 
-        For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an error.
-        A handle that nothing refers to any more closes by itself.
+        For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an
+        error. A handle that nothing refers to any more closes by itself.
         """
         self._connection.shut()
 

@@ -1,0 +1,113 @@
+"""How ranks find each other on a store: whoever comes late, often, or never, and a store that hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+
+from sparsync.comm.meeting import Meeting, Store, StoreSilentError
+
+Result = TypeVar("Result")
+
+
+def together(*calls: Callable[[], Result]) -> list[Result | str]:
+    """What the calls return, each on a thread of its own, or the message of what they raise."""
+    results: list[Result | str] = [""] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except RuntimeError as error:
+            results[place] = str(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def meetings(store: Store, size: int) -> list[Meeting]:
+    return [Meeting(store, "here", rank, size) for rank in range(size)]
+
+
+def test_every_meeting_has_a_name_of_its_own_that_is_the_same_on_all_ranks() -> None:
+    ranks, names = meetings(HashStore(), 3), []
+    for _ in range(3):
+        found = together(*(lambda each=each: each.meet("same", 10.0) for each in ranks))
+        assert len(set(found)) == 1
+        names.append(found[0])
+    assert len(set(names)) == 3
+
+
+def test_ranks_meet_that_have_tried_in_vain_a_different_number_of_times() -> None:
+    first, second = meetings(HashStore(), 2)
+    for _ in range(3):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0 of 2: rank 1 did not come to make a private group within 0\.05 s"
+        ):
+            first.meet("same", 0.05)
+    with pytest.raises(RuntimeError, match="rank 1 of 2: rank 0 did not come"):
+        second.meet("same", 0.05)
+    here, there = together(lambda: first.meet("same", 10.0), lambda: second.meet("same", 10.0))
+    assert here == there
+
+
+def test_all_ranks_get_the_error_of_those_that_differ_even_one_that_comes_back_at_once() -> None:
+    first, second = meetings(HashStore(), 2)
+
+    def twice() -> str:
+        (error,) = together(lambda: second.meet("step 2", 10.0))
+        return f"{error}; then {second.meet('step 1', 10.0)}"
+
+    def late() -> str:
+        (error,) = together(lambda: first.meet("step 1", 10.0))
+        return f"{error}; then {first.meet('step 1', 10.0)}"
+
+    here, there = together(late, twice)
+    assert here.startswith("ranks must agree, but rank 0 has step 1 and rank 1 has step 2")
+    assert there.startswith("ranks must agree, but rank 1 has step 2 and rank 0 has step 1")
+    assert here.split("; then ")[-1] == there.split("; then ")[-1]
+
+
+def test_reports_of_a_failure_reach_all_and_none_stands_for_a_rank_that_is_silent() -> None:
+    first, second, _ = meetings(HashStore(), 3)
+    found = together(lambda: first.report("this", "no memory", 0.3), lambda: second.report("this", "", 0.3))
+    assert found == [["no memory", "", None]] * 2
+
+
+@pytest.fixture
+def frozen() -> Iterator[Store]:
+    """A client of a TCPStore whose process is stopped: it neither answers nor closes the connection."""
+    program = (
+        "import sys, time, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        client = TCPStore(
+            "127.0.0.1", int(host.stdout.readline()), timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        client.set("before", "")
+        os.kill(host.pid, signal.SIGSTOP)
+        yield client
+        host.kill()
+
+
+def test_a_store_that_hangs_is_an_error_that_says_so(frozen: Store) -> None:
+    rank = Meeting(frozen, "here", 1, 2)
+    for call in (lambda: rank.meet("same", 0.2), lambda: rank.report("this", "no memory", 0.2)):
+        with pytest.raises(
+            StoreSilentError, match=r"rank 1 of 2 .* the store of the process group has not answered for 1\.2 s"
+        ):
+            call()
