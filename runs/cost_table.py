@@ -63,12 +63,12 @@ def main() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}")
 
 
-def table(schemes: str = SCHEMES) -> str:
-    """Return the table as Markdown; in each cell the figures for 4, 8 and 16 ranks."""
+def table(ranks: Sequence[int] = RANKS) -> str:
+    """Return the table as Markdown; each cell has a figure for each number of ranks."""
     heads = ["scheme", "rounds", "messages", "kB", "k", "K", "words / k", "words / K"]
     rows = [heads, ["---"] * len(heads)]
-    for choice in parse_schemes(schemes, DENSITY):
-        columns = zip(*(counted(choice, P).cells() for P in RANKS), strict=True)
+    for choice in parse_schemes(SCHEMES, DENSITY):
+        columns = zip(*(counted(choice, P).cells() for P in ranks), strict=True)
         rows.append([f"`{choice.label}`", *(", ".join(column) for column in columns)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -81,7 +81,9 @@ def counted(choice: SchemeChoice, P: int) -> Counted:
     for step in range(STEPS):
         gradients = stream.gradients(step)
 
-        def reduce(comm: LocalComm, step: int = step, gradients: Sequence[torch.Tensor] = gradients) -> tuple[Report, Cost]:
+        def reduce(
+            comm: LocalComm, step: int = step, gradients: Sequence[torch.Tensor] = gradients
+        ) -> tuple[Report, Cost]:
             metered = MeteredComm(comm)
             report = schemes[comm.rank].reduce(Bucket("costs", gradients[comm.rank], step, stream.layout), metered)
             return report, metered.take()[0]
@@ -89,18 +91,18 @@ def counted(choice: SchemeChoice, P: int) -> Counted:
         seen = LocalWorld(P).run(reduce)
         for rank, (report, sent) in enumerate(seen):
             if report.cost != sent:
-                raise RuntimeError(f"{choice.label}, P = {P}, step {step}, rank {rank}: reported {report.cost}, counted {sent}")
+                raise RuntimeError(
+                    f"{choice.label}, P = {P}, step {step}, rank {rank}: reported {report.cost}, counted {sent}"
+                )
         found += [report for report, _ in seen] if step else []
 
-    def mean(values: Sequence[float]) -> float:
-        return statistics.fmean(values)
-
+    costs = [report.cost for report in found]
     return Counted(
-        mean([report.cost.steps for report in found]),
-        mean([report.cost.messages for report in found]),
-        mean([report.cost.nbytes for report in found]),
-        mean([report.selected for report in found]),
-        mean([report.union for report in found]),
+        statistics.fmean(cost.steps for cost in costs),
+        statistics.fmean(cost.messages for cost in costs),
+        statistics.fmean(cost.nbytes for cost in costs),
+        statistics.fmean(report.selected for report in found),
+        statistics.fmean(report.union for report in found),
     )
 
 

@@ -1,7 +1,8 @@
 """The cost of each operation of a communicator: in closed form, and counted by a wrapper.
 
 The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
-algorithm, of the same volume per rank but other numbers of messages and of steps. Only the network interface counts what really left the machine.
+algorithm, of the same volume per rank but other numbers of messages and of steps. Only the network interface counts what really left
+the machine.
 """
 
 import time

@@ -86,7 +86,10 @@ class MiCRO(ErrorFeedbackScheme):
 
     @classmethod
     def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
-        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
+        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does with one flat vector.
+
+        Each bucket has a threshold of its own: for theirs, which is one for the model, let there be one bucket.
+        """
         return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
