@@ -2,7 +2,7 @@
 
     .venv/bin/python runs/traffic_by_ranks.py [--ranks 8,256 --elements 100000 --density 0.01 --steps 4]
 
-Markdown on standard output: words of 4 bytes, means over ranks and steps without the first step, also as multiples of k, the elements
+Markdown on standard output: words of 4 bytes, means over ranks and steps without the first step, also as multiples of d n, the elements
 asked for; most: of any rank at any step, the first too. The ranks run one after the other on one core: 256 of them take a minute for
 each scheme.
 """
@@ -24,7 +24,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     ranks = [int(number) for number in options.ranks.split(",")]
-    heads = [f"{what}, P = {P}" for P in ranks for what in ("union K", "words", "words / k", "most words / k")]
+    heads = [f"{what}, P = {P}" for P in ranks for what in ("union K", "words", "words / dn", "most words / dn")]
     print(_row(["scheme", *heads]), _row(["---"] * (1 + len(heads))), sep="\n")
     for choice in parse_schemes(options.schemes, options.density):
         cells = [cell for P in ranks for cell in _cells(choice, P, options)]
@@ -45,11 +45,11 @@ def _cells(choice: SchemeChoice, P: int, options: argparse.Namespace) -> list[st
     stream = Synthetic(P, options.elements)
     observed = Observed(choice, P, stream.layout)
     records: list[Record] = [observed.reduce(step, stream.gradients(step)) for step in range(options.steps)]
-    k = observed.asked
+    asked = observed.asked
     union = statistics.fmean(record["union"] for record in records[1:])
     words = statistics.fmean(each for record in records[1:] for each in record["words"])
     most = max(each for record in records for each in record["words"])
-    return [f"{union:.0f}", f"{words:.0f}", f"{words / k:.2f}", f"{most / k:.2f}"]
+    return [f"{union:.0f}", f"{words:.0f}", f"{words / asked:.2f}", f"{most / asked:.2f}"]
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ P, BLOCK, EVERY = 4, 8, 2
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
     "topk": lambda: TopK(0.25),
-    "micro": lambda: MiCRO(0.25, refresh=0.0, dense=()),
+    "micro": lambda: MiCRO(0.25),
     "oktopk": lambda: OkTopk(0.25),
     "two_shot": lambda: TwoShot(0.25, values="float32"),
     "sign": lambda: TwoShot(1.0, values="sign"),

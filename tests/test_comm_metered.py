@@ -1,6 +1,7 @@
 """MeteredComm: the closed forms are what the messages of an algorithm that is really run add up to."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,12 +53,16 @@ def test_all_reduce_costs_what_a_ring_reduce_scatter_and_all_gather_send(P: int,
 
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("P", WORLDS)
-def test_all_gather_costs_what_a_ring_that_forwards_sends(P: int, n: int) -> None:
+def test_all_gather_costs_what_a_ring_that_forwards_sends_but_at_once(P: int, n: int) -> None:
+    """As many messages and bytes in one step, where a ring's P-1 wait for each other."""
+
     def by_messages(comm: MeteredComm) -> None:
         pass_round(comm, [torch.zeros(n)] * P, comm.rank, P - 1)
 
     counted = measured(P, lambda comm: comm.all_gather(torch.zeros(n), [n] * P))
-    assert counted == measured(P, by_messages)
+    ring = measured(P, by_messages)
+    assert [replace(cost, steps=P - 1) for cost in counted] == ring
+    assert {cost.steps for cost in counted} == {min(1, P - 1)}
     assert counted == [all_gather_cost(n * FLOAT_NBYTES, P)] * P
 
 
@@ -103,7 +108,7 @@ def test_a_subset_counts_its_messages_one_by_one(P: int) -> None:
 
 def test_a_message_without_payload_is_not_counted() -> None:
     assert send_cost(0) == Cost(1, 0, 0)
-    assert all_gather_cost(0, 4) == Cost(3, 0, 0)
+    assert all_gather_cost(0, 4) == Cost(1, 0, 0)
     assert all_to_all_cost([0, 0, 0], 1) == Cost(1, 0, 0)
     assert all_reduce_cost(0, 4, 3, 0) == Cost(4, 0, 0)
     assert all_reduce_cost(2, 4, 3, 0).messages < all_reduce_cost(3, 4, 3, 0).messages

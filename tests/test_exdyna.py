@@ -79,7 +79,7 @@ def test_boundaries_move_until_all_partitions_have_one_threshold() -> None:
     scale[: n // 2] = 8.0
     draw = torch.Generator().manual_seed(5)
     steps = [[torch.randn(n, generator=draw) * scale for _ in range(P)] for _ in range(60)]
-    seen = run(lambda: ExDyna(density=0.05, refresh=0.0), P, steps)
+    seen = run(lambda: ExDyna(density=0.05), P, steps)
 
     def spread(step: int) -> float:
         thresholds = [float(each[step].report.details["threshold"]) for each in seen]

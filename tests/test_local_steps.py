@@ -39,7 +39,7 @@ P = 4
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
     "topk": lambda: TopK(0.25),
-    "micro": lambda: MiCRO(0.25, refresh=0.0, dense=()),
+    "micro": lambda: MiCRO(0.25),
     "oktopk": lambda: OkTopk(0.25),
     "two_shot": lambda: TwoShot(0.25, values="float32"),
     "skip_reduce": lambda: SkipReduce(0.5, feedback=True),

@@ -37,7 +37,7 @@ def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
 
 
 def trained() -> list[dict[str, torch.Tensor]]:
-    made, scheme, found = model(), MiCRO(0.25, refresh=0.0, dense=()), []
+    made, scheme, found = model(), MiCRO(0.25), []
     for step in range(STEPS):
         for name, parameter in made.named_parameters():
             parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
@@ -56,7 +56,7 @@ def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory
         mine = {name: each for name, each in parameters.items() if each.dtype == dtype}
 
         def reduce(comm: LocalComm, mine: dict[str, nn.Parameter] = mine) -> list[torch.Tensor]:
-            scheme, written = MiCRO(0.25, refresh=0.0, dense=()), []
+            scheme, written = MiCRO(0.25), []
             for step in range(STEPS):
                 flat = torch.cat([gradient(each, comm.rank, step).flatten() for each in mine.values()])
                 scheme.reduce(bucket := Bucket("any", flat, step), comm)

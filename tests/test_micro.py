@@ -194,7 +194,7 @@ def test_small_dense_parameters_are_sent_whole_out_of_the_same_budget() -> None:
     P, lengths = 4, {"linear.weight": 980, "linear.bias": 8, "out.bias": 12}
     steps = [whole_numbers(1000, P, step) for step in range(5)]
     for kind in PLAIN.values():
-        seen = run(lambda kind=kind: kind(density=0.1), P, steps, layout=streams.cut_in(lengths))
+        seen = run(lambda kind=kind: kind(0.1, dense=["*bias"]), P, steps, layout=streams.cut_in(lengths))
         for step, grads in enumerate(steps):
             shown = seen[0][step]
             assert torch.equal(shown.grad[980:988], torch.stack(grads).sum(0)[980:988] / P)
@@ -226,7 +226,9 @@ def test_a_setting_out_of_range_is_refused(kind: str, settings: dict[str, object
 @pytest.mark.parametrize("kind", PLAIN)
 def test_the_published_rule_refuses_what_the_paper_does_not_know(kind: str) -> None:
     with pytest.raises(ValueError, match="published"):
-        PLAIN[kind](rule="threshold")
+        PLAIN[kind](rule="threshold", refresh=0.05)
+    with pytest.raises(ValueError, match="published"):
+        PLAIN[kind](rule="threshold", dense=["*bias"])
     with pytest.raises(ValueError, match="bug_compatible"):
         PLAIN[kind](bug_compatible=True)
 

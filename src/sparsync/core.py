@@ -115,9 +115,13 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank sends: `steps` message rounds that follow each other, `messages` and payload bytes leaving the rank.
+    """What one rank sends: `steps` exchanges that wait for each other, `messages` and payload bytes leaving the rank.
 
-    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted.
+    An exchange whose messages all leave at once is one step, to however many ranks they go: an all_gather, an all_to_all, an exchange of
+    lengths. P-1 sends that each need what the one before has brought are P-1 steps: a ring. The backend's all_reduce counts as gloo's
+    ring, 2 (P-1). Steps cost a link's latency each, whatever their size.
+    Payload only: framing by the transport (Ethernet, IP, TCP) comes on top. A message without payload is not sent and not counted; the
+    exchange it belongs to is a step all the same, because ranks wait for it where others have something to send.
     """
 
     steps: int = 0

@@ -21,7 +21,7 @@ from sparsync.integrations.rollback import Rollback
 # The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
 # and of schemes that differ in a number only, one.
 COMBINATIONS = ("skip-random-", "skip-naive-")
-OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published")
+OTHER_NUMBERS = ("-0.001", "-0.01", "-0.5", "float16", "float32", "-quarter", "-quarter-published", "-known")
 OTHER_VALUES = (
     "topk-bfloat16",
     "micro-int8",

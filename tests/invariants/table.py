@@ -133,6 +133,7 @@ PROTECTED: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "patterns": {"protect": ("*.bias", "emb*")},
     "auto": {"observe_steps": 2, "share": 0.3},  # of AutoProtect
 }
+KNOWN = {"refresh": 0.05, "dense": ("*.bias",)}  # positions that all ranks know
 DIVISORS: dict[str, dict[str, Any]] = {  # Any: the fields of SkipReduce
     "contributors": {"divide_by": "contributors"},
     "ranks": {"divide_by": "ranks"},
@@ -337,6 +338,7 @@ ROWS = [
     ],
     *[_sparse(f"micro-{density}", MiCRO, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *[_sparse(f"exdyna-{density}", ExDyna, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
+    *[_sparse(f"{make.name}-known", partial(make, **KNOWN), 0.1) for make in (MiCRO, ExDyna)],
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density == 0.5) for density in (0.001, 0.1, 0.5)],
     *_slow_but(_two_shot_rows()),
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),

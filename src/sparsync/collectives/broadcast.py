@@ -21,7 +21,7 @@ def broadcast_cost(x: Tensor, comm: Comm) -> Cost:
 def broadcast(x: Tensor, comm: Comm) -> Tensor:
     """Return rank 0's `x` [n] on every rank; n and the type are the same on all of them.
 
-    Steps: P (a scatter, and an all-gather)
+    Steps: 2, a scatter and an all-gather
     Bytes sent per rank: (P-1)/P * nbytes(x), and the same again on rank 0
     """
     if comm.size == 1 or not x.numel():

@@ -1,6 +1,6 @@
 """The direct form: every rank sends its chunk to each owner at once, and the owners pass their sums round.
 
-One message round where a ring takes P-1-s, and any set of offsets S may be left out (empty messages of the all-to-all), not only
+One step where a ring takes P-1-s, and any set of offsets S may be left out (empty messages of the all-to-all), not only
 {1, ..., s}; with that set it sums the same contributors as the ring. Generalises doi 10.1145/3725843.3756092.
 """
 
@@ -28,7 +28,7 @@ def direct_all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int, p
 def direct_all_reduce_cost_in_messages(
     count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE
 ) -> Cost:
-    """Return the same over a SubsetComm, whose all-to-all is P-1 messages one after the other."""
+    """Return the same over a SubsetComm, whose all-to-all is P-1 messages that wait for each other."""
     return replace(direct_all_reduce_cost(count, element_nbytes, P, rank, plan), steps=2 * (P - 1))
 
 
@@ -41,7 +41,7 @@ def direct_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: 
     """Write into `x` [n], on every rank, the sum over the contributors of each chunk, added in rank order.
 
     Where this rank is left out, its elements of `x` are added to `omitted` [n], if given.
-    Steps: 1 + (P-1)
+    Steps: 1, and P-1 of the ring's all-gather
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
     """
     P = comm.size

@@ -13,7 +13,7 @@ from sparsync.core import Comm
 def all_gather(x: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
     """Return every rank's `x`, in rank order; `counts[r]`, the elements of rank r's, are known to all.
 
-    Steps: P-1
+    Steps: 1
     Bytes sent per rank: (P-1) * nbytes(x)
     """
     return comm.all_gather(x, counts)

@@ -45,7 +45,7 @@ def quantized_all_reduce(
     """Return the mean over ranks of `value` [K], as the type `written` holds it, and this rank's error, [K].
 
     Summed over ranks value = P * mean + error, up to the rounding of an error to the type of `value`.
-    Steps: 1, then P-1
+    Steps: 2, an all-to-all and an all-gather
     Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
     """
     P, rank, dtype = comm.size, comm.rank, value.dtype

@@ -82,6 +82,8 @@ def rotating_offsets(skip: int, P: int, seed: int, key: str, step: int) -> tuple
 def random_shift(P: int, seed: int, key: str, step: int) -> int:
     """Return a shift in [0, P-1], the same on all ranks, each equally likely, and never that of the step before (for P > 1).
 
+    With two ranks that leaves nothing to draw but the first: the shifts alternate.
+
     Every run of P steps that starts at a multiple of P takes each shift once, in random order, so that every rank is left out of every
     chunk equally often, not only in expectation.
     """

@@ -238,7 +238,7 @@ def all_gather_elements(
     """Return the elements of all ranks, which have no position in common, and this rank's values as all ranks decode them.
 
     `held`, how many elements each rank has, and `places`, a span that these lie in, are known to all.
-    Steps: P-1
+    Steps: 1
     Bytes sent per rank: P-1 times the packet of its own elements
     """
     dtype, own = mine.value.dtype, places[comm.rank]

@@ -21,7 +21,7 @@ COUNT_NBYTES = 8
 def exchange_counts(count: int, finite: bool, comm: Comm, device: torch.device) -> list[int]:
     """Return how many elements each rank selected. Raises NonFiniteError on all ranks where one is not `finite`.
 
-    Steps: P-1
+    Steps: 1
     Bytes sent per rank: 8 (P-1)
     """
     own = torch.tensor([count if finite else FOUND_INF], dtype=torch.int64, device=device)
@@ -34,7 +34,7 @@ def exchange_counts(count: int, finite: bool, comm: Comm, device: torch.device) 
 def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> Tensor:
     """Return the selections of all ranks after each other, [K]; `counts[r]` is the length of rank r's.
 
-    Steps: P-1
+    Steps: 1
     Bytes sent per rank: (P-1) * max(counts) * bytes of an index
     """
     longest = max(counts)
@@ -64,7 +64,7 @@ def mean_at(
     """Return the means over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
 
     With `quantizer`, as the type `written` holds them.
-    Steps: 2 (P-1); with a quantizer P
+    Steps: 2 (P-1); with a quantizer 2
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add
     """
     index = index.long()

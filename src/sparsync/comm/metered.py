@@ -1,7 +1,8 @@
 """The cost of each operation of a communicator: in closed form, and counted by a wrapper.
 
 The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
-algorithm, of the same volume per rank but other message counts. Only the network interface counts what really left the machine.
+algorithm, of the same volume per rank but other numbers of messages and of steps. Only the network interface counts what really left
+the machine.
 """
 
 import time
@@ -21,15 +22,15 @@ def send_cost(nbytes: int) -> Cost:
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message of `nbytes` to each other rank."""
+    """Return the cost of one message of `nbytes` to each other rank, all at once."""
     if P == 1:
         return Cost()
-    gathered = Cost(P - 1, P - 1 if nbytes else 0, (P - 1) * nbytes)
+    gathered = Cost(1, P - 1 if nbytes else 0, (P - 1) * nbytes)
     return gathered if counts_known else gathered + counts_cost(P)
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message to each other rank that gets anything; `nbytes[r]` go to rank r."""
+    """Return the cost of one message to each other rank that gets anything, all at once; `nbytes[r]` go to rank r."""
     P = len(nbytes)
     if P == 1:
         return Cost()
@@ -39,7 +40,7 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
 
 
 def counts_cost(P: int) -> Cost:
-    """Return the cost of one length from every rank to every other."""
+    """Return the cost of one length from every rank to every other, all at once."""
     return Cost(1, P - 1, COUNT_NBYTES * (P - 1))
 
 

@@ -36,7 +36,6 @@ from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 Rule = Literal["quotas", "threshold"]
-NORMS_AND_BIASES = ("*bias", "*norm*", "*bn*", "*.ln_*")  # a few elements each, and many an update depends on them
 SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
 
 
@@ -68,10 +67,10 @@ class MiCRO(ErrorFeedbackScheme):
 
     # Share of the elements in the union of all ranks; 0.001 in the authors' scripts.
     density: float = 0.01
-    # Share of the budget for a window that cycles: no element waits longer than 1/(refresh * density) steps.
-    refresh: float = 0.05
-    # Names or patterns of parameters that are sent whole while they fit a tenth of the budget.
-    dense: Sequence[str] = NORMS_AND_BIASES
+    # Share of the budget for a window that cycles, e.g. 0.05: no element waits longer than 1/(refresh * density) steps.
+    refresh: float = 0.0
+    # Names or patterns of parameters that are sent whole while they fit a tenth of the budget, e.g. ["*bias", "*norm*"].
+    dense: Sequence[str] = ()
     rule: Rule = "quotas"  # "quotas": exact counts; "threshold": the paper's
     bug_compatible: bool = False  # with "threshold": also the authors' unreached branch, and 8 bytes a position
     values: Values = "float32"  # how values travel; what rounding drops stays in the residual
@@ -87,8 +86,11 @@ class MiCRO(ErrorFeedbackScheme):
 
     @classmethod
     def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
-        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does."""
-        return cls(density=density, refresh=0.0, dense=(), rule="threshold", bug_compatible=bug_compatible)
+        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does with one flat vector.
+
+        Each bucket has a threshold of its own: for theirs, which is one for the model, let there be one bucket.
+        """
+        return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.selector.select(acc, bucket, comm)

@@ -7,6 +7,7 @@ sums of all regions survive and are gathered. A rank clears what it contributed 
 - The learning rate stays outside: the residual is in units of the gradient, and `rescale_residual` with old rate / new rate keeps
   rate * residual as it was, and the thresholds with it. Weights then move as in the paper, whose accumulator is rate * ours.
 - What equals a threshold is selected (the authors' code leaves it out, and so selects k-1); zeros never are.
+- Of m selected elements, boundary j is the position of number j m // P (the authors' code: j (m // P), so the last region has more).
 - When thresholds are re-evaluated every sum has reached every rank already, so the survivors are not gathered a second time.
 - A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
 
@@ -102,7 +103,8 @@ class OkTopk(ErrorFeedbackScheme):
     ) -> Self:
         """Return the paper's algorithm with the settings of its VGG-16 runs.
 
-        `bug_compatible` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does.
+        `bug_compatible` scales the thresholds between re-evaluations and never balances, as the authors' code for VGG does; the factors
+        and bands of their code for LSTM and BERT are not here.
         """
         rule, imbalance = ("code", float("inf")) if bug_compatible else ("paper", 4.0)
         return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)

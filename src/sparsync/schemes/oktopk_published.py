@@ -1,6 +1,7 @@
 """The paper's step of Ok-Topk (arXiv 2201.07598), and the scaling of thresholds in the authors' code for VGG.
 
-Numbers in comments are the lines of `OK_SPARSE_ALLREDUCE` as reconstructed from the paper's description and the authors' code.
+Numbers in comments are our own: `OK_SPARSE_ALLREDUCE` in six steps, reconstructed from the authors' code and descriptions of the paper,
+whose text was not at hand. The programs for LSTM and BERT have other factors and bands; they are not here.
 """
 
 from collections.abc import Sequence

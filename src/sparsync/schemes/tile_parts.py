@@ -30,7 +30,7 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
     """Return the mean of what all ranks have selected, as many elements each, and this rank's values as all decode them, [k].
 
     With "contributors" the sum at a position is divided by the number of ranks that have sent it, with "ranks" by P.
-    Steps: P-1
+    Steps: 1
     Bytes sent per rank: P-1 times the packet of its own elements
     """
     k, n, dtype, P = own.index.numel(), own.length, own.value.dtype, comm.size

@@ -121,7 +121,7 @@ def _case(options: argparse.Namespace, buckets: int, name: str, scheme: Any, joi
 def _rows(
     cases: Sequence[Case], options: argparse.Namespace, place: Place, emit: Emit
 ) -> list[dict[str, Any]]:  # Any: JSON
-    sent = {id(case): [0, 0] for case in cases}  # payload bytes and message rounds of the last step
+    sent = {id(case): [0, 0] for case in cases}  # payload bytes and reductions of the last step
 
     def once(case: Case, number: int) -> float:
         emit({"kind": "alive"})

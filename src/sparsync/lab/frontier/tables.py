@@ -45,7 +45,7 @@ def table(panel: Panel, metric: str) -> Table:
 def remarks(panels: Sequence[Panel]) -> list[str]:
     """Return the lines under the tables."""
     lines = [
-        "Bits, kB and message rounds: what one rank sends in a step, a mean over ranks and steps; rounds follow each other.",
+        "Bits and kB: what one rank sends in a step; message rounds: exchanges that wait for each other. Means over ranks and steps.",
         "Rate: the best of those that were tried, times the job's own. Each method is compared with dense at its best rate, seed by seed.",
     ]
     if any(row.edge for panel in panels for row in panel.rows):

@@ -45,7 +45,7 @@ class Trained:
 
     quality: tuple[tuple[int, float], ...]  # (after how many steps, quality), ascending
     nbytes: float
-    rounds: float  # of messages that follow each other
+    rounds: float  # exchanges that wait for each other
     messages: float
     union: float  # share of the elements that are written in a step
 
