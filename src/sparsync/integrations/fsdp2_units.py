@@ -75,6 +75,11 @@ class Unit:
         return {id(each.sharded_param): name for name, each in zip(self.names, self.parameters, strict=True)}
 
     @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each whole parameter, by name."""
+        return {name: list(each._orig_size) for name, each in zip(self.names, self.parameters, strict=True)}
+
+    @property
     def devices(self) -> set[str]:
         return {group.device.type for group in self.groups}
 
