@@ -30,7 +30,9 @@ from sparsync.integrations.handle import Handle
 from sparsync.integrations.state_checks import check_version, other_model
 
 _SUFFIX = ".safetensors"
-_STEM = re.compile(r"(?P<slot>sparsync(-[\w-]+)?(\.[\w-]+)?)\.step(?P<step>\d+)\.rank(?P<rank>\d+)of(?P<ranks>\d+)", re.ASCII)
+_STEM = re.compile(
+    r"(?P<slot>sparsync(-[\w-]+)?(\.[\w-]+)?)\.step(?P<step>\d+)\.rank(?P<rank>\d+)of(?P<ranks>\d+)", re.ASCII
+)
 _BEFORE_VERSIONS = "sparsync.*rank*of*.pt"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
 
@@ -199,7 +201,9 @@ def _restore(handle: Handle, states: Sequence[State], where: Sequence[str], step
 def _check_agrees(first: State, state: State, where: str, step: int | None) -> None:
     """Raise ValueError unless two ranks' states are of one checkpoint."""
     if step is not None and state["step"] + 1 != step:
-        raise ValueError(f"it holds step {state['step'] + 1}, and its name says {step}; leave all files under their names")
+        raise ValueError(
+            f"it holds step {state['step'] + 1}, and its name says {step}; leave all files under their names"
+        )
     if state["step"] != first["step"]:
         raise ValueError(
             f"it holds step {state['step'] + 1}, and {where} step {first['step'] + 1}; save on every rank between the same steps"
@@ -222,16 +226,14 @@ def _refused(where: str, error: Exception) -> Exception:
 
 def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) -> None:
     """Raise ValueError where saving would replace what another model, or a run that came further, has saved."""
-    rank, ranks = handle.place
-    keeper = _keepers.get((folder.resolve(), slot, rank, ranks), lambda: None)
-    if keeper() not in (None, handle.scheme):
-        gc.collect()  # a model that is gone may wait in a cycle
-    if keeper() not in (None, handle.scheme) and _found(_files(folder), slot):
-        raise ValueError(
-            f"{folder} has the states of another model of this process; give each model a name: save(handle, folder, name=...), "
-            "and load with the same one"
-        )
     found = _found(_files(folder), slot)
+    if found and _is_kept(handle, folder, slot):
+        gc.collect()  # a model that is gone may wait in a cycle
+        if _is_kept(handle, folder, slot):
+            raise ValueError(
+                f"{folder} has the states of another model of this process; give each model a name: save(handle, folder, name=...), "
+                "and load with the same one"
+            )
     for each in sorted(found, reverse=True):
         place = next(iter(found[each].values()))
         try:
@@ -249,6 +251,13 @@ def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) ->
             f"{folder} has a complete checkpoint of step {max(later)[0]}, and this run is at step {state['step'] + 1}; load it first, save "
             "into another folder, or remove its files"
         )
+
+
+def _is_kept(handle: Handle, folder: Path, slot: str) -> bool:
+    """Return whether another scheme, which is still there, has its states in this place."""
+    keeper = _keepers.get((folder.resolve(), slot, *handle.place))
+    kept = keeper and keeper()
+    return kept is not None and kept is not handle.scheme
 
 
 def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
@@ -284,7 +293,9 @@ def _incomplete(folder: Path, found: Found, slot: str, name: str) -> str:
         return f"{folder} has no state of {slot}; save one there with sparsync.checkpoint.save on every rank.{hint}"
     step, ranks = max(found)
     missing = sorted(set(range(ranks)) - found[step, ranks].keys())
-    return f"{folder} lacks the states of ranks {missing} of {ranks} at step {step}; save on every rank, into one folder"
+    return (
+        f"{folder} lacks the states of ranks {missing} of {ranks} at step {step}; save on every rank, into one folder"
+    )
 
 
 def _found(sources: Sequence[tuple[str, _Place]], slot: str) -> Found:

@@ -20,7 +20,13 @@ _FILE = ".metadata"
 _CLASSES = {
     (dcp_metadata.__name__, name)
     for name in (
-        *("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        *(
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
         *("StorageMeta", "Metadata", "MetadataIndex"),
     )
 } | {

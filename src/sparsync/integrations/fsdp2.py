@@ -134,7 +134,9 @@ class ShardHandle(Fsdp2Handle):
     def __init__(
         self, scheme: ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]
     ) -> None:
-        super().__init__(scheme, comm, rescaler, units)
+        # Each copy of the shards has residuals of its own.
+        part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
+        super().__init__(scheme, comm, rescaler, units, part)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
             unit.module.set_custom_reduce_scatter(_UnitReduceScatter(self, unit))

@@ -101,6 +101,19 @@ class Unit:
         return mesh._get_root_mesh().size() // mesh.size()
 
     @property
+    def copy(self) -> int:
+        """Which of these `copies` this rank's is, from 0 on."""
+        mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
+        root = mesh._get_root_mesh()
+        names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
+        if not own <= set(names):  # axes that were joined: the place of the first rank, which no other copy has
+            return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        number = 0
+        for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
+            number = number if name in own else number * root.size(axis) + place
+        return number
+
+    @property
     def in_other_meshes(self) -> bool:
         """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
         return any(parameter.is_dtensor for parameter in self.parameters)

@@ -122,7 +122,17 @@ class Handle:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is of this format, scheme and model, on whatever rank of how many it was made."""
         check_version(state)
-        wanted = (*self._place, "part", "step", "scheme_name", "layout", "rates", "highest_rates", "loss_scale", "scheme")
+        wanted = (
+            *self._place,
+            "part",
+            "step",
+            "scheme_name",
+            "layout",
+            "rates",
+            "highest_rates",
+            "loss_scale",
+            "scheme",
+        )
         for key in wanted:
             state_from(state, key, "a sparsync handle")
         layout = self.layout()

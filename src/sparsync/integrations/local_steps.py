@@ -48,7 +48,19 @@ from sparsync.integrations.local_steps_weights import (
 from sparsync.integrations.residual_units import ResidualRescaler
 
 
-_SAVED = ("common", "start", "own", "applied", "pending", "buffers", "common_buffers", "outer", "optimizers", "clip_factor", "totals")
+_SAVED = (
+    "common",
+    "start",
+    "own",
+    "applied",
+    "pending",
+    "buffers",
+    "common_buffers",
+    "outer",
+    "optimizers",
+    "clip_factor",
+    "totals",
+)
 
 
 @dataclass(frozen=True)
@@ -328,7 +340,10 @@ class LocalSteps(Handle):
     def _pending_from(self, state: Mapping[str, Any]) -> Exchange:
         buckets, applied = self._fragments[state["fragment"]], self._applied[state["fragment"]]
         agreement = Agreement(self._step, applied, True, state["buffers"], "broadcast")
-        agreement.not_finite, agreement.sketches = list(state["not_finite"]), [each.clone() for each in state["sketches"]]
+        agreement.not_finite, agreement.sketches = (
+            list(state["not_finite"]),
+            [each.clone() for each in state["sketches"]],
+        )
         means = [each.bucket(each.from_names(state["mean"]), applied) for each in buckets]
         own = [each.from_names(state["own"]) if state["own"] else each.own() for each in buckets]
         held = [self._exchanger.held(each) for each in buckets]

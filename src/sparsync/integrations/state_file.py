@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,13 @@ from torch import Tensor
 VERSION = 1  # of the format of files and of what is in them
 
 _DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64},
+    **{
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "C64": torch.complex64,
+    },
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
@@ -55,7 +61,7 @@ def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any
         raise
 
 
-def write(state: Mapping[str, Any], out: BinaryIO) -> None:
+def write(state: Mapping[str, Any], out: io.BufferedIOBase) -> None:
     """Write `state` to `out`, from its present position on, which must be its start. Raises as `save`."""
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_tree(state, "", tensors), separators=(",", ":"))
