@@ -110,7 +110,7 @@ def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_p
             checkpoint.load(handle, tmp_path)
         assert str(error.value).startswith(str(file))
         assert torch.equal(handle.residual, before) and handle.state_dict()["step"] == 2
-    with pytest.raises(ValueError, match="no state of sparsync-other; .* It has those of sparsync; pass the name="):
+    with pytest.raises(ValueError, match=r"no state of sparsync-other; .* It has those of sparsync; pass the name="):
         checkpoint.load(fresh(), tmp_path, name="other")
     for name in ("a/b", "a.b", "ä"):
         with pytest.raises(ValueError, match="name must be of letters, digits"):
@@ -134,7 +134,7 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     for _ in range(400):
         damaged = bytearray(content)
         damaged[drawn.randrange(len(content))] ^= drawn.randrange(1, 256)
-        with pytest.raises(ValueError, match="^the file is no state that can be loaded: .*; restore it from a copy"):
+        with pytest.raises(ValueError, match=r"^the file is no state that can be loaded: .*; restore it from a copy"):
             state_file.parsed(damaged, "the file")
 
 
@@ -401,7 +401,7 @@ def test_damaged_entries_of_a_distributed_checkpoint_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match=r"sparsync\.step3\.rank0of1"):
         checkpoint.load(fresh(), tmp_path)
     data.unlink()
-    with pytest.raises(ValueError, match="has no entry 'sparsync.step3.rank0of1' that can be read"):
+    with pytest.raises(ValueError, match=r"has no entry 'sparsync.step3.rank0of1' that can be read"):
         checkpoint.load(fresh(), tmp_path)
 
 
@@ -471,7 +471,9 @@ def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:
     states = world(2, lambda comm: Stepped(comm, DGC(0.1)).step(3).state_dict())
     together = resized(states, 0, 1)["scheme"]["velocity"]
     for name in SHAPES:
-        assert torch.equal(together[name], sum(each["scheme"]["velocity"][name] for each in states))
+        assert torch.equal(
+            together[name], states[0]["scheme"]["velocity"][name] + states[1]["scheme"]["velocity"][name]
+        )
 
 
 def test_schemes_without_a_residual_are_saved_too(tmp_path: Path) -> None:

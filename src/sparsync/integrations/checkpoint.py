@@ -137,7 +137,9 @@ def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dic
     padded[: mine.numel()] = mine
     received = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
     dist.gather(padded, received, group=group, group_dst=0)
-    return received and [
+    if received is None:
+        return None
+    return [
         _decoded(content[: int(length)], f"the state of rank {sender}")
         for sender, (content, length) in enumerate(zip(received, lengths, strict=True))
     ]

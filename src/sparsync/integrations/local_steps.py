@@ -47,7 +47,6 @@ from sparsync.integrations.local_steps_weights import (
 )
 from sparsync.integrations.residual_units import ResidualRescaler
 
-
 _SAVED = (
     "common",
     "start",

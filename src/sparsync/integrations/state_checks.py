@@ -91,8 +91,8 @@ def check_residuals(
 def refuse_distributed_checkpoint() -> None:
     """Raise TypeError where torch.distributed.checkpoint asks a handle for its state.
 
-    HACK: it takes whatever has `state_dict` and `load_state_dict` for its own (Stateful), saves under the same names on all ranks, and keeps
-    one rank's tensor of each, in silence. Only the caller's frames tell. Price: this depends on the name of torch's module.
+    HACK: it takes whatever has `state_dict` and `load_state_dict` for its own (Stateful), saves under the same names on all ranks, and
+    keeps one rank's tensor of each, in silence. Only the caller's frames tell. Price: this depends on the name of torch's module.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("sparsync."):
