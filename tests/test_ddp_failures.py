@@ -265,7 +265,9 @@ def state_of_another_scheme() -> None:
     with pytest.raises(ValueError, match="this state has no format version, and this sparsync reads version 1"):
         training.handle.load_state_dict({"scheme": {}})
     whole = training.handle.state_dict()
-    with pytest.raises(ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['layout'"):
+    with pytest.raises(
+        ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['highest_rates', 'layout'"
+    ):
         training.handle.load_state_dict({key: value for key, value in whole.items() if key != "step"})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state = {**whole, "step": 3, "scheme": {}}
