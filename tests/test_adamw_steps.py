@@ -493,10 +493,12 @@ def test_a_state_of_another_model_changes_nothing() -> None:
         made = nn.Linear(2, 2)
         other = AdamWSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.25), comm=comm)
         before = flat(made.parameters())
-        with pytest.raises(ValueError, match="has no elements of 'weight', the model 4"):
+        with pytest.raises(ValueError, match=r"it has a parameter .*, which this model has not"):
             other.load_state_dict(steps.state_dict())
+        state = steps.state_dict()
+        del state["adamw_steps"]
         with pytest.raises(ValueError, match="the state of AdamWSteps needs 'adamw_steps'"):
-            other.load_state_dict({})
+            steps.load_state_dict(state)
         assert torch.equal(flat(made.parameters()), before)
 
     LocalWorld(1).run(body)

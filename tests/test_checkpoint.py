@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from helpers.ddp_training import Training
 from helpers.distributed import run
@@ -105,24 +106,17 @@ def test_another_number_of_ranks_gets_all_residuals(then: int, now: int, tmp_pat
             assert torch.equal(before_save, after_load.sum(0, dtype=torch.float64)), id
 
 
-def refusals(folder: Path) -> None:
-    handle = Training(TopK(0.1)).handle
-    assert not checkpoint.holds_states(folder / "nowhere")
-    with pytest.raises(ValueError, match="there are no states"):
-        checkpoint.restore(handle, [])
-    with pytest.raises(ValueError, match="has no state of sparsync"):
-        checkpoint.load(handle, folder / "nowhere")
-    checkpoint.save(handle, folder / "one")
-    (folder / "one" / "sparsync.rank1of3.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"worlds of \[1, 3\] ranks"):
-        checkpoint.load(handle, folder / "one")
-    (folder / "one" / "sparsync.rank0of1.pt").unlink()
-    with pytest.raises(ValueError, match=r"lacks the states of ranks \[0, 2\] of 3"):
-        checkpoint.load(handle, folder / "one")
+def one_handle_for_all(folder: Path) -> None:
+    training = Training(TopK(0.1))
+    training.step()
+    with pytest.raises(TypeError, match=r"keep the state of one rank only.*\*\*sparsync.checkpoint.entries\(handle\)"):
+        dcp.save({"sync": training.handle}, checkpoint_id=folder)
+    with pytest.raises(TypeError, match=r"sparsync.checkpoint.load\(handle, folder\)"):
+        dcp_load({"sync": training.handle}, checkpoint_id=folder, no_dist=True)
 
 
-def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
-    run(refusals, 1, folder=tmp_path)
+def test_torch_distributed_checkpoint_cannot_lose_residuals_in_silence(tmp_path: Path) -> None:
+    run(one_handle_for_all, 2, folder=tmp_path)
 
 
 def test_checkpoint_is_there_after_import_sparsync_alone() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsync.integrations import state_file
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("helpers") / "elastic_training.py"
 STEPS, KILLED = 6, 3
@@ -33,9 +35,7 @@ def test_a_killed_worker_costs_no_gradient(tmp_path: Path, play: Path) -> None:
     for name, tensor in whole["model"].items():
         assert torch.equal(tensor, killed["model"][name]), name
     for file in (tmp_path / "whole" / str(STEPS)).iterdir():
-        one, other = (
-            torch.load(tmp_path / each / str(STEPS) / file.name, weights_only=True) for each in ("whole", "killed")
-        )
+        one, other = (state_file.read(tmp_path / each / str(STEPS) / file.name) for each in ("whole", "killed"))
         kept, again = one["scheme"]["residual"], other["scheme"]["residual"]
         assert kept.keys() == again.keys()
         assert all(torch.equal(kept[name], again[name]) for name in kept)

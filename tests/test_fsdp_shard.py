@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helpers.distributed import case, run
@@ -230,6 +231,25 @@ def load(folder: Path) -> dict[str, Tensor]:
     return {name: dist.get_world_size() * grad for name, grad in gradients(net).items()} | {
         f"residual {name}": part for name, part in handle.state_dict()["scheme"]["residual"].items()
     }
+
+
+def save_copies(folder: Path) -> tuple[Tensor, Tensor]:
+    """The residual of each of two copies of two shards, and what was loaded of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net, again = made(mesh["shard"]), made(mesh["shard"])
+    handle, other = on(net, OkTopk(density=0.1)), on(again, OkTopk(density=0.1))
+    backward(net, inputs(0))
+    checkpoint.save(handle, folder)
+    dist.barrier()
+    checkpoint.load(other, folder)
+    return tuple(flat(each.state_dict()["scheme"]["residual"]) for each in (handle, other))  # pyright: ignore[reportReturnType]
+
+
+def test_each_copy_of_the_shards_saves_its_own_residual(tmp_path: Path) -> None:
+    found = run(save_copies, 4, folder=tmp_path)
+    assert all(torch.equal(saved, loaded) for saved, loaded in found)
+    assert not any(torch.equal(found[0][0], saved) for saved, _ in found[1:])
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_on_another_number_of_shards_residuals_lose_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from sparsync import kernels
 from sparsync.core import Bucket, ParameterSpan, Span, Sparse
 from sparsync.phases import phase
 
+# The parts of a scheme's state that are vectors by parameter name of which the sum over ranks counts: what ranks hold back.
+PER_RANK = ("residual", "velocity")
+
 Residuals = Literal["float32", "bfloat16"]
 
 # Times the smallest magnitude of the last selection: where the next one looks first. A hint, which changes no result.

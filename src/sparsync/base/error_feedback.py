@@ -61,7 +61,7 @@ class ErrorFeedbackScheme(Scheme):
 
     A subclass may have a field `residuals`, the precision of the residual ("float32" or "bfloat16"), and a field `decay`, the share of
     the residual that joins the next gradient. One that defines `__post_init__` calls this one's. State that must agree across ranks is
-    kept in a `ByBucket` made by `shared_state`.
+    kept in a `ByBucket` made by `shared_state`, and what is each rank's own in one made by `own_state`.
     """
 
     residuals: Residuals = "float32"
@@ -72,11 +72,13 @@ class ErrorFeedbackScheme(Scheme):
     dense_below = 0
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
+    _own: "dict[str, ByBucket[Any]]"
 
     def __post_init__(self) -> None:
         # As in a frozen dataclass, which a scheme may be.
         object.__setattr__(self, "feedback", ErrorFeedback(self.residuals, decay=self.decay))
         object.__setattr__(self, "_shared", {})
+        object.__setattr__(self, "_own", {})
 
     @abstractmethod
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -144,6 +146,11 @@ class ErrorFeedbackScheme(Scheme):
         self._shared[key] = ByBucket(make)
         return self._shared[key]
 
+    def own_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
+        """Return a new table of what differs from rank to rank: saved for each rank, and dropped where the number of ranks changes."""
+        self._own[key] = ByBucket(make)
+        return self._own[key]
+
     @property
     def has_residual(self) -> bool:
         return True
@@ -171,14 +178,18 @@ class ErrorFeedbackScheme(Scheme):
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         shared = {key: table.state_dict() for key, table in self._shared.items()}
-        return {"scheme": self.name, "residual": self.feedback.state_dict(), **shared}
+        own = {key: table.state_dict() for key, table in self._own.items()}
+        return {"scheme": self.name, "residual": self.feedback.state_dict(), **shared, **({"own": own} if own else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state_of(self.name, state)
-        own = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
+        shared = {key: state_from(state, key, type(self).__name__) for key in ("residual", *self._shared)}
+        own = state.get("own", {})
         for key, table in self._shared.items():
-            table.load_state_dict(own[key])
-        self.feedback.load_state_dict(own["residual"])
+            table.load_state_dict(shared[key])
+        for key, table in self._own.items():
+            table.load_state_dict(own.get(key, {}))
+        self.feedback.load_state_dict(shared["residual"])
 
 
 @dataclass

@@ -56,6 +56,7 @@ from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.dense import Dense
 
 _FIRST = 8  # steps that all measure the ratio
+_COUNTS = ("applied", "seen", "measured", "measure_until")  # of _Progress, in its order
 _MEMORY = 0.98  # of older measurements, from one to the next
 _SIGNS = 256  # blocks with signs of their own; then the same ones again
 _SAME = ("betas", "eps")  # of all parameter groups
@@ -277,15 +278,24 @@ class AdamWSteps(Handle):
         The ratio is measured anew, in each of the next 8 steps, where buckets, blocks or the number of ranks have changed.
         """
         self._check_own()
+        super().load_state_dict(state)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
         own = state_from(state, "adamw_steps", "AdamWSteps")
-        counts = ("applied", "seen", "measured", "measure_until")
-        keys = ("common", "momentum", "square", "ratio", "buffers", "totals", *counts)
-        saved = {key: state_from(own, key, "AdamWSteps") for key in keys}
+        for key in ("ratio", "buffers", "totals", *_COUNTS):
+            state_from(own, key, "AdamWSteps")
+        for key in ("common", "momentum", "square"):
+            values = state_from(own, key, "AdamWSteps")
+            if not all(kernels.all_finite(bucket.from_names(values)) for bucket in self._buckets):
+                raise ValueError(f"the {key} of this state holds NaN or Inf; load an older one")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        saved = state["adamw_steps"]
         vectors = [
             [bucket.from_names(saved[key]) for key in ("common", "momentum", "square")] for bucket in self._buckets
         ]
-        super().load_state_dict(state)
-        self._progress = _Progress(*(saved[key] for key in counts), totals=dict(saved["totals"]))
+        super()._load(state)
+        self._progress = _Progress(*(saved[key] for key in _COUNTS), totals=dict(saved["totals"]))
         for bucket, moments, (common, momentum, square) in zip(self._buckets, self._moments, vectors, strict=True):
             bucket.common.copy_(common)
             moments.momentum.copy_(momentum)

@@ -33,9 +33,13 @@ class DdpHandle(AttachedHandle):
 
     def __init__(self, scheme: Scheme, comm: GroupComm, rescaler: ResidualRescaler, join_mb: float = 0.0) -> None:
         super().__init__(scheme, comm, rescaler)
+        self.shapes: dict[str, list[int]] = {}  # of the parameters, by name
         dispatcher = self._dispatcher
         nbytes = int(join_mb * 2**20) if scheme.has_residual else 0
         self._joining = Joining(lambda bucket, prepare: dispatcher.submit(bucket, scheme, prepare), nbytes)
+
+    def layout(self) -> dict[str, list[int]]:
+        return self.shapes
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Return the future of one bucket of DDP's; every failure reaches the caller through it."""
@@ -111,6 +115,7 @@ def attach(
     if isinstance(scheme, ErrorFeedbackScheme) and scheme.may_send_whole:
         object.__setattr__(scheme, "dense_below", dense_below)  # a scheme may be a frozen dataclass
     handle = DdpHandle(scheme, comm, rescaler, join_mb)
+    handle.shapes = {name: list(each.shape) for name, each in ddp_model.module.named_parameters()}
     ddp_model.register_comm_hook(handle, reduce_bucket)
     return handle
 

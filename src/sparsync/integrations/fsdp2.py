@@ -58,6 +58,9 @@ class Fsdp2Handle(AttachedHandle):
         self._unused = []
         self._dispatcher.stop()
 
+    def layout(self) -> dict[str, list[int]]:
+        return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
+
     def _count_unused(self) -> None:
         """Let parameters without gradient count as zero from now on, so that every buffer has all parameters, on all ranks."""
         self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
@@ -131,7 +134,9 @@ class ShardHandle(Fsdp2Handle):
     def __init__(
         self, scheme: ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]
     ) -> None:
-        super().__init__(scheme, comm, rescaler, units)
+        # Each copy of the shards has residuals of its own.
+        part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
+        super().__init__(scheme, comm, rescaler, units, part)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
             unit.module.set_custom_reduce_scatter(_UnitReduceScatter(self, unit))
@@ -155,19 +160,21 @@ class ShardHandle(Fsdp2Handle):
         }
         return {**state, "scheme": {**state["scheme"], "residual": whole}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        scheme, known = dict(state.get("scheme", {})), {each.name: each for each in self._trained()}
-        whole = scheme.get("residual", {})
-        if unknown := sorted(whole.keys() - known.keys()):
+    def _load(self, state: Mapping[str, Any]) -> None:
+        scheme, known = dict(state["scheme"]), {each.name: each for each in self._trained()}
+        scheme["residual"] = {
+            shard_name(name, owner): shard
+            for name, flat in scheme.get("residual", {}).items()
+            for owner, shard in enumerate(known[name].cut(flat, self.place[1]))
+        }
+        super()._load({**state, "scheme": scheme})
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        whole = state["scheme"].get("residual", {})
+        if unknown := sorted(whole.keys() - {each.name for each in self._trained()}):
             raise ValueError(
                 f"this state has a residual of {unknown[0]!r}, which is no trained parameter of this model; load that of the same model"
             )
-        scheme["residual"] = {
-            shard_name(name, owner): shard
-            for name, flat in whole.items()
-            for owner, shard in enumerate(known[name].cut(flat, self.place[1]))
-        }
-        super().load_state_dict({**state, "scheme": scheme})
 
     def reduce_scatter(self, unit: Unit, x: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
         """Fill `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
@@ -216,6 +223,9 @@ class ReplicateHandle(Fsdp2Handle):
         super().detach()
         for unit in self._units:
             unit.set_all_reduce_hook(None)
+
+    def _residual_sizes(self) -> dict[str, int]:
+        return {each.name: each.length for unit in self._units for each in unit.trained()}
 
     def all_reduce(self, unit: Unit, shard: Tensor) -> None:
         """Replace `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.

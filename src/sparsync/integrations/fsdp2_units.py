@@ -75,6 +75,11 @@ class Unit:
         return {id(each.sharded_param): name for name, each in zip(self.names, self.parameters, strict=True)}
 
     @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each whole parameter, by name."""
+        return {name: list(each._orig_size) for name, each in zip(self.names, self.parameters, strict=True)}
+
+    @property
     def devices(self) -> set[str]:
         return {group.device.type for group in self.groups}
 
@@ -94,6 +99,19 @@ class Unit:
         """The number of ranks with the same shard, in the mesh that the shard axis was taken from."""
         mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
         return mesh._get_root_mesh().size() // mesh.size()
+
+    @property
+    def copy(self) -> int:
+        """Which of these `copies` this rank's is, from 0 on."""
+        mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
+        root = mesh._get_root_mesh()
+        names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
+        if not own <= set(names):  # axes that were joined: the place of the first rank, which no other copy has
+            return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        number = 0
+        for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
+            number = number if name in own else number * root.size(axis) + place
+        return number
 
     @property
     def in_other_meshes(self) -> bool:

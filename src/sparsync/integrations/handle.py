@@ -1,8 +1,10 @@
 """The handle of a model whose gradients a scheme reduces: reports, and the state to save. Every integration returns one."""
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 from sparsync.base.scheme import Scheme
@@ -13,6 +15,14 @@ from sparsync.feedback import state_from
 from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
 from sparsync.integrations.residual_units import ResidualRescaler
+from sparsync.integrations.state_checks import (
+    check_model,
+    check_numbers,
+    check_residuals,
+    check_version,
+    refuse_distributed_checkpoint,
+)
+from sparsync.integrations.state_file import VERSION
 
 MAX_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
 
@@ -64,13 +74,25 @@ class Handle:
         """Return the reports since the last call, and forget them."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
+    def layout(self) -> dict[str, list[int]]:
+        """Return the shape of each parameter of the model by name; {} where the model is not known."""
+        model = vars(self).get("model")
+        return {} if model is None else {name: list(each.shape) for name, each in model.named_parameters()}
+
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
-        """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint."""
+        """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint.
+
+        Raises TypeError inside torch.distributed.checkpoint, which would keep one rank's only; see sparsync.checkpoint.entries.
+        """
+        refuse_distributed_checkpoint()
         self._flush()
         return {
+            "version": VERSION,
             **self._place,
             "part": self.part,
             "step": self._step,
+            "scheme_name": self.scheme.name,
+            "layout": self.layout(),
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
             "loss_scale": self._rescaler.units.scale,
@@ -80,22 +102,69 @@ class Handle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
 
-        Raises ValueError for another rank's state, whose residual would count twice, and for one of another number of ranks.
+        Settings of the scheme may have changed. Raises ValueError, and changes nothing, for a state of another scheme, model or format, for
+        one that holds NaN or Inf, for another rank's, whose residual would count twice, and for one of another number of ranks. Copies
+        the present state once, to return to it.
         """
-        wanted = ("step", "rates", "highest_rates", "loss_scale", "scheme")
-        step, rates, highest, scale, scheme = (state_from(state, key, "a sparsync handle") for key in wanted)
-        place = {key: state_from(state, key, "a sparsync handle") for key in self._place}
-        if place != self._place or state.get("part", "") != self.part:
+        refuse_distributed_checkpoint()
+        with _as_value_errors(self):
+            self.check_state(state)
+            self._check_place(state)
+            self._check(state)
+        before = self.state_dict()
+        try:
+            with _as_value_errors(self):
+                self._load(state)
+        except BaseException:
+            self._load(before)
+            raise
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is of this format, scheme and model, on whatever rank of how many it was made."""
+        check_version(state)
+        wanted = (
+            *self._place,
+            "part",
+            "step",
+            "scheme_name",
+            "layout",
+            "rates",
+            "highest_rates",
+            "loss_scale",
+            "scheme",
+        )
+        for key in wanted:
+            state_from(state, key, "a sparsync handle")
+        layout = self.layout()
+        check_model(state, self.scheme.name, layout)
+        check_numbers(state)
+        check_residuals(state["scheme"], layout, self._residual_sizes())
+
+    def _residual_sizes(self) -> dict[str, int]:
+        """Return how many elements of each parameter this rank's state has, by name, where that is known."""
+        return {name: math.prod(shape) for name, shape in self.layout().items()}
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        place = {key: state[key] for key in self._place}
+        if place != self._place or state["part"] != self.part:
             raise ValueError(
-                f"this is the state of {_described(place, state.get('part', ''))}, and this is {_described(self._place, self.part)}; "
+                f"this is the state of {_described(place, state['part'])}, and this is {_described(self._place, self.part)}; "
                 "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks"
             )
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that this integration cannot continue from."""
+        return
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that was checked."""
         self._flush()
-        self.scheme.load_state_dict(scheme)
-        self._step = step
-        self._connection.continue_after(step)
+        self.scheme.load_state_dict(state["scheme"])
+        self._step = state["step"]
+        self._connection.continue_after(state["step"])
         units = self._rescaler.units
-        units.rates, units.highest, units.scale = dict(rates), dict(highest), scale
+        units.rates, units.highest = dict(state["rates"]), dict(state["highest_rates"])
+        units.scale = state["loss_scale"]
 
     def _flush(self) -> None:
         """Wait until the scheme's state is that of a whole step, and end the step."""
@@ -124,6 +193,18 @@ class AttachedHandle(Handle):
 
     def _flush(self) -> None:
         self._dispatcher.flush()
+
+
+@contextmanager
+def _as_value_errors(handle: Handle) -> Iterator[None]:
+    """Turn what a state of a wrong form leads to into a ValueError."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"this state does not fit {type(handle).__name__} with {handle.scheme.name!r} ({type(error).__name__}: {error}); "
+            "load the state of the same scheme and model"
+        ) from error
 
 
 def _described(place: Mapping[str, int], part: str) -> str:

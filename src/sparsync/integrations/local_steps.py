@@ -7,6 +7,7 @@ sparse exchange with error feedback (2508.15706). The bytes of an exchange are t
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +46,20 @@ from sparsync.integrations.local_steps_weights import (
     sent_and_drift,
 )
 from sparsync.integrations.residual_units import ResidualRescaler
+
+_SAVED = (
+    "common",
+    "start",
+    "own",
+    "applied",
+    "pending",
+    "buffers",
+    "common_buffers",
+    "outer",
+    "optimizers",
+    "clip_factor",
+    "totals",
+)
 
 
 @dataclass(frozen=True)
@@ -264,46 +279,12 @@ class LocalSteps(Handle):
         `every`, `keep`, `delay`, `mixing` and the size of buckets may have changed, and `fragments` where nothing was on its way.
         """
         self._check_own()
-        own = state_from(state, "local_steps", "LocalSteps")
-        keys = (
-            "common",
-            "start",
-            "own",
-            "applied",
-            "pending",
-            "buffers",
-            "common_buffers",
-            "outer",
-            "optimizers",
-            "clip_factor",
-            "totals",
-        )
-        saved = {key: state_from(own, key, "LocalSteps") for key in keys}
-        common = self._checked(saved)
-        for exchange in self._pending.values():
-            exchange.wait()
         super().load_state_dict(state)
-        for bucket, weights in zip(self._buckets, common, strict=True):
-            bucket.common.copy_(weights)
-        applied = saved["applied"]
-        self._applied = list(applied) if len(applied) == len(self._fragments) else [max(applied)] * len(self._fragments)
-        self._measured.load_state_dict(saved["clip_factor"])
-        self._totals = dict(saved["totals"])
-        if self._outer is not None:
-            self._outer.load_state_dict(saved["outer"])
-        for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(one)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if name in saved["buffers"]:
-                    buffer.copy_(saved["buffers"][name])
-            _copy_all_(self._common_buffers, saved["common_buffers"])
-            for bucket in self._buckets:
-                self._restore(bucket, saved)
-        self._pending = {each["fragment"]: self._pending_from(each) for each in saved["pending"]}
 
-    def _checked(self, saved: Mapping[str, Any]) -> list[Tensor]:  # Any: as Handle.state_dict
-        """Return the common weights of a state, by bucket. Raises ValueError where it is of another model or of other settings."""
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where a state is of another model or of other settings."""
+        own = state_from(state, "local_steps", "LocalSteps")
+        saved = {key: state_from(own, key, "LocalSteps") for key in _SAVED}
         fragments, pending = len(self._fragments), [each["fragment"] for each in saved["pending"]]
         if pending and len(saved["applied"]) != fragments:
             raise ValueError(
@@ -316,7 +297,35 @@ class LocalSteps(Handle):
             raise ValueError(
                 f"this state is of {len(saved['optimizers'])} optimizers, and there are {len(self.optimizers)} here; pass as many"
             )
-        return [each.from_names(saved["common"]) for each in self._buckets]
+        for bucket in self._buckets:
+            if not kernels.all_finite(bucket.from_names(saved["common"])):
+                raise ValueError("the common weights of this state hold NaN or Inf; load an older one")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        saved = state["local_steps"]
+        common = [each.from_names(saved["common"]) for each in self._buckets]
+        for exchange in self._pending.values():
+            exchange.wait()
+        super()._load(state)
+        for bucket, weights in zip(self._buckets, common, strict=True):
+            bucket.common.copy_(weights)
+        applied = saved["applied"]
+        self._applied = list(applied) if len(applied) == len(self._fragments) else [max(applied)] * len(self._fragments)
+        self._measured.load_state_dict(saved["clip_factor"])
+        self._totals = dict(saved["totals"])
+        # Copies: an optimizer keeps the tensors that it loads, which may be mapped from a file.
+        if self._outer is not None:
+            self._outer.load_state_dict(deepcopy(saved["outer"]))
+        for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(deepcopy(one))
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in saved["buffers"]:
+                    buffer.copy_(saved["buffers"][name])
+            _copy_all_(self._common_buffers, saved["common_buffers"])
+            for bucket in self._buckets:
+                self._restore(bucket, saved)
+        self._pending = {each["fragment"]: self._pending_from(each) for each in saved["pending"]}
 
     def _restore(self, bucket: WeightBucket, saved: Mapping[str, Any]) -> None:
         """Take own weights and `start` from a state; where it has none, after a change of the number of ranks, from the common weights."""
@@ -330,7 +339,10 @@ class LocalSteps(Handle):
     def _pending_from(self, state: Mapping[str, Any]) -> Exchange:
         buckets, applied = self._fragments[state["fragment"]], self._applied[state["fragment"]]
         agreement = Agreement(self._step, applied, True, state["buffers"], "broadcast")
-        agreement.not_finite, agreement.sketches = list(state["not_finite"]), list(state["sketches"])
+        agreement.not_finite, agreement.sketches = (
+            list(state["not_finite"]),
+            [each.clone() for each in state["sketches"]],
+        )
         means = [each.bucket(each.from_names(state["mean"]), applied) for each in buckets]
         own = [each.from_names(state["own"]) if state["own"] else each.own() for each in buckets]
         held = [self._exchanger.held(each) for each in buckets]

@@ -105,6 +105,10 @@ class PerParameter(Scheme):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         residual, rest = (state_from(state, key, "PerParameter") for key in ("residual", "schemes"))
+        if other := sorted(rest.keys() - self._schemes.keys()):
+            raise ValueError(
+                f"this state has a scheme for the pattern {other[0]!r}, and this PerParameter has {sorted(self.patterns)}; use the same"
+            )
         # All of them, before any scheme is changed.
         states = {key: dict(state_from(rest, key, "PerParameter")) for key in self._schemes}
         for key, scheme in self._schemes.items():

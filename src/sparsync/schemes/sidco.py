@@ -82,7 +82,7 @@ class SIDCo(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.state = self.shared_state("stages", Stages)
+        self.state = self.own_state("stages", Stages)
         check_density(self.density)
         check_values(self.values)
         if self.distribution not in get_args(Distribution):

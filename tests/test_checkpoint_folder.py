@@ -1,0 +1,481 @@
+"""What lies in a folder of checkpoints, and what is taken from it: of which model, of which step, whole, and never executed."""
+
+import errno
+import io
+import pickle
+import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict_saver as dcp
+from torch import Tensor, nn
+
+from helpers.stepped import SHAPES, Stepped
+from sparsync import LocalSteps, LocalWorld, MiCRO, PerParameter, TopK
+from sparsync.comm.local import LocalComm
+from sparsync.integrations import checkpoint, state_file
+from sparsync.integrations.checkpoint import resized
+from sparsync.schemes.dgc import DGC
+from sparsync.schemes.random_k import RandomK
+from sparsync.schemes.sidco import SIDCo
+
+OTHER = {"weight": (4, 5), "head": (7,)}
+
+
+def alone(body: Callable[[LocalComm], Any]) -> Any:
+    return LocalWorld(1).run(body)[0]
+
+
+def world(P: int, body: Callable[[LocalComm], Any]) -> list[Any]:
+    """What `body` returned on P ranks, each a thread."""
+    return LocalWorld(P).run(body)
+
+
+def wait(comm: LocalComm) -> None:
+    comm.all_gather(torch.zeros(1))
+
+
+def saved(folder: Path, steps: int = 2, **options: Any) -> tuple[Stepped, Path]:
+    """The handle of one rank after some steps, and the file it wrote."""
+    handle = alone(lambda comm: Stepped(comm, **options).step(steps))
+    return handle, checkpoint.save(handle, folder)
+
+
+def fresh(**options: Any) -> Stepped:
+    return alone(lambda comm: Stepped(comm, **options))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+# Several models.
+
+
+def test_two_models_in_one_folder_need_names_and_then_each_gets_its_own(tmp_path: Path) -> None:
+    first, second = fresh().step(1), fresh(shapes=OTHER).step(2)
+    checkpoint.save(first, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"give each model a name: save\(handle, folder, name=...\)"):
+        checkpoint.save(second, tmp_path)
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    checkpoint.save(second, tmp_path, name="head")
+    again, other = fresh(), fresh(shapes=OTHER)
+    assert checkpoint.load(again, tmp_path) == 1
+    assert checkpoint.load(other, tmp_path, name="head") == 2
+    assert torch.equal(again.residual, first.residual)
+    assert torch.equal(other.residual, second.residual)
+
+
+def test_two_models_of_one_layout_in_one_process_do_not_replace_each_other(tmp_path: Path) -> None:
+    """No file can tell them apart; but the first one is there while the second saves."""
+    first, second = fresh().step(1), fresh().step(2)
+    checkpoint.save(first, tmp_path)
+    with pytest.raises(ValueError, match="has the states of another model of this process"):
+        checkpoint.save(second, tmp_path)
+    checkpoint.load(second, tmp_path)  # takes over
+    checkpoint.save(second.step(), tmp_path)
+    with pytest.raises(ValueError, match="has the states of another model of this process"):
+        checkpoint.save(first.step(5), tmp_path)
+
+
+def test_states_of_a_model_that_is_gone_are_not_replaced_by_those_of_another_layout(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other = fresh(shapes=OTHER).step(9)
+    with pytest.raises(
+        ValueError, match=r"rank0of1.safetensors is of another model .*: it has a parameter 'bias', .*; pass name="
+    ):
+        checkpoint.save(other, tmp_path)
+    with pytest.raises(ValueError, match=r"its scheme is 'topk', and this one is 'micro'; pass name="):
+        checkpoint.save(fresh(scheme=MiCRO(0.1)).step(9), tmp_path)
+    with pytest.raises(ValueError, match="'weight' has the shape \\(4, 5\\), and here \\(5, 4\\)"):
+        checkpoint.save(fresh(shapes={**SHAPES, "weight": (5, 4)}), tmp_path)
+
+
+def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    _, file = saved(tmp_path)
+    for options, message in (
+        ({"shapes": OTHER}, "it has a parameter 'bias', which this model has not"),
+        ({"shapes": {**SHAPES, "more": (1,)}}, "it has no parameter 'more', which this model has"),
+        ({"shapes": {**SHAPES, "bias": (6,)}}, r"its parameter 'bias' has the shape \(5,\), and here \(6,\)"),
+        ({"scheme": MiCRO(0.1)}, "its scheme is 'topk', and this one is 'micro'"),
+    ):
+        handle = fresh(**options).step(3)
+        before = handle.residual
+        with pytest.raises(ValueError, match=message) as error:
+            checkpoint.load(handle, tmp_path)
+        assert str(error.value).startswith(str(file))
+        assert torch.equal(handle.residual, before) and handle.state_dict()["step"] == 2
+    with pytest.raises(ValueError, match=r"no state of sparsync-other; .* It has those of sparsync; pass the name="):
+        checkpoint.load(fresh(), tmp_path, name="other")
+    for name in ("a/b", "a.b", "ä"):
+        with pytest.raises(ValueError, match="name must be of letters, digits"):
+            checkpoint.save(fresh(), tmp_path, name=name)
+
+
+def test_unknown_residuals_are_refused_by_name(tmp_path: Path) -> None:
+    handle = fresh().step()
+    state = handle.state_dict()
+    state["scheme"]["residual"] |= {f"x{number}": torch.ones(1) for number in range(5)}
+    with pytest.raises(ValueError, match="a residual of 'x0', 'x1', 'x2' and 2 more, no parameter of this model"):
+        handle.load_state_dict(state)
+
+
+# Damage.
+
+
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
+    _, file = saved(tmp_path)
+    content, drawn = file.read_bytes(), random.Random(0)
+    for _ in range(400):
+        damaged = bytearray(content)
+        damaged[drawn.randrange(len(content))] ^= drawn.randrange(1, 256)
+        with pytest.raises(ValueError, match=r"^the file is no state that can be loaded: .*; restore it from a copy"):
+            state_file.parsed(damaged, "the file")
+
+
+class Runs:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.folder / "executed",)
+
+
+def test_content_that_is_no_state_is_one_clear_error_and_never_executed(tmp_path: Path) -> None:
+    handle, file = saved(tmp_path)
+    state, whole = handle.state_dict(), file.read_bytes()
+
+    def holding(**scheme: Any) -> bytes:
+        out = io.BytesIO()
+        state_file.write({**state, "scheme": {**state["scheme"], **scheme}}, out)
+        return out.getvalue()
+
+    pickled = io.BytesIO()
+    torch.save({"residual": torch.ones(3)}, pickled)
+    after = fresh()
+    for content, message in (
+        (b"", "it is empty"),
+        (whole[:7], "it has 7 bytes, fewer than its header says"),
+        (whole[:200], "it has 200 bytes, fewer than its header says"),
+        (whole[:-1], "its checksum does not fit its content"),
+        (whole + b"\0", "its checksum does not fit its content"),
+        (pickle.dumps(Runs(tmp_path)), "fewer than its header says"),
+        (pickled.getvalue(), "fewer than its header says"),
+        ((2).to_bytes(8, "little") + b"{}", "its header is no header"),
+        (
+            whole.replace(b'"version":"1"', b'"version":"7"', 1),
+            "it has format version 7, and this sparsync reads version 1",
+        ),
+        (holding(residual={"bias": torch.full((5,), torch.nan)}), "holds NaN or Inf"),
+        (holding(residual={"bias": torch.ones(5, dtype=torch.int64)}), "must be a floating tensor .* has torch.int64"),
+        (holding(residual={"bias": 3}), "must be a floating tensor .* this state has int"),
+        (holding(residual={"bias": torch.ones(4)}), "has 4 elements in this state, and the parameter 5"),
+        (holding(residual=None), "the residual in a state is a dict"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message) as error:
+            checkpoint.load(after, tmp_path)
+        assert str(error.value).startswith(str(file))
+        assert not after.state_dict()["scheme"]["residual"] and after.state_dict()["step"] == -1
+    assert names(tmp_path) == [file.name]
+
+
+def test_a_file_of_another_rank_or_step_under_this_name_is_refused(tmp_path: Path) -> None:
+    def body(comm: LocalComm) -> None:
+        checkpoint.save(Stepped(comm).step(2), tmp_path / "here")
+        wait(comm)
+
+    world(2, body)
+    one = tmp_path / "here" / "sparsync.step2.rank1of2.safetensors"
+    one.write_bytes((tmp_path / "here" / "sparsync.step2.rank0of2.safetensors").read_bytes())
+
+    def refused(comm: LocalComm) -> None:
+        with pytest.raises(ValueError, match="it is of rank 0 of 2, and rank 1 of 2 is needed here"):
+            checkpoint.load(Stepped(comm), tmp_path / "here")
+
+    world(2, refused)
+    world(3, refused)
+
+
+def test_files_from_before_versions_are_named(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "sparsync.rank0of1.pt")
+    with pytest.raises(ValueError, match=r"rank0of1.pt was saved by a sparsync before format version 1"):
+        checkpoint.load(fresh(), tmp_path)
+
+
+# Writing.
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"weight": (1000, 100)}
+    handle, _ = saved(tmp_path, shapes=shapes)
+    kept, before = handle.residual, names(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            checkpoint.save(handle.step(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "what was there before is still whole" in error.value.__notes__[0]
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(handle, tmp_path)
+    assert names(tmp_path) == before
+    again = fresh(shapes=shapes)
+    assert checkpoint.load(again, tmp_path) == 2
+    assert torch.equal(again.residual, kept)
+
+
+def test_any_reader_of_safetensors_shows_the_tensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    handle, file = saved(tmp_path)
+    shown = safetensors.load_file(file)
+    for name, held in handle.state_dict()["scheme"]["residual"].items():
+        assert torch.equal(shown[f"scheme/residual/{name}"], held)
+
+
+def test_a_state_comes_back_as_it_was_and_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    tensors = [
+        torch.tensor(3),
+        torch.ones(2, 0),
+        torch.arange(3).bool(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.eye(3).T,
+    ]
+    state = {"a": tensors, "b": {1: (2, None), "$c": {"x": -0.1}}, "c": [True, "1", float("inf"), 10**30]}
+    state_file.save(state, tmp_path / "file", tmp_path / "unfinished")
+    back = state_file.read(tmp_path / "file")
+    for was, now in zip(tensors, back.pop("a"), strict=True):
+        assert was.dtype == now.dtype and torch.equal(was, now)
+    del state["a"]
+    assert back == state
+    with pytest.raises(TypeError, match="a state holds a set at 'scheme/x'"):
+        state_file.save({"scheme": {"x": {1}}}, tmp_path / "file", tmp_path / "unfinished")
+    assert names(tmp_path) == ["file"]
+
+
+# Steps and worlds.
+
+
+def test_a_training_changes_its_number_of_ranks_in_one_folder(tmp_path: Path) -> None:
+    sums: list[Tensor] = []
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        handle = Stepped(comm)
+        if sums:
+            assert checkpoint.load(handle, tmp_path) == 2 * len(sums)
+        loaded = handle.residual
+        wait(comm)
+        for _ in range(2):
+            checkpoint.save(handle.step(), tmp_path)
+        wait(comm)
+        return loaded, handle.residual
+
+    for P in (4, 2, 3, 3, 1, 4):
+        ranks = world(P, body)
+        if sums:
+            assert torch.equal(torch.stack([loaded for loaded, _ in ranks]).sum(0), sums[-1])
+        sums.append(torch.stack([residual for _, residual in ranks]).sum(0))
+    # A rank that was not the last one to save keeps its file before this one until it saves again.
+    assert [each for each in names(tmp_path) if "step12." in each] == [
+        f"sparsync.step12.rank{rank}of4.safetensors" for rank in range(4)
+    ]
+    assert all("step12." in each or "step11." in each for each in names(tmp_path))
+
+
+def test_ranks_that_die_between_their_saves_leave_the_checkpoint_before(tmp_path: Path) -> None:
+    def train(comm: LocalComm) -> Tensor:
+        handle = Stepped(comm).step(2)
+        checkpoint.save(handle, tmp_path)
+        kept = handle.residual
+        handle.step(2)
+        if comm.rank < 2:
+            checkpoint.save(handle, tmp_path)
+        wait(comm)
+        return kept
+
+    def resume(comm: LocalComm) -> Tensor:
+        handle = Stepped(comm)
+        assert checkpoint.load(handle, tmp_path) == 2
+        wait(comm)
+        loaded = handle.residual
+        handle.step(2)
+        if comm.rank == 2:  # with the files of the attempt before, this one would be complete
+            checkpoint.save(handle, tmp_path)
+        wait(comm)
+        return loaded
+
+    kept = world(3, train)
+    for _ in range(2):
+        assert all(map(torch.equal, world(3, resume), kept))
+    assert names(tmp_path)[-1] == "sparsync.step4.rank2of3.safetensors"
+
+
+def test_a_rank_ahead_of_the_others_removes_nothing_that_they_need(tmp_path: Path) -> None:
+    """Between two exchanges of LocalSteps ranks do not wait for each other."""
+
+    def body(comm: LocalComm) -> None:
+        handle = Stepped(comm)
+        # None of these needs another rank.
+        for turn in range(2):
+            if comm.rank == turn:
+                for _ in range(3):
+                    handle._step += 1
+                    checkpoint.save(handle, tmp_path)
+                    assert turn == 0 or checkpoint.holds_states(tmp_path)
+            wait(comm)
+
+    world(2, body)
+    assert names(tmp_path) == [f"sparsync.step3.rank{rank}of2.safetensors" for rank in range(2)]
+
+
+def test_a_run_that_starts_again_does_not_replace_one_that_came_further(tmp_path: Path) -> None:
+    saved(tmp_path, steps=9)
+    with pytest.raises(
+        ValueError, match="has a complete checkpoint of step 9, and this run is at step 1; load it first"
+    ):
+        checkpoint.save(fresh().step(), tmp_path)
+    assert checkpoint.load(fresh(), tmp_path) == 9
+
+
+def test_a_folder_without_all_states_is_refused(tmp_path: Path) -> None:
+    assert not checkpoint.holds_states(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="there are no states"):
+        checkpoint.restore(fresh(), [])
+    with pytest.raises(ValueError, match="has no state of sparsync"):
+        checkpoint.load(fresh(), tmp_path / "nowhere")
+
+    def body(comm: LocalComm) -> None:
+        if comm.rank == 1:
+            checkpoint.save(Stepped(comm), tmp_path)
+
+    world(3, body)
+    assert checkpoint.holds_states(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks the states of ranks \[0, 2\] of 3 at step 0"):
+        checkpoint.load(fresh(), tmp_path)
+
+
+# torch.distributed.checkpoint.
+
+
+def test_metadata_of_a_distributed_checkpoint_is_read_and_never_executed(tmp_path: Path) -> None:
+    handle = fresh().step(3)
+    dcp.save(
+        {"model": torch.ones(3), "else": "x", **checkpoint.entries(handle, name="m")},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    assert checkpoint.holds_states(tmp_path)
+    again = fresh()
+    assert checkpoint.load(again, tmp_path, name="m") == 3
+    assert torch.equal(again.residual, handle.residual)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = Runs(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert checkpoint.load(fresh(), tmp_path, name="m") == 3
+    for content in (pickle.dumps(Runs(tmp_path)), pickle.dumps([Runs(tmp_path)]), b"", b"x", pickle.dumps({"a": 1})):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match=r"\.metadata is no metadata of a torch.distributed.checkpoint"):
+            checkpoint.load(again, tmp_path, name="m")
+    assert "executed" not in names(tmp_path)
+
+
+def test_damaged_entries_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:
+    dcp.save(checkpoint.entries(fresh().step(3)), checkpoint_id=tmp_path, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ValueError, match=r"sparsync\.step3\.rank0of1"):
+        checkpoint.load(fresh(), tmp_path)
+    data.unlink()
+    with pytest.raises(ValueError, match=r"has no entry 'sparsync.step3.rank0of1' that can be read"):
+        checkpoint.load(fresh(), tmp_path)
+
+
+# States.
+
+
+def test_loading_is_all_or_nothing(tmp_path: Path) -> None:
+    scheme = PerParameter(TopK(0.1), {"bias": DGC(0.5)})
+    handle = fresh(scheme=scheme).step(3)
+    before = handle.state_dict()
+    broken = handle.step(2).state_dict()
+    broken["scheme"]["schemes"]["bias"] = {"velocity": {}, "scheme": "else"}
+    handle.load_state_dict(before)
+    with pytest.raises(ValueError, match="this is the state of 'else'"):
+        handle.load_state_dict(broken)
+    after = handle.state_dict()
+    assert after["step"] == before["step"] == 2
+    assert all(torch.equal(before["scheme"]["residual"][name], after["scheme"]["residual"][name]) for name in SHAPES)
+    for key, value in (
+        ("step", -2),
+        ("step", 1.5),
+        ("loss_scale", torch.nan),
+        ("rates", {"bias": -1.0}),
+        ("rates", 3),
+        ("layout", 3),
+    ):
+        with pytest.raises(ValueError):
+            handle.load_state_dict({**before, key: value})
+
+
+def test_a_state_whose_optimizer_does_not_fit_leaves_the_weights(tmp_path: Path) -> None:
+    def body(comm: LocalComm) -> None:
+        made = nn.Linear(2, 2)
+        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.5), every=2, comm=comm)
+        state = steps.state_dict()
+        state["local_steps"]["common"] = {name: 2 * each for name, each in state["local_steps"]["common"].items()}
+        state["local_steps"]["own"] = state["local_steps"]["common"]
+        state["local_steps"]["optimizers"][0]["param_groups"] *= 2
+        before = [each.detach().clone() for each in made.parameters()]
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            steps.load_state_dict(state)
+        assert all(map(torch.equal, made.parameters(), before))
+        assert all(torch.equal(each.common, each.own()) for each in steps._buckets)
+
+    alone(body)
+
+
+def test_stages_of_sidco_are_each_ranks_own_and_end_with_the_number_of_ranks(tmp_path: Path) -> None:
+    def train(comm: LocalComm) -> dict[str, Any]:
+        handle = Stepped(comm, SIDCo(0.1)).step(2)
+        handle.scheme.state._states["all"].count = comm.rank + 1  # pyright: ignore[reportAttributeAccessIssue]
+        checkpoint.save(handle, tmp_path)
+        return handle.state_dict()
+
+    def load(comm: LocalComm) -> dict[str, Any]:
+        handle = Stepped(comm, SIDCo(0.1))
+        checkpoint.load(handle, tmp_path)
+        return handle.state_dict()["scheme"]["own"]["stages"]
+
+    states = world(2, train)
+    assert [each["all"]["state"]["count"] for each in world(2, load)] == [1, 2]
+    assert world(3, load) == [{}, {}, {}]
+    assert "own" not in resized(states, 0, 1)["scheme"]
+
+
+def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:
+    states = world(2, lambda comm: Stepped(comm, DGC(0.1)).step(3).state_dict())
+    together = resized(states, 0, 1)["scheme"]["velocity"]
+    for name in SHAPES:
+        assert torch.equal(
+            together[name], states[0]["scheme"]["velocity"][name] + states[1]["scheme"]["velocity"][name]
+        )
+
+
+def test_schemes_without_a_residual_are_saved_too(tmp_path: Path) -> None:
+    saved(tmp_path, scheme=RandomK(0.5, unbiased=True))
+    assert checkpoint.load(fresh(scheme=RandomK(0.5, unbiased=True)), tmp_path) == 2
