@@ -137,7 +137,7 @@ SPARSYNC_INLINE void unpack(const uint8_t *packed, int64_t count, int bits, int8
 // `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
 void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
     const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
-    const Codes codes = {noise || bits == 8 ? -greatest : -greatest - 1.0f, greatest};
+    const Codes codes = {noise || bits != 3 ? -greatest : -greatest - 1.0f, greatest};
     uint8_t *stream = out + 2 * nblocks(k, value_block);
     alignas(32) int8_t code[value_block];
     for (int64_t i = 0; i < k; i += value_block, out += 2) {

@@ -30,15 +30,15 @@ def scaled_encode(
 ) -> UInt8[Tensor, " nbytes"]:
     """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
-    To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right. 4 and 3 bits to nearest have
-    all codes, one more below zero than above: there the scale has the sign that makes the greatest magnitude of the block that code, and
+    To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right. 3 bits to nearest have all
+    codes, one more below zero than above: there the scale has the sign that makes the greatest magnitude of the block that code, and
     is positive where both signs reach it. What has the other sign and would round beyond the last code gets that.
     """
     if bits not in MAX_CODE:
         raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     max_code = MAX_CODE[bits]
-    # At random no value may be clamped, for that would bias its mean; and of 255 codes one more is no gain.
-    signed = noise is None and bits < 8
+    # At random no value may be clamped, for that would bias its mean. Of 15 or 255 codes one more is no gain in training.
+    signed = noise is None and bits == 3
     lowest = -max_code - signed
     block = _blocks(value)
     greatest = block.abs().amax(1)
