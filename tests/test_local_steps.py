@@ -112,6 +112,17 @@ def test_with_one_step_dense_and_sgd_it_is_data_parallel_sgd() -> None:
         assert torch.equal(ours, wanted)
 
 
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_a_divisor_that_does_not_conserve_still_gives_all_ranks_the_same_weights(keep: float) -> None:
+    def body(comm: LocalComm) -> list[Tensor]:
+        scheme = TwoShot(0.25, divide_by="contributors")
+        return train(start(comm, scheme, every=2, keep=keep, bucket_mb=2e-4), range(6))
+
+    ranks = LocalWorld(P).run(body)
+    assert all(torch.equal(x, y) for rank in ranks for x, y in zip(rank, ranks[0], strict=True))
+    assert not torch.equal(ranks[0][-1], flat(list(model().parameters())))
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weights_hold_their_share(

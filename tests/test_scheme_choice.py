@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from sparsync import LocalWorld, TopK
+from sparsync import LocalWorld, TopK, TwoShot
 from sparsync.lab.recipes import recipes
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
@@ -49,6 +49,8 @@ def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
     assert not choice.leaves_rest(8)
     assert one("local_steps(every=4:fragments=2)/topk").leaves_rest(8)
     assert one("local_steps(every=4:delay=1)/topk").leaves_rest(8)
+    made = one("local_steps(every=4)/two_shot:density=0.1:divide_by=contributors").make()
+    assert made == TwoShot(0.1, divide_by="contributors")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """TwoShot: the rule against a plain restatement, two exchanges, bytes known beforehand, what stays with whom, its reduce-scatter."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
 from sparsync.core import Comm, generator
 from sparsync.schemes import two_shot
+from sparsync.schemes.tile_parts import Divisor
 from sparsync.selection.density import count_for
 from sparsync.selection.partition import BlockCyclic
 from sparsync.wire.values import ValueCodec
@@ -35,10 +38,11 @@ def reduce(schemes: list[TwoShot], given: list[Tensor], step: int = 0) -> tuple[
 
 
 def restated(
-    residuals: list[Tensor], given: list[Tensor], density: float, values: ValueCodec
+    residuals: list[Tensor], given: list[Tensor], density: float, values: ValueCodec, divide_by: Divisor
 ) -> tuple[Tensor, list[Tensor]]:
     """The rule with dense vectors: the mean and the new residuals."""
     P, n = len(given), given[0].numel()
+    divisor = torch.full((n,), P if divide_by == "ranks" else 1)
     acc, mean = [e + x for e, x in zip(residuals, given, strict=True)], torch.zeros(n)
     for owner in range(P):
         position = BlockCyclic(n, P).positions(owner, torch.arange(BlockCyclic(n, P).lengths()[owner]))
@@ -56,32 +60,35 @@ def restated(
                 sent = rounded(acc[rank][chosen])
                 acc[rank][chosen] -= sent
                 acc[owner][chosen] += sent
+                divisor[chosen] += divide_by == "contributors"
         chosen = largest(acc[owner])
-        mean[chosen] = rounded(acc[owner][chosen] / P)
-        acc[owner][chosen] -= P * mean[chosen]
+        mean[chosen] = rounded(acc[owner][chosen] / divisor[chosen])
+        acc[owner][chosen] -= divisor[chosen] * mean[chosen]
     return mean, acc
 
 
 @pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
 @pytest.mark.parametrize(("P", "n", "density"), [(1, 50, 0.1), (2, 999, 0.05), (4, 5000, 0.05), (5, 777, 0.3)])
-def test_is_the_rule(P: int, n: int, density: float, values: str) -> None:
-    schemes = [TwoShot(density, values) for _ in range(P)]  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("divide_by", get_args(Divisor))
+def test_is_the_rule(P: int, n: int, density: float, values: str, divide_by: Divisor) -> None:
+    schemes = [TwoShot(density, values, divide_by=divide_by) for _ in range(P)]  # pyright: ignore[reportArgumentType]
     residuals = [torch.zeros(n) for _ in range(P)]
     for step in range(3):
         given = gradients(P, n, step)
         mean, _, found = reduce(schemes, given, step)
-        wanted, residuals = restated(residuals, given, density, ValueCodec(values))  # pyright: ignore[reportArgumentType]
+        wanted, residuals = restated(residuals, given, density, ValueCodec(values), divide_by)  # pyright: ignore[reportArgumentType]
         assert torch.equal(mean, wanted)
         assert all(torch.equal(x, y) for x, y in zip(found, residuals, strict=True))
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
-def test_has_two_exchanges_whose_bytes_do_not_depend_on_the_gradients(density: float) -> None:
+def test_has_two_exchanges_whose_bytes_depend_on_neither_gradients_nor_divisor(density: float) -> None:
     costs = []
     for given in (gradients(4, 4000), [torch.zeros(4000) for _ in range(4)]):
-        _, reports, _ = reduce([TwoShot(density) for _ in range(4)], given)
-        costs.append([report.cost for report in reports])
-    assert costs[0] == costs[1]
+        for divide_by in get_args(Divisor):
+            _, reports, _ = reduce([TwoShot(density, divide_by=divide_by) for _ in range(4)], given)
+            costs.append([report.cost for report in reports])
+    assert all(each == costs[0] for each in costs)
     # An all-to-all and an all-gather.
     assert {(cost.steps, cost.messages) for cost in costs[0]} == {(2, 3 + 3)}
 
@@ -108,6 +115,34 @@ def test_unsent_counts_every_residual_once() -> None:
         regions = BlockCyclic(n, P)
         for p in range(P):
             assert torch.equal(regions.of(share, p), regions.of(residual, p) / (P if p == rank else 1))
+
+
+@pytest.mark.parametrize(("divide_by", "written"), [("ranks", 2.0), ("contributors", 4.0)])
+def test_what_one_rank_alone_sends_is_divided_by_it_and_the_owner(divide_by: Divisor, written: float) -> None:
+    P, n = 4, 128  # a row of 32 elements for each owner, of which one is sent
+    given = [torch.zeros(n) for _ in range(P)]
+    given[1][BlockCyclic(n, P).positions(0, torch.tensor([5]))] = 8.0
+    mean, _, residuals = reduce([TwoShot(1 / 32, "float32", divide_by=divide_by) for _ in range(P)], given)
+    assert mean[mean != 0].tolist() == [written]
+    assert not any(residual.any() for residual in residuals)
+
+
+@pytest.mark.parametrize("dense_below", [0, 10_000])
+def test_a_rollback_returns_what_residuals_have_lost_whatever_the_divisor(dense_below: int) -> None:
+    P, n = 4, 999
+    given = [torch.randint(-8, 8, (n,), generator=generator(rank, "rollback", 0)).double() for rank in range(P)]
+    schemes = [TwoShot(0.1, divide_by="contributors") for _ in range(P)]
+    for scheme in schemes:
+        scheme.dense_below = dense_below
+
+    def body(comm: Comm) -> None:
+        bucket = Bucket("w", given[comm.rank].clone(), 0)
+        schemes[comm.rank].reduce(bucket, comm)
+        schemes[comm.rank].rollback(bucket)
+
+    LocalWorld(P).run(body)
+    kept = torch.stack([scheme.state_dict()["residual"]["w"] for scheme in schemes]).sum(0)
+    assert torch.equal(kept, torch.stack(given).sum(0))
 
 
 @pytest.mark.parametrize("values", ["float32", "int4"])
@@ -152,4 +187,8 @@ def test_refuses_settings_that_cannot_be() -> None:
         TwoShot(density=0.0)
     with pytest.raises(ValueError, match="values must be one of"):
         TwoShot(values="int5")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="divide_by must be one of contributors, ranks, got 'all'"):
+        TwoShot(divide_by="all")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match='divide_by="contributors" has no reduce-scatter'):
+        TwoShot(divide_by="contributors").reduce_scatter_form()
     assert two_shot.TwoShot.name == "two_shot"

@@ -39,17 +39,29 @@ SPARSYNC_INLINE int64_t values_nbytes(int64_t k, int bits) {
     return 2 * (bits < 3 ? bits : 1) * nblocks(k, value_block) + nbytes_of(k, bits);
 }
 
-// The upper half of the least float32 that times `max_code` reaches the greatest magnitude, as far as it is finite.
-SPARSYNC_INLINE uint32_t scale_of(const float *value, int64_t count, float max_code) {
-    uint32_t greatest = 0;
+// Codes of a format, from `lowest` to `greatest`.
+struct Codes {
+    float lowest, greatest;
+};
+
+// The upper half of the least float32 that times -lowest reaches the greatest magnitude, as far as it is finite. Where there are more codes
+// below zero than above, it is negative if the greatest magnitude is that of positive values alone.
+SPARSYNC_INLINE uint32_t scale_of(const float *value, int64_t count, Codes codes) {
+    int32_t highest = 0;   // bits of the greatest positive value, or 0
+    uint32_t deepest = 0;  // those of the negative value of greatest magnitude, if there is one: all negative ones are above all others
     for (int64_t i = 0; i < count; ++i) {
-        const uint32_t magnitude = bits_of(value[i]) & 0x7FFFFFFF;
-        greatest = magnitude > greatest ? magnitude : greatest;
+        const uint32_t bits = bits_of(value[i]);
+        const int32_t with_sign = static_cast<int32_t>(bits);
+        highest = with_sign > highest ? with_sign : highest;
+        deepest = bits > deepest ? bits : deepest;
     }
+    const uint32_t above = static_cast<uint32_t>(highest), below = deepest >> 31 ? deepest & 0x7FFFFFFF : 0;
+    const uint32_t greatest = above > below ? above : below;
     if (greatest >= infinite_bits) return nan_scale;
-    const uint32_t ceiling = bits_of(3.40282346638528859812e+38f / max_code) >> 16;
-    const uint32_t upper = (bits_of(float_of(greatest) / max_code) + 0xFFFF) >> 16;
-    return upper < ceiling ? upper : ceiling;
+    const uint32_t ceiling = bits_of(3.40282346638528859812e+38f / -codes.lowest) >> 16;
+    const uint32_t upper = (bits_of(float_of(greatest) / -codes.lowest) + 0xFFFF) >> 16;
+    const uint32_t scale = upper < ceiling ? upper : ceiling;
+    return codes.greatest < -codes.lowest && above > below && scale ? scale | 0x8000 : scale;
 }
 
 SPARSYNC_INLINE float nearest(float x) {  // ties to even, for |x| < 2^22; adding moves the fraction out of the significand
@@ -61,14 +73,14 @@ SPARSYNC_INLINE float floor_of(float x) {
     return whole > x ? whole - 1.0f : whole;
 }
 
-SPARSYNC_INLINE float clamped(float x, float limit) {
-    const float below = x < limit ? x : limit;
-    return below > -limit ? below : -limit;
+SPARSYNC_INLINE float clamped(float x, Codes codes) {
+    const float below = x < codes.greatest ? x : codes.greatest;
+    return below > codes.lowest ? below : codes.lowest;
 }
 
-// value / scale, rounded, in [-max_code, max_code]; zero where the scale is zero or NaN.
+// value / scale, rounded, among the codes; zero where the scale is zero or NaN.
 SPARSYNC_INLINE void quantize(
-    const float *value, const float *noise, int64_t count, uint32_t upper, float max_code, int8_t *code) {
+    const float *value, const float *noise, int64_t count, uint32_t upper, Codes codes, int8_t *code) {
     if (upper == 0 || upper == nan_scale) {
         std::memset(code, 0, static_cast<size_t>(count));
         return;
@@ -77,12 +89,12 @@ SPARSYNC_INLINE void quantize(
     if (noise)
         for (int64_t i = 0; i < count; ++i) {
             const float x = floor_of(value[i] / scale + noise[i]);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, max_code)));
+            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, codes)));
         }
     else
         for (int64_t i = 0; i < count; ++i) {
             const float x = nearest(value[i] / scale);
-            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, max_code)));
+            code[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(x, codes)));
         }
 }
 
@@ -124,14 +136,15 @@ SPARSYNC_INLINE void unpack(const uint8_t *packed, int64_t count, int bits, int8
 
 // `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
 void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
-    const float max_code = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
+    const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
+    const Codes codes = {noise || bits != 3 ? -greatest : -greatest - 1.0f, greatest};
     uint8_t *stream = out + 2 * nblocks(k, value_block);
     alignas(32) int8_t code[value_block];
     for (int64_t i = 0; i < k; i += value_block, out += 2) {
         const int64_t count = least(value_block, k - i);
-        const uint32_t scale = scale_of(value + i, count, max_code);
+        const uint32_t scale = scale_of(value + i, count, codes);
         put_scale(out, scale);
-        quantize(value + i, noise ? noise + i : nullptr, count, scale, max_code, code);
+        quantize(value + i, noise ? noise + i : nullptr, count, scale, codes, code);
         if (bits == 8)
             std::memcpy(stream + i, code, static_cast<size_t>(count));
         else

@@ -207,8 +207,19 @@ def _low_rank_rows() -> list[Row]:
 
 def _two_shot_rows() -> list[Row]:
     formats = ("bfloat16", "float16", "int8", "int3", "sign")
+    contributors = partial(TwoShot, density=0.1, values="float32", divide_by="contributors")
     return [
         *[_sparse(f"two-shot-{density}", partial(TwoShot, values="float32"), density) for density in (0.001, 0.1, 0.5)],
+        Row(
+            "two-shot-contributors",
+            contributors,
+            partial(contributors, density=1.0),
+            has_residual=True,
+            conserves=False,
+        ),
+        Row(
+            "two-shot-contributors-int4", partial(contributors, values="int4"), None, has_residual=True, conserves=False
+        ),
         Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
         *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
         *[_rounded(TwoShot, "two-shot", values, density=0.1) for values in formats],
@@ -304,6 +315,7 @@ QUICK = (
         "two-shot-0.1",
         "two-shot-int3",
         "two-shot-decay",
+        "two-shot-contributors-int4",
         "two-shot-all-2bit",
         "quantized-int8",
     ),

@@ -30,22 +30,30 @@ def scaled_encode(
 ) -> UInt8[Tensor, " nbytes"]:
     """Return the scales of all blocks, then codes of 8, 4 or 3 bits, two's complement, the first in the low bits: value / scale, rounded.
 
-    To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right.
+    To nearest, ties to even; with `noise` in [0, 1) up or down, such that uniform noise makes the mean right. 3 bits to nearest have all
+    codes, one more below zero than above: there the scale has the sign that makes the greatest magnitude of the block that code, and
+    is positive where both signs reach it. What has the other sign and would round beyond the last code gets that.
     """
     if bits not in MAX_CODE:
         raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     max_code = MAX_CODE[bits]
+    # At random no value may be clamped, for that would bias its mean. Of 15 or 255 codes one more is no gain in training.
+    signed = noise is None and bits == 3
+    lowest = -max_code - signed
     block = _blocks(value)
     greatest = block.abs().amax(1)
-    upper = (greatest / max_code).view(torch.int32) + 0xFFFF >> 16  # rounded up, so that no code exceeds `max_code`
-    # The greatest scale that times `max_code` is finite.
-    ceiling = (torch.finfo(torch.float32).max / torch.tensor(float(max_code), dtype=torch.float32)).view(
+    upper = (greatest / -lowest).view(torch.int32) + 0xFFFF >> 16  # rounded up, so that no code is below `lowest`
+    # The greatest scale that times `lowest` is finite.
+    ceiling = (torch.finfo(torch.float32).max / torch.tensor(float(-lowest), dtype=torch.float32)).view(
         torch.int32
     ) >> 16
-    upper = torch.where(greatest.isfinite(), upper.clamp(max=int(ceiling)), _NAN)
+    upper = upper.clamp(max=int(ceiling))
+    if signed:
+        upper = torch.where((block.amax(1) > -block.amin(1)) & (upper > 0), upper | 0x8000, upper)
+    upper = torch.where(greatest.isfinite(), upper, _NAN)
     quotient = block / _scale(upper)[:, None]
     rounded = quotient.round() if noise is None else (quotient + _blocks(noise)).floor()
-    code = rounded.nan_to_num(0.0, 0.0, 0.0).clamp(-max_code, max_code).to(torch.int8).view(-1)[: value.numel()]
+    code = rounded.nan_to_num(0.0, 0.0, 0.0).clamp(lowest, max_code).to(torch.int8).view(-1)[: value.numel()]
     return torch.cat([_two_bytes(upper), _packed(code.view(torch.uint8), bits)])
 
 

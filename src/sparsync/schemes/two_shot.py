@@ -6,10 +6,12 @@ residual, and what the owner does not send in the owner's: no mass is lost. How 
 their rows from all over the vector in a hashed order, so that layers of different scale load the owners alike.
 
 The two exchanges are those of SparseReduceScatter and all-gather in Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; the fixed
-counts and the owner's residual are our own.
+counts and the owner's residual are our own. Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, Report, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
+from sparsync.schemes.tile_parts import Divisor, check_divisor
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.partition import BlockCyclic, Contiguous, Partition
 from sparsync.wire.elements import Elements
@@ -36,12 +39,20 @@ class TwoShot(ErrorFeedbackScheme):
     With density 1 it is a quantized all-reduce of all elements, and no positions travel. A rank sends about 2 (P-1)/P * density * n
     elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf, or the mean overflows the gradient's
     type, it shows in the gradient of every rank, and residuals stay as they were.
+
+    `divide_by="contributors"`: the owner divides each sum by the number of ranks whose element is in it, of this step: those that sent it,
+    and the owner. The bytes are the same. With density 1 everybody contributes, so nothing changes; below, what is written is longer than
+    the mean, up to P times. The owner's residual loses the contributors times what is written: it keeps what the sum has beyond that,
+    which is what rounding dropped, and whole the sums that are not sent. A sum that waits is divided by the contributors of the step in
+    which it is sent, whoever sent to it before. So P times what is written + residuals is not what came in; a rollback returns to
+    the residuals what they lost.
     """
 
     density: float = 0.05  # share of the elements that travels in either exchange
     values: Values = "int4"  # how values travel; what rounding drops stays in the residuals
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
     decay: float = 1.0  # share of the residual that joins the next gradient; SparseLoCo has 0.95
+    divide_by: Divisor = "ranks"  # "contributors": those whose element is in the sum; does not conserve what comes in
 
     name = "two_shot"
     may_send_whole = True
@@ -50,8 +61,13 @@ class TwoShot(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
+        check_divisor(self.divide_by)
+        self._lost: dict[
+            str, Sparse
+        ] = {}  # what the own region lost in the last step of each bucket, where that is not P * mean
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
+        self._lost.pop(bucket.key, None)
         if self.density == 1.0:
             mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
@@ -70,27 +86,49 @@ class TwoShot(ErrorFeedbackScheme):
         nbytes = [codec.nbytes(k, size, dtype) for k, size in zip(counts, lengths, strict=True)]
         received = all_to_all(packets, [nbytes[rank] if source != rank else 0 for source in range(P)], comm)
         sums = regions.of(acc.values, rank)
+        contributors = torch.ones_like(sums) if self.divide_by == "contributors" else None
         with phase("decode"):
             for source, packet in enumerate(received):
                 if source != rank:
-                    kernels.scatter_add_(sums, codec.decode(packet, count, length, dtype))
+                    arrived = codec.decode(packet, count, length, dtype)
+                    kernels.scatter_add_(sums, arrived)
+                    if contributors is not None:
+                        kernels.scatter_add_(contributors, replace(arrived, value=torch.ones_like(arrived.value)))
         top = acc.top_k_of(sums, count, "sums")
+        divisor = P if contributors is None else kernels.gather(contributors, top.index)
         with phase("encode"):
-            # As its share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
-            packet = codec.encode(Sparse(top.index, top.value / P, length))
+            # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
+            packet = codec.encode(Sparse(top.index, top.value / divisor, length))
         gathered = all_gather(packet, nbytes, comm)
         with phase("decode"):
             decoded = [
                 codec.decode(each, k, size, dtype) for each, k, size in zip(gathered, counts, lengths, strict=True)
             ]
             # The difference to what is written, in the type of the gradient.
-            kernels.put_(sums, top.index, top.value - P * decoded[rank].value.to(bucket.grad.dtype).to(dtype))
+            lost = divisor * decoded[rank].value.to(bucket.grad.dtype).to(dtype)
+            kernels.put_(sums, top.index, top.value - lost)
             for p, part in [*unsent, (rank, sums)]:
                 regions.put_(acc.values, p, part)
             mean = kernels.merge(
                 [Sparse(regions.positions(p, part.index), part.value, n) for p, part in enumerate(decoded)]
             )
-        return Update(mean, None, sum(counts) - count + length)
+
+        def commit() -> None:
+            if contributors is not None:
+                self._lost[bucket.key] = Sparse(regions.positions(rank, top.index), lost, n)
+
+        return Update(mean, None, sum(counts) - count + length, commit=commit)
+
+    def rollback(self, bucket: Bucket) -> None:
+        lost = self._lost.pop(bucket.key, None)
+        if lost is None or bucket.grad.numel() < self.dense_below:
+            super().rollback(bucket)
+        else:
+            kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
+        super().load_state_dict(state)
+        self._lost = {}
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
@@ -100,6 +138,10 @@ class TwoShot(ErrorFeedbackScheme):
         return residual
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
+        if self.divide_by != "ranks":
+            raise ValueError(
+                f'two_shot with divide_by="{self.divide_by}" has no reduce-scatter; on a shard axis use divide_by="ranks"'
+            )
         return TwoShotReduceScatter(self)
 
 

@@ -27,7 +27,8 @@ class ValueCodec:
 
     "float32"                   values as they are, float64 ones too
     "bfloat16", "float16"       16 bits; float16 makes Inf of magnitudes above 65504
-    "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude
+    "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude, which is 127,
+                                7 or -4 times the scale; in int3 the scale has a sign
     "int8_stochastic", "int4_stochastic"
                                 rounded up or down at random, right on average; what is drawn is a function of the values, so that the
                                 same values make the same packet, in every run and after every resume
