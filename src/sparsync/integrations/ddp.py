@@ -91,7 +91,9 @@ def attach(
     oktopk. One thread reduces the buckets in order, on a private process group, while the backward pass goes on.
     Skipped steps: a step in which any bucket has NaN or Inf is one, as for a loss scaler; what its other buckets have sent is rolled back.
     Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
-    one works again, without what the failed step had taken from residuals.
+    one works again, without what the failed step had taken from residuals. Where some ranks were through with it, their next step raises
+    too, and so does every further one until a checkpoint was loaded on all ranks, because their weights differ.
+    Before each bucket the ranks compare step, layout, scheme and shared state: RanksDifferError, on all ranks, where they differ.
     `join()`: a rank that has run out of data still sends its residual, and the mean still divides by all ranks.
     `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient as it was; what the scheme sent for it from
     its residual is lost.

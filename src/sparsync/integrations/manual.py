@@ -76,7 +76,9 @@ class GradientReducer(Handle):
         like any other; one that is frozen, or that shares another's storage, is left alone. Sparse gradients of embeddings are
         reduced in full, each in a bucket of its own. A step that leaves NaN or Inf in any gradient counts as skipped, and what its
         other buckets have sent is rolled back.
-        Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections.
+        Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections. A rank that was through with the
+        step raises at its next call, and all ranks from then on until a checkpoint was loaded on all of them, because their weights differ.
+        Raises RanksDifferError, on all ranks, where they come with another step, model, scheme or shared state.
         """
         # A failed step counts, for it may have failed on some ranks only.
         self._step = self._step + 1 if step is None else step
