@@ -16,7 +16,7 @@ import sparsync
 from helpers.distributed import case, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
 from invariants.world import same_bits
-from sparsync import Dense, LocalWorld, MeteredComm, SkipReduce, TopK
+from sparsync import Dense, LocalWorld, MeteredComm, ParameterFormat, SkipReduce, TopK
 from sparsync.base.differences import gather_differences, gather_differences_cost
 from sparsync.integrations.fsdp2 import Fsdp2Handle
 from sparsync.integrations.fsdp2_gather import SharedShards
@@ -78,13 +78,15 @@ def test_what_is_not_finite_shows_on_all_ranks_and_recovers() -> None:
 
 def test_ranks_that_gather_different_things_are_told_so() -> None:
     def program(comm: MeteredComm) -> None:
-        with pytest.raises(RuntimeError, match=rf"rank {comm.rank} gathers module {comm.rank}, and rank .* something else"):
+        with pytest.raises(
+            RuntimeError, match=rf"rank {comm.rank} gathers module {comm.rank}, and rank .* something else"
+        ):
             gather_differences(torch.ones(4), torch.zeros(8), ValueCodec(), comm, f"module {comm.rank}")
 
     LocalWorld(2).run(lambda comm: program(MeteredComm(comm)))
 
 
-def gathering(net: nn.Module, parameters: Values, **options: Any) -> Fsdp2Handle:
+def gathering(net: nn.Module, parameters: Values | ParameterFormat, **options: Any) -> Fsdp2Handle:
     handle = sparsync.attach(net, Dense(), parameters=parameters, timeout_s=TIMEOUT_S, **options)
     assert isinstance(handle, Fsdp2Handle)
     return handle
@@ -130,7 +132,9 @@ def whole(net: nn.Module) -> Weights:
 
 
 def equal(found: Weights, wanted: Weights) -> bool:
-    return found.keys() == wanted.keys() and all(same_bits(found[name].float(), wanted[name].float()) for name in wanted)
+    return found.keys() == wanted.keys() and all(
+        same_bits(found[name].float(), wanted[name].float()) for name in wanted
+    )
 
 
 def agreed(found: Weights) -> bool:
@@ -169,8 +173,9 @@ def as_torch() -> None:
 
 
 def there_as_back() -> None:
+    mixed: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     for parameters in ROUNDED:
-        for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        for options in ({}, mixed):
             with case((parameters, options)):
                 net = made(**options)
                 handle, seen = gathering(net, parameters), watched(net)
@@ -193,6 +198,23 @@ def there_as_back() -> None:
                 assert first.cost.nbytes == 8 + element * m
                 rounded = ValueCodec(parameters).nbytes(m, torch.float32)
                 assert last.cost.nbytes == 8 + min(element * m, rounded)
+
+
+def without_differences() -> None:
+    for parameters in ROUNDED:
+        net = made()
+        handle, seen = gathering(net, ParameterFormat(parameters, differences=False)), watched(net)
+        for step in range(2):
+            moved(net)
+            assert equal(there_and_back(net, step), seen)
+            assert agreed(seen)
+            assert all((seen[name] - x).abs().max() < 0.5 for name, x in whole(net).items())
+        reports = handle.parameter_reports()
+        assert len(reports) == 2 * (4 + 3)  # the root once
+        assert all(report.sent == report.cost and not report.details["exact"] for report in reports)
+        gather = handle._gather
+        assert gather is not None
+        assert not gather._shared._held
 
 
 def standing_still() -> None:
@@ -287,7 +309,9 @@ def failing() -> None:
         return plain(bucket, comm)
 
     shared.reduce = unlucky  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RuntimeError, match=r"the parameters of module 'middle' were not gathered .*MemoryError: no room") as error:
+    with pytest.raises(
+        RuntimeError, match=r"the parameters of module 'middle' were not gathered .*MemoryError: no room"
+    ) as error:
         forward(net)
     assert ("rank 1 reports" in str(error.value)) == (dist.get_rank() == 0)
     shared.reduce = plain
@@ -301,7 +325,9 @@ def refusals() -> None:
     def refused(words: str, net: nn.Module, error: type[Exception], parameters: Any = "int8", **options: Any) -> None:
         with pytest.raises(error, match=words):
             sparsync.attach(net, TopK() if options else Dense(), parameters=parameters, timeout_s=TIMEOUT_S, **options)
-        assert any(finding.refused is error for finding in sparsync.doctor(net, Dense(), parameters=parameters, **options))
+        assert any(
+            finding.refused is error for finding in sparsync.doctor(net, Dense(), parameters=parameters, **options)
+        )
 
     refused("parameters='int9' is no format", made(), ValueError, "int9")
     mixed = Net()
@@ -321,13 +347,23 @@ def refusals() -> None:
     assert [type(unit.all_gather) for unit in units_of(net)] == [type(each) for each in before]
     forward(net)
     assert not handle.parameter_reports()
-    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has .*parameters="):
+    with pytest.raises(RuntimeError, match=r"ranks must agree, but rank . has .*ParameterFormat"):
         gathering(made(), "int8" if dist.get_rank() else "int4")
     assert on(made(), SkipReduce()).reports() == []
 
 
 def pair() -> None:
-    for part in (as_torch, there_as_back, standing_still, recomputing, not_finite, loaded, failing, refusals):
+    for part in (
+        as_torch,
+        there_as_back,
+        without_differences,
+        standing_still,
+        recomputing,
+        not_finite,
+        loaded,
+        failing,
+        refusals,
+    ):
         with case(part.__name__):
             part()
 
@@ -350,7 +386,9 @@ def fewer_in_backward_and_replicas() -> None:
         gathering(fewer, "int8")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = made(mesh["shard"])
-    handle = sparsync.attach(net, TopK(density=0.5), replicate=mesh["replicate"], parameters="int4", timeout_s=TIMEOUT_S)
+    handle = sparsync.attach(
+        net, TopK(density=0.5), replicate=mesh["replicate"], parameters="int4", timeout_s=TIMEOUT_S
+    )
     seen, optimizer = watched(net), torch.optim.AdamW(net.parameters())
     for step in range(3):
         optimizer.zero_grad()

@@ -46,7 +46,9 @@ def gather_differences(
         header = _header(tag, shard.device)
         packet = torch.cat([header.view(torch.uint8), codec.encode(shard)])
     received = comm.all_gather(packet, [packet.numel()] * comm.size)
-    if shard.device.type == "cpu":  # on CUDA a host sync; and there, unlike over gloo, a packet of another length does not arrive
+    if (
+        shard.device.type == "cpu"
+    ):  # on CUDA a host sync; and there, unlike over gloo, a packet of another length does not arrive
         _compare(header, received, comm.rank, tag)
     with phases.phase("decode"):
         for chunk, theirs in zip(chunks, received, strict=True):

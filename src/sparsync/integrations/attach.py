@@ -9,6 +9,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.integrations import ddp
 from sparsync.integrations.findings import Axis, is_fsdp2
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.parameter_format import ParameterFormat
 from sparsync.wire.values import Values
 
 
@@ -17,7 +18,7 @@ def attach(
     scheme: Scheme,
     *,
     replicate: Axis | None = None,
-    parameters: Values | None = None,
+    parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
@@ -28,7 +29,7 @@ def attach(
 
     `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
-    So is `parameters`, the format in which the shard axis exchanges parameters: None is FSDP2's own all-gather.
+    So is `parameters`: how the shard axis exchanges parameters; None is FSDP2's own all-gather.
     With `optimizer`, residuals follow its learning rates, down to a tenth of the highest one, and it is warned of where it does not go
     with the scheme; with `scaler` they follow its loss scale. A rank that waits longer than `timeout_s` seconds for the others gives up.
     `join_mb` and `dense_below` are for DistributedDataParallel, see there.

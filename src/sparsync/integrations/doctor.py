@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
+from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.wire.values import Values
 
 
 def doctor(
@@ -16,7 +18,7 @@ def doctor(
     scheme: Scheme,
     *,
     replicate: Axis | None = None,
-    parameters: str | None = None,
+    parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.

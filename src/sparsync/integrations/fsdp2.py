@@ -31,6 +31,7 @@ from sparsync.integrations.fsdp2_units import (
     units_of,
 )
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.parameter_format import ParameterFormat, parameter_format
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.wire.values import Values
 
@@ -77,9 +78,9 @@ class Fsdp2Handle(AttachedHandle):
         if self._gather is not None:
             self._gather.forget()
 
-    def _gather_parameters(self, values: Values, timeout_s: float) -> None:
+    def _gather_parameters(self, how: ParameterFormat, timeout_s: float) -> None:
         """Replace the all-gather of parameters too. Collective over the shard axis."""
-        self._gather = ParameterGather(self._units, values, timeout_s)
+        self._gather = ParameterGather(self._units, how, timeout_s)
 
     def layout(self) -> dict[str, list[int]]:
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
@@ -313,7 +314,7 @@ def attach_fsdp2(
     scheme: Scheme,
     *,
     replicate: Axis | None = None,
-    parameters: Values | None = None,
+    parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
@@ -322,8 +323,8 @@ def attach_fsdp2(
 
     Without `replicate` that is the shard axis, and the scheme SkipReduce, OkTopk or Dense, as a reduce-scatter. With it, an axis of a mesh
     or a process group, every scheme works, on the shards that FSDP2 has reduced already; `attach` can be called once for each axis.
-    `parameters` is the format in which the shard axis exchanges parameters, as rounded differences; every rank then holds all of them,
-    n more elements. None: FSDP2's own all-gather.
+    `parameters` is how the shard axis exchanges parameters: as rounded differences, and then every rank holds all of them, n more
+    elements; with ParameterFormat also without. None: FSDP2's own all-gather.
     Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
     fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/fsdp2.md.
@@ -334,8 +335,9 @@ def attach_fsdp2(
         warnings.warn(str(finding), stacklevel=3)
     units = units_of(model)
     names, settings = {number: name for unit in units for number, name in unit.ids.items()}, scheme.config_fingerprint()
-    if parameters is not None:
-        settings += f" and parameters={parameters!r}"
+    how = parameter_format(parameters) if parameters is not None else None
+    if how is not None:
+        settings += f" and {how}"
     if replicate is None:
         form = scheme.reduce_scatter_form()
         rescaler = ResidualRescaler(form, names, optimizer, scaler)
@@ -346,8 +348,8 @@ def attach_fsdp2(
         settings += f" and parameters {fingerprint(units)}"
         comm = GroupComm.private(process_group(replicate), timeout_s, fingerprint=settings)
         handle = ReplicateHandle(scheme, comm, rescaler, units)
-    if parameters is not None:
-        handle._gather_parameters(parameters, timeout_s)
+    if how is not None:
+        handle._gather_parameters(how, timeout_s)
     return handle
 
 

@@ -11,6 +11,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
+from sparsync.integrations.parameter_format import ParameterFormat
 from sparsync.wire.values import Values
 
 _ONE_AXIS = (
@@ -24,7 +25,7 @@ def examine(
     scheme: Scheme,
     replicate: Axis | None,
     optimizer: Optimizer | None = None,
-    parameters: str | None = None,
+    parameters: Values | ParameterFormat | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer, parameters=parameters)` would refuse or warn of."""
     findings.check_scheme(scheme)
@@ -141,9 +142,9 @@ def _replicate_axis(units: list[Unit], replicate: Axis) -> Iterator[Finding]:
     yield from findings.backends(group, units[0].devices)
 
 
-def _gathered(units: list[Unit], parameters: str) -> Iterator[Finding]:
-    """Find what the all-gather of parameters in differences cannot do."""
-    if parameters not in get_args(Values):
+def _gathered(units: list[Unit], parameters: Values | ParameterFormat) -> Iterator[Finding]:
+    """Find what the rounded all-gather of parameters cannot do."""
+    if not isinstance(parameters, ParameterFormat) and parameters not in get_args(Values):
         yield Finding(
             f"parameters={parameters!r} is no format",
             f"leave it out for FSDP2's own all-gather, or give one of {', '.join(get_args(Values))}",
@@ -172,7 +173,7 @@ def _gathered(units: list[Unit], parameters: str) -> Iterator[Finding]:
         if len(unit.gathered_types) > 1 or "bytes" in unit.gathered_types:
             yield Finding(
                 f"the parameters of module {unit.key!r} are gathered as bytes, because they are of several types or have an all-gather "
-                "of their own, and bytes have no differences",
+                "of their own, and bytes cannot be rounded",
                 "give a module's parameters one type, or leave parameters= out",
                 RuntimeError,
             )

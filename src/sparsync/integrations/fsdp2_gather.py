@@ -1,4 +1,4 @@
-"""The all-gather of FSDP2's parameters, in rounded differences."""
+"""The all-gather of FSDP2's parameters, rounded."""
 
 import weakref
 from collections import deque
@@ -15,7 +15,8 @@ from sparsync.core import Bucket, Comm, Report
 from sparsync.integrations.connection import Connection
 from sparsync.integrations.fsdp2_units import AllGather, Unit, inside_backward
 from sparsync.integrations.handle import MAX_REPORTS
-from sparsync.wire.values import ValueCodec, Values
+from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.wire.values import ValueCodec
 
 _AS_IT_IS = ValueCodec("float32")
 
@@ -23,17 +24,18 @@ _AS_IT_IS = ValueCodec("float32")
 class ParameterGather:
     """Replaces the all-gather of these units, until `detach`. Collective over their shard axis, as is every gather that sends.
 
-    A gather in a forward pass sends: the first one of a unit, and the first after `forget`, its shards as they are, later ones the
-    rounded differences. One inside a backward pass sends nothing and returns what the forward pass was given, bit for bit.
+    In differences, a gather in a forward pass sends: the first one of a unit, and the first after `forget`, its shards as they are,
+    later ones the rounded differences. One inside a backward pass sends nothing and returns what the forward pass was given, bit for bit.
     """
 
-    def __init__(self, units: list[Unit], values: Values, timeout_s: float) -> None:
-        self._shared = SharedShards(values)
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=f"parameters as {values}")
+    def __init__(self, units: list[Unit], how: ParameterFormat, timeout_s: float) -> None:
+        self._shared = SharedShards(how)
+        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how))
         self._connection = Connection(self._shared, comm, "parameters")
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._step, self._seen = -1, set[str]()  # the pass, and the units that came in it
-        self._last: torch.cuda.Event | None = None  # the end of the latest gather: FSDP2 may take another stream for the next
+        # The CUDA event after the latest gather, as FSDP2 may take another stream for the next. Any: torch's stubs know two such classes.
+        self._last: Any = None
         self._before = [(unit, unit.all_gather) for unit in units]
         self._loading = [hook for unit in units for hook in self._forget_when_loaded(unit)]
         for unit in units:
@@ -94,12 +96,12 @@ class ParameterGather:
 
 
 class SharedShards(Scheme):
-    """What all ranks hold of the shards of each unit, as a Connection brings it up to date."""
+    """What all ranks hold of the shards of each unit, as a Connection brings it up to date; without differences, nothing."""
 
     name = "parameters"
 
-    def __init__(self, values: Values) -> None:
-        self._codec = ValueCodec(values)
+    def __init__(self, how: ParameterFormat) -> None:
+        self._codec, self._differences = ValueCodec(how.values), how.differences
         self._held: dict[str, Tensor] = {}  # by unit, [P m]
 
     def held(self, key: str, like: Tensor) -> Tensor | None:
@@ -121,12 +123,14 @@ class SharedShards(Scheme):
         self._held.pop(bucket.key, None)  # until it is complete: a failure may leave it different on each rank
         m = out.numel() // comm.size
         small = self._codec.nbytes(m, out.dtype) < _AS_IT_IS.nbytes(m, out.dtype)
-        codec = self._codec if held is not None and small else _AS_IT_IS
-        held = torch.empty_like(out) if held is None else held
+        known = held is not None or not self._differences
+        codec = self._codec if known and small else _AS_IT_IS
+        held = torch.zeros_like(out) if held is None else held
         tag = f"module {bucket.key!r} in pass {bucket.step} {'as it is' if codec.exact else f'as {codec.format}'}"
         gather_differences(out.view(comm.size, m)[comm.rank], held, codec, comm, tag)
         out.copy_(held)
-        self._held[bucket.key] = held
+        if self._differences:
+            self._held[bucket.key] = held
         cost = gather_differences_cost(m, out.dtype, codec, comm.size)
         return self.report(bucket, cost, selected=m, details={"exact": codec.exact})
 

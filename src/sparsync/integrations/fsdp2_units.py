@@ -159,7 +159,9 @@ class Unit:
         """The types in which parameters are gathered; "bytes" where a tensor subclass has an all-gather of its own."""
         wanted = self.group.mp_policy.param_dtype
         return {
-            "bytes" if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") else str(wanted or each.sharded_param.dtype)
+            "bytes"
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            else str(wanted or each.sharded_param.dtype)
             for each in self.parameters
         }
 
