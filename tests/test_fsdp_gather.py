@@ -18,6 +18,7 @@ from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_un
 from invariants.world import same_bits
 from sparsync import Dense, LocalWorld, MeteredComm, ParameterFormat, SkipReduce, TopK
 from sparsync.base.differences import gather_differences, gather_differences_cost
+from sparsync.comm.announcement import announcement_cost
 from sparsync.integrations.fsdp2 import Fsdp2Handle
 from sparsync.integrations.fsdp2_gather import SharedShards
 from sparsync.integrations.fsdp2_units import units_of
@@ -39,13 +40,13 @@ def test_all_ranks_hold_the_same_bits_and_what_stands_still_becomes_exact(P: int
                 codec = ValueCodec(values)
                 shard = torch.randn(m, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
                 held = torch.full((P * m,), torch.nan, dtype=dtype)
-                gather_differences(shard, held, ValueCodec(), comm, "exact")
+                gather_differences(shard, held, ValueCodec(), comm)
                 assert same_bits(held.view(P, m)[comm.rank], shard)
                 shard = shard * 1.01
                 comm.take()
                 errors = []
                 for _ in range(12):
-                    gather_differences(shard, held, codec, comm, values)
+                    gather_differences(shard, held, codec, comm)
                     assert comm.take()[0] == gather_differences_cost(m, dtype, codec, P)
                     errors.append((held.view(P, m)[comm.rank] - shard).abs().max())
                     seen.append(held.clone())
@@ -65,23 +66,13 @@ def test_what_is_not_finite_shows_on_all_ranks_and_recovers() -> None:
             for bad in (torch.nan, torch.inf):
                 if comm.rank == 1:
                     shard[2] = bad
-                gather_differences(shard, held, ValueCodec(values), comm, values)
+                gather_differences(shard, held, ValueCodec(values), comm)
                 assert held[:4].isfinite().all()
                 assert not held[6].isfinite()
                 shard[2] = 1.0
                 for _ in range(12):
-                    gather_differences(shard, held, ValueCodec(values), comm, values)
+                    gather_differences(shard, held, ValueCodec(values), comm)
                 assert torch.equal(held, torch.ones(8))
-
-    LocalWorld(2).run(lambda comm: program(MeteredComm(comm)))
-
-
-def test_ranks_that_gather_different_things_are_told_so() -> None:
-    def program(comm: MeteredComm) -> None:
-        with pytest.raises(
-            RuntimeError, match=rf"rank {comm.rank} gathers module {comm.rank}, and rank .* something else"
-        ):
-            gather_differences(torch.ones(4), torch.zeros(8), ValueCodec(), comm, f"module {comm.rank}")
 
     LocalWorld(2).run(lambda comm: program(MeteredComm(comm)))
 
@@ -195,9 +186,10 @@ def there_as_back() -> None:
                 assert not any(report.key == "parameters" for report in handle.reports())
                 first, last = reports[1], reports[-1]
                 m, element = first.elements // dist.get_world_size(), 2 if options else 4
-                assert first.cost.nbytes == 8 + element * m
+                announced = announcement_cost(2).nbytes
+                assert first.cost.nbytes == announced + element * m
                 rounded = ValueCodec(parameters).nbytes(m, torch.float32)
-                assert last.cost.nbytes == 8 + min(element * m, rounded)
+                assert last.cost.nbytes == announced + min(element * m, rounded)
 
 
 def without_differences() -> None:
@@ -319,6 +311,14 @@ def failing() -> None:
     back = there_and_back(net, 1)
     assert equal(back, seen)
     assert equal(seen, whole(net))
+    if dist.get_rank() == 1:
+        handle.gather_exactly()  # on one rank alone
+    with pytest.raises(
+        RuntimeError, match=r"'\(root\)' were not gathered .* ranks differ: rank . has .* nothing is held yet"
+    ):
+        net(inputs(0))
+    as_fsdp(net).reset_iter_state()
+    assert equal(there_and_back(net, 2), whole(net))
 
 
 def refusals() -> None:

@@ -5,10 +5,8 @@ all ranks add what was decoded. What rounding drops stays in the owner's next di
 (arXiv:2106.05203) for gradients. ZeRO++ (arXiv:2306.10209) instead rounds the parameters themselves, at each all-gather anew.
 """
 
-import hashlib
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sparsync import phases
@@ -16,26 +14,21 @@ from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Comm, Cost
 from sparsync.wire.values import ValueCodec
 
-HEADER_NBYTES = 8  # a multiple of every type's size, so that what follows is aligned
-
 
 def gather_differences_cost(m: int, dtype: torch.dtype, codec: ValueCodec, P: int) -> Cost:
     """Return the cost of `gather_differences`."""
-    return all_gather_cost(HEADER_NBYTES + codec.nbytes(m, dtype), P)
+    return all_gather_cost(codec.nbytes(m, dtype), P)
 
 
-def gather_differences(
-    shard: Float[Tensor, " m"], held: Float[Tensor, " n"], codec: ValueCodec, comm: Comm, tag: str
-) -> None:
+def gather_differences(shard: Float[Tensor, " m"], held: Float[Tensor, " n"], codec: ValueCodec, comm: Comm) -> None:
     """Move `held` [P m], chunk r of which estimates the shard of rank r, towards the shards, in place and by the same bits everywhere.
 
     An exact codec sends the shards themselves: `held` becomes what the ranks have, bit for bit, whatever it was. Otherwise it must be the
     same on all ranks. NaN and Inf show on all ranks, in the formats below 16 bits throughout their block of 256; an element that is not
     finite counts as zero the next time, so that it recovers when its owner does.
-    `tag` says what is gathered; where it differs between ranks all of those that differ raise RuntimeError, on the CPU only.
 
-    Steps: 1
-    Bytes sent per rank: (P-1) (codec.nbytes(m) + 8)
+    Steps: P-1
+    Bytes sent per rank: (P-1) codec.nbytes(m)
     """
     m, wide = shard.numel(), torch.promote_types(shard.dtype, torch.float32)
     chunks = held.view(comm.size, m)
@@ -43,31 +36,12 @@ def gather_differences(
         if not codec.exact:
             held.nan_to_num_(0.0, 0.0, 0.0)
             shard = shard.to(wide) - chunks[comm.rank]
-        header = _header(tag, shard.device)
-        packet = torch.cat([header.view(torch.uint8), codec.encode(shard)])
+        packet = codec.encode(shard)
     received = comm.all_gather(packet, [packet.numel()] * comm.size)
-    if (
-        shard.device.type == "cpu"
-    ):  # on CUDA a host sync; and there, unlike over gloo, a packet of another length does not arrive
-        _compare(header, received, comm.rank, tag)
     with phases.phase("decode"):
         for chunk, theirs in zip(chunks, received, strict=True):
-            decoded = codec.decode(theirs[HEADER_NBYTES:], m, shard.dtype)
+            decoded = codec.decode(theirs, m, shard.dtype)
             if codec.exact:
                 chunk.copy_(decoded)
             else:
                 chunk.add_(decoded)
-
-
-def _header(tag: str, device: torch.device) -> Int[Tensor, " 1"]:
-    digest = hashlib.blake2b(tag.encode(), digest_size=HEADER_NBYTES).digest()
-    return torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64, device=device)
-
-
-def _compare(header: Tensor, received: list[Tensor], rank: int, tag: str) -> None:
-    for other, packet in enumerate(received):
-        if not torch.equal(packet[:HEADER_NBYTES].view(torch.int64), header):
-            raise RuntimeError(
-                f"rank {rank} gathers {tag}, and rank {other} something else; call modules in the same order on all ranks, and load "
-                "states on all ranks or on none"
-            )

@@ -33,7 +33,7 @@ class ParameterGather:
         comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how))
         self._connection = Connection(self._shared, comm, "parameters")
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
-        self._step, self._seen = -1, set[str]()  # the pass, and the units that came in it
+        self._step, self._seen = -1, set[str]()  # the pass since the last failure, and the units that came in it
         # The CUDA event after the latest gather, as FSDP2 may take another stream for the next. Any: torch's stubs know two such classes.
         self._last: Any = None
         self._before = [(unit, unit.all_gather) for unit in units]
@@ -82,11 +82,16 @@ class ParameterGather:
         except Exception as error:
             cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionLostError)
         # After the except clause: until there the error's traceback keeps the connections open.
+        failed, self._step = (
+            self._step,
+            -1,
+        )  # passes may differ between ranks from here on: they begin anew, with nothing held
         self._seen.clear()
         self.forget()
         others = self._connection.close("" if lost else cause)
+        self._connection.continue_after(-1)
         raise RuntimeError(
-            f"the parameters of module {unit.key!r} were not gathered in pass {self._step}: {cause}{others}; "
+            f"the parameters of module {unit.key!r} were not gathered in pass {failed}: {cause}{others}; "
             "call reset_iter_state() on the model, then continue"
         )
 
@@ -119,23 +124,30 @@ class SharedShards(Scheme):
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [P m], whose own chunk is this rank's shard, by what all ranks hold of all shards from now on."""
-        out, held = bucket.grad, self.held(bucket.key, bucket.grad)
+        out, held, codec = bucket.grad, self.held(bucket.key, bucket.grad), self._codec_of(bucket, comm.size)
         self._held.pop(bucket.key, None)  # until it is complete: a failure may leave it different on each rank
         m = out.numel() // comm.size
-        small = self._codec.nbytes(m, out.dtype) < _AS_IT_IS.nbytes(m, out.dtype)
-        known = held is not None or not self._differences
-        codec = self._codec if known and small else _AS_IT_IS
         held = torch.zeros_like(out) if held is None else held
-        tag = f"module {bucket.key!r} in pass {bucket.step} {'as it is' if codec.exact else f'as {codec.format}'}"
-        gather_differences(out.view(comm.size, m)[comm.rank], held, codec, comm, tag)
+        gather_differences(out.view(comm.size, m)[comm.rank], held, codec, comm)
         out.copy_(held)
         if self._differences:
             self._held[bucket.key] = held
         cost = gather_differences_cost(m, out.dtype, codec, comm.size)
         return self.report(bucket, cost, selected=m, details={"exact": codec.exact})
 
+    def shared_text(self, bucket: Bucket) -> str:
+        held = self.held(bucket.key, bucket.grad)
+        return "nothing is held yet" if held is None else "differences to what is held"
+
     def reset_shared_state(self) -> None:
         self._held.clear()
+
+    def _codec_of(self, bucket: Bucket, P: int) -> ValueCodec:
+        """Return the codec of the next gather: exact where there is nothing to subtract from, or nothing to save."""
+        m, dtype = bucket.grad.numel() // P, bucket.grad.dtype
+        known = self.held(bucket.key, bucket.grad) is not None or not self._differences
+        small = self._codec.nbytes(m, dtype) < _AS_IT_IS.nbytes(m, dtype)
+        return self._codec if known and small else _AS_IT_IS
 
 
 class _UnitAllGather(AllGather):
