@@ -26,14 +26,14 @@ from sparsync.lab import workloads
 INT4 = ParameterFormat("int4")
 ROWS: dict[str, tuple[type[Scheme], dict[str, object], ParameterFormat | None, bool]] = {
     "FSDP2's own": (Dense, {}, None, True),
-    "its own, `reshard_after_forward=False`": (Dense, {}, None, False),
     "`bfloat16`": (Dense, {}, ParameterFormat("bfloat16"), True),
     "`int8`": (Dense, {}, ParameterFormat("int8"), True),
     "`int4`": (Dense, {}, INT4, True),
-    "`sign`": (Dense, {}, ParameterFormat("sign"), True),
     "`int8`, no differences": (Dense, {}, ParameterFormat("int8", differences=False), True),
     "`int4`, no differences": (Dense, {}, ParameterFormat("int4", differences=False), True),
     "`int4`, gradients by `TwoShot(1.0)`": (TwoShot, {"density": 1.0}, INT4, True),
+    "`sign`": (Dense, {}, ParameterFormat("sign"), True),
+    "its own, `reshard_after_forward=False`": (Dense, {}, None, False),
 }
 
 

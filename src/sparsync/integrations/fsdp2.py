@@ -72,15 +72,15 @@ class Fsdp2Handle(AttachedHandle):
         """Return one report for each all-gather of parameters that sent something, oldest first; none without `parameters`."""
         return self._gather.reports() if self._gather is not None else []
 
+    def gather_as(self, how: ParameterFormat, shards: GroupComm) -> None:
+        """Replace the all-gather of parameters too, for `attach`. `shards` is of the shard axis, and private."""
+        self._gather = ParameterGather(self._units, how, shards)
+
     def gather_exactly(self) -> None:
         """Have the next all-gather of each module's parameters send them as they are. Call it on all ranks, after writing parameters
         by hand; loading a state into the model or into this handle does it by itself."""
         if self._gather is not None:
             self._gather.forget()
-
-    def _gather_parameters(self, how: ParameterFormat, timeout_s: float) -> None:
-        """Replace the all-gather of parameters too. Collective over the shard axis."""
-        self._gather = ParameterGather(self._units, how, timeout_s)
 
     def layout(self) -> dict[str, list[int]]:
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
@@ -338,18 +338,19 @@ def attach_fsdp2(
     how = parameter_format(parameters) if parameters is not None else None
     if how is not None:
         settings += f" and {how}"
-    if replicate is None:
-        form = scheme.reduce_scatter_form()
-        rescaler = ResidualRescaler(form, names, optimizer, scaler)
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=settings)
+    form = scheme.reduce_scatter_form() if replicate is None else scheme
+    rescaler = ResidualRescaler(form, names, optimizer, scaler)
+    axis = units[0].shard_group if replicate is None else process_group(replicate)
+    if replicate is not None:
+        settings += f" and parameters {fingerprint(units)}"
+    comm = GroupComm.private(axis, timeout_s, fingerprint=settings)
+    shards = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how)) if how is not None else None
+    if isinstance(form, ReduceScatterScheme):
         handle = ShardHandle(form, comm, rescaler, units)
     else:
-        rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
-        settings += f" and parameters {fingerprint(units)}"
-        comm = GroupComm.private(process_group(replicate), timeout_s, fingerprint=settings)
-        handle = ReplicateHandle(scheme, comm, rescaler, units)
-    if how is not None:
-        handle._gather_parameters(how, timeout_s)
+        handle = ReplicateHandle(form, comm, rescaler, units)
+    if how is not None and shards is not None:
+        handle.gather_as(how, shards)
     return handle
 
 

@@ -28,9 +28,9 @@ class ParameterGather:
     later ones the rounded differences. One inside a backward pass sends nothing and returns what the forward pass was given, bit for bit.
     """
 
-    def __init__(self, units: list[Unit], how: ParameterFormat, timeout_s: float) -> None:
+    def __init__(self, units: list[Unit], how: ParameterFormat, comm: GroupComm) -> None:
+        """Take over the gathers. `comm` is of the shard axis, and private."""
         self._shared = SharedShards(how)
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how))
         self._connection = Connection(self._shared, comm, "parameters")
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._step, self._seen = -1, set[str]()  # the pass since the last failure, and the units that came in it
@@ -57,6 +57,7 @@ class ParameterGather:
             hook.remove()
         self._before, self._loading = [], []
         self.forget()
+        self._connection.shut()
 
     def gather(self, unit: Unit, out: Tensor) -> None:
         """Replace `out` [P m], whose own chunk is this rank's shard, by what all ranks hold of all shards from now on."""

@@ -1,7 +1,8 @@
-"""The units that FSDP2 reduces: their parameters, and where these lie in its buffers.
+"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
 
 HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
-torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py uses each.
+torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py and test_fsdp_gather.py use
+each.
 """
 
 import hashlib
