@@ -343,6 +343,10 @@ def refusals() -> None:
     other = made()
     each_unit(other, lambda unit: unit.set_custom_all_gather(units_of(net)[0].all_gather))
     refused("has an all-gather of its own already", other, RuntimeError)
+    handle.close()
+    with pytest.raises(RuntimeError, match="module 'first' were not gathered .* this handle is closed"):
+        net(inputs(0))
+    as_fsdp(net).reset_iter_state()
     handle.detach()
     assert [type(unit.all_gather) for unit in units_of(net)] == [type(each) for each in before]
     forward(net)

@@ -64,6 +64,11 @@ class Fsdp2Handle(AttachedHandle):
         if self._gather is not None:
             self._gather.detach()
 
+    def close(self) -> None:
+        super().close()
+        if self._gather is not None:
+            self._gather.close()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.gather_exactly()

@@ -32,6 +32,7 @@ class ParameterGather:
         """Take over the gathers. `comm` is of the shard axis, and private."""
         self._shared = SharedShards(how)
         self._connection = Connection(self._shared, comm, "parameters")
+        weakref.finalize(self, self._connection.shut).atexit = False  # as a handle's
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._step, self._seen = -1, set[str]()  # the pass since the last failure, and the units that came in it
         # The CUDA event after the latest gather, as FSDP2 may take another stream for the next. Any: torch's stubs know two such classes.
@@ -57,6 +58,10 @@ class ParameterGather:
             hook.remove()
         self._before, self._loading = [], []
         self.forget()
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back; a gather that would send raises RuntimeError from then on."""
         self._connection.shut()
 
     def gather(self, unit: Unit, out: Tensor) -> None:
