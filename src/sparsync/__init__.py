@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sparsync.integrations.local_steps import OuterSGD as OuterSGD
     from sparsync.integrations.manual import GradientReducer as GradientReducer
     from sparsync.integrations.manual import reduce_gradients as reduce_gradients
+    from sparsync.integrations.parameter_format import ParameterFormat as ParameterFormat
     from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
     from sparsync.schemes.demo import DeMo as DeMo
     from sparsync.schemes.dense import Dense as Dense
@@ -80,6 +81,7 @@ _HOME = {
     "Report": "sparsync.core",
     "Scheme": "sparsync.base.scheme",
     "SkipReduce": "sparsync.schemes.skip_reduce",
+    "ParameterFormat": "sparsync.integrations.parameter_format",
     "ParameterSpan": "sparsync.core",
     "Span": "sparsync.core",
     "DeMo": "sparsync.schemes.demo",
@@ -126,6 +128,7 @@ __all__ = [
     "OkTopk",
     "OneBitAdam",
     "OuterSGD",
+    "ParameterFormat",
     "ParameterSpan",
     "PerParameter",
     "PowerSGD",

@@ -9,6 +9,8 @@ from sparsync.base.scheme import Scheme
 from sparsync.integrations import ddp
 from sparsync.integrations.findings import Axis, is_fsdp2
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.wire.values import Values
 
 
 def attach(
@@ -16,6 +18,7 @@ def attach(
     scheme: Scheme,
     *,
     replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
@@ -26,6 +29,7 @@ def attach(
 
     `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
+    So is `parameters`: how the shard axis exchanges parameters; None is FSDP2's own all-gather.
     With `optimizer`, residuals follow its learning rates, down to a tenth of the highest one, and it is warned of where it does not go
     with the scheme; with `scaler` they follow its loss scale. A rank that waits longer than `timeout_s` seconds for the others gives up.
     `join_mb` and `dense_below` are for DistributedDataParallel, see there.
@@ -41,7 +45,13 @@ def attach(
         from sparsync.integrations import fsdp2  # loads torch's FSDP
 
         return fsdp2.attach_fsdp2(
-            model, scheme, replicate=replicate, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s
+            model,
+            scheme,
+            replicate=replicate,
+            parameters=parameters,
+            optimizer=optimizer,
+            scaler=scaler,
+            timeout_s=timeout_s,
         )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -50,6 +60,8 @@ def attach(
         )
     if replicate is not None:
         raise ValueError("replicate is an axis of an FSDP2 model; leave it out for DistributedDataParallel")
+    if parameters is not None:
+        raise ValueError("DistributedDataParallel gathers no parameters; leave parameters= out")
     return ddp.attach(
         model,
         scheme,

@@ -35,8 +35,8 @@ class Connection:
     step and have reduced the same steps before. Of a communicator that is no GroupComm nothing is compared, opened or closed.
     """
 
-    def __init__(self, scheme: Scheme | ReduceScatterScheme, comm: Comm) -> None:
-        self._scheme = scheme
+    def __init__(self, scheme: Scheme | ReduceScatterScheme, comm: Comm, what: str = "gradients") -> None:
+        self._scheme, self._what = scheme, what
         self._group, self._comm = comm, MeteredComm(comm)
         self._rollback = Rollback() if scheme.has_residual else None
         self._broken = self._shut = False
@@ -58,7 +58,7 @@ class Connection:
             if self._broken:
                 if isinstance(self._group, GroupComm):
                     self._group = self._group.reconnect(
-                        f"gradients of step {bucket.step}, and step {self._reduced} as the last one before that was reduced",
+                        f"{self._what} of step {bucket.step}, and step {self._reduced} as the last one before that was reduced",
                         _AFTER_FAILURE,
                     )
                 self._comm, self._broken = MeteredComm(self._group), False

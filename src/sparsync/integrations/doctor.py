@@ -9,10 +9,17 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
+from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.wire.values import Values
 
 
 def doctor(
-    model: nn.Module, scheme: Scheme, *, replicate: Axis | None = None, optimizer: Optimizer | None = None
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
+    optimizer: Optimizer | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
@@ -26,7 +33,7 @@ def doctor(
     elif findings.is_fsdp2(model):
         from sparsync.integrations import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, replicate, optimizer)
+        found = fsdp2_doctor.examine(model, scheme, replicate, optimizer, parameters)
     else:
         raise TypeError(
             f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"

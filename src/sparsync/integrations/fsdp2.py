@@ -21,6 +21,7 @@ from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
 from sparsync.integrations.findings import Axis
 from sparsync.integrations.fsdp2_doctor import examine
+from sparsync.integrations.fsdp2_gather import ParameterGather
 from sparsync.integrations.fsdp2_units import (
     ReduceScatter,
     ShardedParameter,
@@ -30,7 +31,9 @@ from sparsync.integrations.fsdp2_units import (
     units_of,
 )
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.parameter_format import ParameterFormat, parameter_format
 from sparsync.integrations.residual_units import ResidualRescaler
+from sparsync.wire.values import Values
 
 
 class Fsdp2Handle(AttachedHandle):
@@ -46,6 +49,7 @@ class Fsdp2Handle(AttachedHandle):
     ) -> None:
         super().__init__(scheme, comm, rescaler, part)
         self._units = units
+        self._gather: ParameterGather | None = None
         self._seen: set[str] = set()  # the keys of this backward pass; empty between two
         self._in_flight: list[Future] = []  # to be waited for before the backward pass ends
         self._unused: list[tuple[Unit, bool]] = []  # units, and their setting for unused parameters before attach
@@ -57,6 +61,31 @@ class Fsdp2Handle(AttachedHandle):
             unit.reduce_unused(before)
         self._unused = []
         self._dispatcher.stop()
+        if self._gather is not None:
+            self._gather.detach()
+
+    def close(self) -> None:
+        super().close()
+        if self._gather is not None:
+            self._gather.close()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.gather_exactly()
+
+    def parameter_reports(self) -> list[Report]:
+        """Return one report for each all-gather of parameters that sent something, oldest first; none without `parameters`."""
+        return self._gather.reports() if self._gather is not None else []
+
+    def gather_as(self, how: ParameterFormat, shards: GroupComm) -> None:
+        """Replace the all-gather of parameters too, for `attach`. `shards` is of the shard axis, and private."""
+        self._gather = ParameterGather(self._units, how, shards)
+
+    def gather_exactly(self) -> None:
+        """Have the next all-gather of each module's parameters send them as they are. Call it on all ranks, after writing parameters
+        by hand; loading a state into the model or into this handle does it by itself."""
+        if self._gather is not None:
+            self._gather.forget()
 
     def layout(self) -> dict[str, list[int]]:
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
@@ -290,6 +319,7 @@ def attach_fsdp2(
     scheme: Scheme,
     *,
     replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
@@ -298,26 +328,35 @@ def attach_fsdp2(
 
     Without `replicate` that is the shard axis, and the scheme SkipReduce, OkTopk or Dense, as a reduce-scatter. With it, an axis of a mesh
     or a process group, every scheme works, on the shards that FSDP2 has reduced already; `attach` can be called once for each axis.
+    `parameters` is how the shard axis exchanges parameters: as rounded differences, and then every rank holds all of them, n more
+    elements; with ParameterFormat also without. None: FSDP2's own all-gather.
     Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
     fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/fsdp2.md.
     """
-    for finding in examine(model, scheme, replicate, optimizer):
+    for finding in examine(model, scheme, replicate, optimizer, parameters):
         if finding.refused:
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=3)
     units = units_of(model)
     names, settings = {number: name for unit in units for number, name in unit.ids.items()}, scheme.config_fingerprint()
-    if replicate is None:
-        form = scheme.reduce_scatter_form()
-        rescaler = ResidualRescaler(form, names, optimizer, scaler)
-        comm = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=settings)
-        return ShardHandle(form, comm, rescaler, units)
-    rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
-    comm = GroupComm.private(
-        process_group(replicate), timeout_s, fingerprint=f"{settings} and parameters {fingerprint(units)}"
-    )
-    return ReplicateHandle(scheme, comm, rescaler, units)
+    how = parameter_format(parameters) if parameters is not None else None
+    if how is not None:
+        settings += f" and {how}"
+    form = scheme.reduce_scatter_form() if replicate is None else scheme
+    rescaler = ResidualRescaler(form, names, optimizer, scaler)
+    axis = units[0].shard_group if replicate is None else process_group(replicate)
+    if replicate is not None:
+        settings += f" and parameters {fingerprint(units)}"
+    comm = GroupComm.private(axis, timeout_s, fingerprint=settings)
+    shards = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how)) if how is not None else None
+    if isinstance(form, ReduceScatterScheme):
+        handle = ShardHandle(form, comm, rescaler, units)
+    else:
+        handle = ReplicateHandle(form, comm, rescaler, units)
+    if how is not None and shards is not None:
+        handle.gather_as(how, shards)
+    return handle
 
 
 def _named(op: Any) -> str:

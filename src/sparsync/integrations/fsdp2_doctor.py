@@ -1,6 +1,7 @@
 """Preflight for FSDP2: what would break, or do something unexpected in silence, and the cure."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,8 @@ from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
+from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.wire.values import Values
 
 _ONE_AXIS = (
     'mesh = init_device_mesh(device, (nodes, gpus), mesh_dim_names=("replicate", "shard")); fully_shard(module, mesh=mesh["shard"]) '
@@ -18,9 +21,13 @@ _ONE_AXIS = (
 
 
 def examine(
-    model: nn.Module, scheme: Scheme, replicate: Axis | None, optimizer: Optimizer | None = None
+    model: nn.Module,
+    scheme: Scheme,
+    replicate: Axis | None,
+    optimizer: Optimizer | None = None,
+    parameters: Values | ParameterFormat | None = None,
 ) -> list[Finding]:
-    """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer)` would refuse or warn of."""
+    """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer, parameters=parameters)` would refuse or warn of."""
     findings.check_scheme(scheme)
     units = units_of(model)
     found = list(_meshes(units))
@@ -29,6 +36,7 @@ def examine(
     names = [name for unit in units for name in unit.names]
     found += _ignored(model, names)
     found += _shard_axis(units, scheme) if replicate is None else _replicate_axis(units, replicate)
+    found += _gathered(units, parameters) if parameters is not None else []
     return [*found, *findings.patterns(names, scheme), *findings.optimizers(optimizer, scheme)]
 
 
@@ -131,6 +139,44 @@ def _replicate_axis(units: list[Unit], replicate: Axis) -> Iterator[Finding]:
     gloo = any(findings.backend(shards, device) == "gloo" for device in units[0].devices)
     if gloo and shards.size() > 1 and any(unit.premultiplies for unit in units):
         yield _premultiplied()
+    yield from findings.backends(group, units[0].devices)
+
+
+def _gathered(units: list[Unit], parameters: Values | ParameterFormat) -> Iterator[Finding]:
+    """Find what the rounded all-gather of parameters cannot do."""
+    if not isinstance(parameters, ParameterFormat) and parameters not in get_args(Values):
+        yield Finding(
+            f"parameters={parameters!r} is no format",
+            f"leave it out for FSDP2's own all-gather, or give one of {', '.join(get_args(Values))}",
+            ValueError,
+        )
+    group = units[0].shard_group
+    assert group is not None
+    if group.size() == 1:
+        yield Finding(
+            "the shard axis has 1 rank, and then FSDP2 gathers no parameters", "leave parameters= out", ValueError
+        )
+    for unit in units:
+        if not unit.has_default_all_gather:
+            yield Finding(
+                f"module {unit.key!r} has an all-gather of its own already: another handle's, set_custom_all_gather, "
+                "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm",
+                "call detach() on the other handle, or leave those settings out",
+                RuntimeError,
+            )
+        if unit.gathers_over_fewer:
+            yield Finding(
+                f"module {unit.key!r} gathers its parameters over fewer ranks in the backward pass",
+                "give fully_shard reshard_after_forward=True or False",
+                RuntimeError,
+            )
+        if len(unit.gathered_types) > 1 or "bytes" in unit.gathered_types:
+            yield Finding(
+                f"the parameters of module {unit.key!r} are gathered as bytes, because they are of several types or have an all-gather "
+                "of their own, and bytes cannot be rounded",
+                "give a module's parameters one type, or leave parameters= out",
+                RuntimeError,
+            )
     yield from findings.backends(group, units[0].devices)
 
 

@@ -1,7 +1,8 @@
-"""The units that FSDP2 reduces: their parameters, and where these lie in its buffers.
+"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
 
 HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
-torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py uses each.
+torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py and test_fsdp_gather.py use
+each.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, is_bw
 
 from sparsync.integrations.findings import Axis
 
@@ -140,6 +142,36 @@ class Unit:
         return type(self.reduce_scatter) is DefaultReduceScatter
 
     @property
+    def all_gather(self) -> Any:  # Any: one of torch's private classes, or anybody's
+        return self.group._all_gather_comm
+
+    @property
+    def has_default_all_gather(self) -> bool:
+        """True while the all-gather of parameters is FSDP2's own."""
+        return type(self.all_gather) is DefaultAllGather
+
+    @property
+    def gathers_over_fewer(self) -> bool:
+        """True where parameters are gathered over fewer ranks in the backward pass (reshard_after_forward=int)."""
+        return self.group._use_post_forward_mesh
+
+    @property
+    def gathered_types(self) -> set[str]:
+        """The types in which parameters are gathered; "bytes" where a tensor subclass has an all-gather of its own."""
+        wanted = self.group.mp_policy.param_dtype
+        return {
+            "bytes"
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            else str(wanted or each.sharded_param.dtype)
+            for each in self.parameters
+        }
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The modules whose own parameters these are, each once."""
+        return list({id(each._module_info.module): each._module_info.module for each in self.parameters}.values())
+
+    @property
     def all_reduce_hook(self) -> Any:  # Any: anybody's
         return self.group._all_reduce_hook
 
@@ -192,6 +224,11 @@ def units_of(model: nn.Module) -> list[Unit]:
             names = [prefixes[id(info.module)] + info.param_name for info in infos]
             found[id(state)] = Unit(name or ROOT, module, groups, names)
     return list(found.values())
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return is_bw()
 
 
 def process_group(axis: Axis) -> dist.ProcessGroup:
