@@ -162,7 +162,11 @@ def check(operation: str, examples: int) -> None:
     call = getattr(kernels, operation, None) or getattr(codecs, operation)
 
     @settings(
-        max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(arguments=st.tuples(*ARGUMENTS[operation]))
     def agree(arguments: tuple[Any, ...]) -> None:
