@@ -87,6 +87,9 @@ Tensor read(nb::handle tensor) {
     }
     if (seen.device.type != kCpu || seen.ndim != 1) return found;
     found.length = seen.shape[0];
+    if (!seen.data && found.length > 0)  // a fake tensor, or one whose storage was resized to nothing
+        throw nb::value_error(("kernels take tensors with memory, got one of " + std::to_string(found.length) +
+                               " elements without any; fill its storage first").c_str());
     const bool contiguous = found.length <= 1 || !seen.strides || seen.strides[0] == 1;
     found.element = element_of(seen.dtype);
     found.data = static_cast<char *>(seen.data) + seen.byte_offset;

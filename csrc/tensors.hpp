@@ -33,7 +33,7 @@ struct Tensor {
     }
 };
 
-// Raises TypeError for what is no torch.Tensor. One without memory is not plain.
+// Raises TypeError for what is no torch.Tensor, and ValueError for one that claims memory it lacks. One on the meta device is not plain.
 Tensor read(nb::handle tensor);
 
 // A new tensor of torch. `data` stays valid as long as `object` is held.

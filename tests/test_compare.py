@@ -157,9 +157,18 @@ def test_a_killed_rank_is_named_and_nothing_is_left(play: Path, tmp_path: Path, 
 @pytest.mark.network
 @pytest.mark.parametrize(
     ("link", "sign"),
-    [("none", signal.SIGINT), ("100mbit", signal.SIGINT), ("100mbit", signal.SIGTERM), ("100mbit", signal.SIGKILL)],
+    [
+        ("none", signal.SIGINT),
+        ("none", signal.SIGKILL),
+        ("100mbit", signal.SIGINT),
+        ("100mbit", signal.SIGTERM),
+        ("100mbit", signal.SIGKILL),
+    ],
 )
-def test_an_interrupted_comparison_leaves_nothing_running(play: Path, tmp_path: Path, link: str, sign: int) -> None:
+def test_an_interrupted_comparison_leaves_nothing_running_and_no_folder(
+    play: Path, tmp_path: Path, link: str, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     argv = compare(play, tmp_path, "--link", link, "--schemes", "dense", "--steps", "100000")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -172,6 +181,7 @@ def test_an_interrupted_comparison_leaves_nothing_running(play: Path, tmp_path: 
         process.kill()
     assert process.returncode == (-9 if sign == signal.SIGKILL else 130)
     wait_for(lambda: gone(started))
+    assert list(tmp_path.glob("sparsync-lab-*")) == []
     if sign != signal.SIGKILL:
         assert records(tmp_path)[-1]["status"] == "failed: interrupted"
 

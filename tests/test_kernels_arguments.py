@@ -1,7 +1,11 @@
 """Bad arguments raise an error that says what is wrong, before anything is written, on every backend; the process never ends."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -182,6 +186,57 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
         getattr(_cpu, operation)(*arguments)
     except (*REFUSED, RuntimeError, AttributeError, MemoryError):
         pass
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_wrong_arguments_are_refused_alike_on_all_backends_or_give_the_same_bits(examples: int) -> None:
+    """In a process of its own, which a crash ends."""
+    program = Path(__file__).parent / "helpers" / "wrong_arguments.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    run = [sys.executable, "-W", "ignore", "-X", "faulthandler", str(program), str(examples)]
+    ended = subprocess.run(run, check=False, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, f"exit status {ended.returncode} after {ended.stdout.split()}: {ended.stderr[-3000:]}"
+    assert ended.stdout.split()[-1] == "done"
+
+
+def without_memory() -> Tensor:
+    x = vector()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("make", [without_memory, lambda: vector().to("meta")])
+def test_a_tensor_without_memory_is_refused(make: Callable[[], Tensor]) -> None:
+    with pytest.raises(ValueError, match="grad must have memory for its 8 elements, got a Tensor on"):
+        kernels.accumulate(vector(), make(), vector())
+    with pytest.raises(ValueError, match="value must have memory for its 8 elements"):
+        codecs.scaled_encode(make(), 8)
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_error_says_what_is_wrong_and_what_is_allowed() -> None:
+    for call, message in (
+        (lambda: kernels.top_k(vector(), 2.0), "k must be an integer, got 2.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: kernels.top_k(vector(), 9), r"k must be in \[0, 8\] for 8 elements, got 9"),
+        (
+            lambda: kernels.top_k(positions(1), 1),
+            "x must be bfloat16 or float16 or float32 or float64, got int32; convert",
+        ),
+        (
+            lambda: codecs.scaled_encode(vector().half(), 8),
+            "value must be float32, got float16; convert it with value.to",
+        ),
+        (lambda: codecs.scaled_encode(vector(), 1), "bits must be one of 8, 4, 3 for this codec of values, got 1"),
+        (lambda: codecs.means_encode(vector(), 0), "bits must be one of 2, 1 for this codec of values, got 0"),
+        (
+            lambda: kernels.scatter_add_(vector(), short_of_values()),
+            "value must have an element for each of 3 positions, got 2",
+        ),
+        (lambda: kernels.split(Sparse(positions(1), vector(1), N), [Span(0, 4)]), "regions must cover all 8 positions"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
 
 
 def test_a_bound_of_any_size_only_changes_how_long_it_takes(backend: str) -> None:

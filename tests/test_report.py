@@ -216,6 +216,15 @@ def test_text_of_a_record_never_becomes_markup(tmp_path: Path) -> None:
     assert html.count("&lt;script&gt;") > 5
 
 
+def test_dollars_in_a_label_are_dollars(tmp_path: Path) -> None:
+    """Also where what lies between two of them is no formula."""
+    labels = ["a$b$", "a$b_$", r"$\frac{$"]
+    printed(write(tmp_path, DENSE, *(replace(SPARSE, scheme=label) for label in labels)))
+    html = (tmp_path / "report.html").read_text()
+    assert all(label in html for label in labels)
+    assert len(Loaded(html).images) == len(PICTURES)
+
+
 def test_the_same_records_make_the_same_files(tmp_path: Path) -> None:
     write(tmp_path, DENSE, BF16, SPARSE)
     printed(tmp_path)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Cost, LocalWorld, MeteredComm, Span
+from sparsync import Bucket, Cost, LocalWorld, MeteredComm, SkipReduce, Span
 from sparsync.collectives.direct import (
     direct_all_reduce_,
     direct_all_reduce_cost,
@@ -23,7 +23,9 @@ from sparsync.collectives.direct import (
 from sparsync.collectives.hierarchical import hierarchical_all_reduce_, hierarchical_all_reduce_cost
 from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost
 from sparsync.collectives.skip_plan import SkipPlan, first_offsets
-from sparsync.core import spans
+from sparsync.core import Comm, generator, laid_out, spans
+from sparsync.schemes.skip_reduce import Form
+from sparsync.selection.parameters import SpanSet
 
 SMALL_WORLDS = (1, 2, 3, 4, 5, 8)  # with every skip and shift
 LARGE_WORLDS = (13, 16)  # with every skip at some shifts
@@ -177,3 +179,42 @@ def assert_nodes_as_planned(seen: list[Seen], shard: Span, G: int, N: int, plan:
             assert torch.equal(one.total[here], torch.full((len(span),), marks_of(there)))
         left_out = torch.stack([one.left_out[here] for one in seen]).sum(dim=0)
         assert torch.equal(left_out, torch.full((len(span),), marks_of(lost)))
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_protected_has_the_bits_that_a_reduction_of_its_own_gives(form: Form, node_size: int) -> None:
+    """Also the rest has those of its own, and what is left out of it; in chunks that do not divide the numbers of elements."""
+    P, skip = 4 * node_size, 2
+    slots = laid_out([("a", 31), ("keep.a", 5), ("b", 1), ("keep.b", 22), ("c", 38)])
+    keep = [entry.name.startswith("keep") for entry in slots]
+    parts = [
+        SpanSet.of(entry for entry, kept in zip(slots, keep, strict=True) if kept == wanted) for wanted in (True, False)
+    ]
+    n = slots[-1].span.stop
+    all_reduce_ = FORMS[form][0]
+
+    def apart(comm: Comm, x: Tensor, left_out: Tensor, plan: SkipPlan) -> None:
+        for where, its_plan in zip(parts, (SkipPlan(shift=plan.shift), plan), strict=True):
+            mine, its_left_out = where.take(x), where.take(left_out)
+            if node_size == 1:
+                all_reduce_(mine, comm, its_plan, its_left_out)
+            else:
+                hierarchical_all_reduce_(mine, comm, node_size, its_plan, all_reduce_, BETWEEN[form], its_left_out)
+            where.put_(x, mine / P)
+            where.put_(left_out, its_left_out)
+
+    def body(comm: Comm) -> None:
+        scheme = SkipReduce(skip, protect=["keep*"], form=form, node_size=node_size, feedback=True)
+        before = torch.zeros(n)
+        for step in range(5):
+            grad = torch.randn(n, generator=generator(comm.rank, "reals", step))
+            expected, left_out = grad + before, torch.zeros(n)
+            bucket = Bucket("b", grad, step, slots)
+            apart(comm, expected, left_out, scheme._plan(bucket, comm))
+            scheme.reduce(bucket, comm)
+            before = scheme.residual.residual(bucket, comm.rank).clone()
+            assert torch.equal(bucket.grad, expected)
+            assert torch.equal(before, left_out)
+
+    LocalWorld(P).run(body)

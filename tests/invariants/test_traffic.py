@@ -2,7 +2,7 @@
 
 import pytest
 
-from invariants.world import integers, reals, run
+from invariants.world import COUNT, integers, layout, reals, run
 from sparsync import AutoProtect, Cost, Dense, SkipReduce, TopK
 from sparsync.schemes.skip_reduce import Form
 
@@ -57,6 +57,27 @@ def test_two_levels_skip_between_nodes_only() -> None:
         inside, between = 2 * (G - 1), 2 * (N - 1) - skip
         nbytes = (inside * n // G + between * n // (G * N)) * FLOAT_NBYTES
         assert step.counted == [Cost(inside + between, inside + between, nbytes)] * (G * N)
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+@pytest.mark.parametrize("form", ["ring", "direct"])
+def test_what_is_protected_rides_in_the_messages_of_the_rest(form: Form, node_size: int) -> None:
+    """No more rounds than without skipping, also where they are chosen by themselves; the saving is s chunks of the rest."""
+    N, skip = 4, 2
+    P = N * node_size
+    protected = sum(len(each.span) for each in layout(COUNT) if each.name.endswith(".bias"))
+    settings = {"form": form, "node_size": node_size}
+    dense = run([SkipReduce(0, **settings)] * P, integers(P, COUNT, 1))[0].counted
+    saved = skip * (COUNT - protected) * FLOAT_NBYTES
+    for step in run([SkipReduce(skip, protect=["*.bias"], **settings)] * P, integers(P, COUNT, N)):
+        assert [cost.steps for cost in step.counted] == [cost.steps for cost in dense]
+        assert sum(cost.nbytes for cost in step.counted) == sum(cost.nbytes for cost in dense) - saved
+        assert [report.cost for report in step.reports] == list(step.counted)
+    auto = [AutoProtect(SkipReduce(skip, **settings), share=0.5, observe_steps=1) for _ in range(P)]
+    last = run(auto, reals(P, COUNT, 3))[-1]
+    assert auto[0].protected
+    assert [cost.steps for cost in last.counted] == [cost.steps for cost in dense]
+    assert [report.cost for report in last.reports] == list(last.counted)
 
 
 def test_choosing_what_to_protect_costs_one_number_a_parameter_while_observing() -> None:

@@ -9,71 +9,83 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparsync.collectives.ring import ring_all_gather_, ring_all_gather_cost
-from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_to_all_cost
-from sparsync.core import Comm, Cost, Span, spans, sum_in_rank_order
+from sparsync.core import Comm, Cost, Span, sum_in_rank_order
 
 _DENSE = SkipPlan()
 
 
-def direct_all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE) -> Cost:
+def direct_all_reduce_cost(
+    count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE, always: int = 0
+) -> Cost:
     """Return what `direct_all_reduce_` sends from this rank."""
-    chunks = spans(count, P)
-    lengths = [len(chunks[(owner + plan.shift) % P]) * _sends(rank, owner, P, plan) for owner in range(P)]
+    chunks = chunks_of(count, P, always)
+    sent = [chunks[(owner + plan.shift) % P].sent(_skips(rank, owner, P, plan)) for owner in range(P)]
+    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
     exchanged = all_to_all_cost([element_nbytes * length for length in lengths], rank)
-    return exchanged + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift)
+    return exchanged + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift, always)
 
 
 def direct_all_reduce_cost_in_messages(
-    count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE
+    count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE, always: int = 0
 ) -> Cost:
     """Return the same over a SubsetComm, whose all-to-all is P-1 messages that wait for each other."""
-    return replace(direct_all_reduce_cost(count, element_nbytes, P, rank, plan), steps=2 * (P - 1))
+    return replace(direct_all_reduce_cost(count, element_nbytes, P, rank, plan, always), steps=2 * (P - 1))
 
 
 @costs(
-    lambda _, x, comm, plan=_DENSE, omitted=None: direct_all_reduce_cost(
-        x.numel(), x.element_size(), comm.size, comm.rank, plan
+    lambda _, x, comm, plan=_DENSE, omitted=None, always=0: direct_all_reduce_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, plan, always
     )
 )
-def direct_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None) -> None:
+def direct_all_reduce_(
+    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None, always: int = 0
+) -> None:
     """Write into `x` [n], on every rank, the sum over the contributors of each chunk, added in rank order.
 
-    Where this rank is left out, its elements of `x` are added to `omitted` [n], if given.
+    As in `ring_all_reduce_`, all ranks contribute to the `always` elements that lie first in the chunks, and where this rank is left
+    out, its elements of `x` are added to `omitted` [n], if given.
     Steps: 1, and P-1 of the ring's all-gather
-    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
+    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
     P = comm.size
     if P == 1:
         return
     if omitted is not None:
-        for span in plan.skipped(comm.rank, x.numel(), P):
+        for span in plan.skipped(comm.rank, x.numel(), P, always):
             span.of(omitted).add_(span.of(x))
-    direct_reduce_scatter_(x, comm, plan)
-    ring_all_gather_(x, comm, plan.shift)
+    direct_reduce_scatter_(x, comm, plan, always)
+    ring_all_gather_(x, comm, plan.shift, always)
 
 
-def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE) -> Span:
+def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, always: int = 0) -> Span:
     """Sum one chunk of `x` over its contributors, and return its span; the rest of `x` is as it was.
 
     Steps: 1
-    Bytes sent per rank: (P-1-s)/P * nbytes(x)
+    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
-    P = comm.size
-    chunks = spans(x.numel(), P)
-    mine = chunks[(comm.rank + plan.shift) % P]
+    P, rank = comm.size, comm.rank
+    chunks = chunks_of(x.numel(), P, always)
+    mine = chunks[(rank + plan.shift) % P]
     outgoing = [
-        chunks[(owner + plan.shift) % P].of(x) if _sends(comm.rank, owner, P, plan) else x[:0] for owner in range(P)
+        x[:0] if owner == rank else chunks[(owner + plan.shift) % P].sent(_skips(rank, owner, P, plan)).of(x)
+        for owner in range(P)
     ]
-    received = comm.all_to_all(outgoing, [len(mine) * _sends(source, comm.rank, P, plan) for source in range(P)])
-    addends = [mine.of(x) if r == comm.rank else chunk for r, chunk in enumerate(received)]
-    addends = [chunk for chunk in addends if chunk.numel()]
-    if addends:
-        mine.of(x).copy_(sum_in_rank_order(addends))
-    return mine
+    skipping = [_skips(source, rank, P, plan) for source in range(P)]
+    received = comm.all_to_all(outgoing, [len(mine.sent(skipping[r])) * (r != rank) for r in range(P)])
+    whole = [mine.span.of(x) if r == rank else chunk for r, chunk in enumerate(received)]
+    first = len(mine.always)
+    for part, addends in (
+        (mine.always, [chunk[:first] for chunk in whole]),
+        (mine.others, [chunk[first:] for chunk, skips in zip(whole, skipping, strict=True) if not skips]),
+    ):
+        if len(part):
+            part.of(x).copy_(sum_in_rank_order(addends))
+    return mine.span
 
 
-def _sends(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
-    """Return whether `source` sends `owner` its elements of the chunk that `owner` sums."""
-    return source != owner and (source - owner) % P not in plan.offsets
+def _skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
+    """Return whether the contribution of `source` is left out of the chunk that `owner` sums."""
+    return (source - owner) % P in plan.offsets

@@ -15,32 +15,39 @@ from sparsync.collectives.ring import (
     ring_reduce_scatter_,
     ring_reduce_scatter_cost,
 )
-from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
 from sparsync.comm.subset import SubsetComm
-from sparsync.core import Comm, Cost, spans
+from sparsync.core import Comm, Cost
 
-AllReduce = Callable[[Tensor, Comm, SkipPlan, Tensor | None], None]
-AllReduceCost = Callable[[int, int, int, int, SkipPlan], Cost]
+AllReduce = Callable[[Tensor, Comm, SkipPlan, Tensor | None, int], None]
+AllReduceCost = Callable[[int, int, int, int, SkipPlan, int], Cost]
 
 
 def hierarchical_all_reduce_cost(
-    count: int, element_nbytes: int, P: int, rank: int, node_size: int, plan: SkipPlan, between: AllReduceCost
+    count: int,
+    element_nbytes: int,
+    P: int,
+    rank: int,
+    node_size: int,
+    plan: SkipPlan,
+    between: AllReduceCost,
+    always: int = 0,
 ) -> Cost:
     """Return what `hierarchical_all_reduce_` sends from this rank, inside its node and between nodes together.
 
     `between` is the cost over a SubsetComm: for the direct form `direct_all_reduce_cost_in_messages`.
     """
     node, place = divmod(rank, node_size)
-    chunk = spans(count, node_size)[place]
-    inside = ring_reduce_scatter_cost(count, element_nbytes, node_size, place)
-    inside += ring_all_gather_cost(count, element_nbytes, node_size, place)
-    return inside + between(len(chunk), element_nbytes, P // node_size, node, plan)
+    chunk = chunks_of(count, node_size, always)[place]
+    inside = ring_reduce_scatter_cost(count, element_nbytes, node_size, place, always=always)
+    inside += ring_all_gather_cost(count, element_nbytes, node_size, place, always=always)
+    return inside + between(len(chunk.span), element_nbytes, P // node_size, node, plan, len(chunk.always))
 
 
 @costs(
-    lambda _, x, comm, node_size, plan, between, between_cost, omitted=None: hierarchical_all_reduce_cost(
-        x.numel(), x.element_size(), comm.size, comm.rank, node_size, plan, between_cost
+    lambda _, x, comm, node_size, plan, between, between_cost, omitted=None, always=0: hierarchical_all_reduce_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, node_size, plan, between_cost, always
     )
 )
 def hierarchical_all_reduce_(
@@ -51,16 +58,19 @@ def hierarchical_all_reduce_(
     between: AllReduce,
     between_cost: AllReduceCost,
     omitted: Tensor | None = None,
+    always: int = 0,
 ) -> None:
     """Write into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one chunk over the nodes.
 
-    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given.
+    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given. No node is left out of
+    `always` elements: they lie first in the G chunks (`chunks_of`) and, in each of those, first in its N chunks.
     Steps: 2 (G-1) + those of `between` over N ranks
     Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `between` for nbytes(x)/G between nodes
     """
     node, place = divmod(comm.rank, node_size)
     inside = SubsetComm(comm, [node * node_size + other for other in range(node_size)])
     across = SubsetComm(comm, [other * node_size + place for other in range(comm.size // node_size)])
-    chunk = ring_reduce_scatter_(x, inside)
-    between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None)
-    ring_all_gather_(x, inside)
+    first = len(chunks_of(x.numel(), node_size, always)[place].always)
+    chunk = ring_reduce_scatter_(x, inside, always=always)
+    between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None, first)
+    ring_all_gather_(x, inside, always=always)

@@ -4,83 +4,101 @@ The ranks stand in a circle. In each step a rank sends one chunk to the next ran
 y = rank + shift, a rank starts the reduce-scatter with chunk y-1 and ends it with chunk y, which it then owns; the all-gather passes
 the owned chunks round. SkipReduce (doi 10.1145/3725843.3756092) starts the reduce-scatter s steps late, with chunk y-1-s: P-1-s steps
 remain, and chunk c lacks the s ranks just after its owner. The all-gather is always complete, so all ranks end with the same bits.
+
+Elements that are never left out (`always` of them, first in their chunks) ride along: the s steps carry nothing but them, and the
+others carry whole chunks. So there are never more message rounds than in a complete ring. That is ours.
 """
 
 from torch import Tensor
 
-from sparsync.collectives.skip_plan import SkipPlan
+from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import send_cost
-from sparsync.core import Comm, Cost, Span, spans
+from sparsync.core import Comm, Cost, Span
 
 _DENSE = SkipPlan()
 
 
-def ring_reduce_scatter_cost(count: int, element_nbytes: int, P: int, rank: int, skip: int = 0, shift: int = 0) -> Cost:
+def ring_reduce_scatter_cost(
+    count: int, element_nbytes: int, P: int, rank: int, skip: int = 0, shift: int = 0, always: int = 0
+) -> Cost:
     """Return what `ring_reduce_scatter_` sends from this rank."""
-    return _send_costs(count, element_nbytes, P, [rank + shift - j for j in range(1 + skip, P)])
+    chunks = chunks_of(count, P, always)
+    sent = [chunks[(rank + shift - j) % P].sent(j <= skip) for j in _steps(P, skip, always)]
+    return sum((send_cost(element_nbytes * len(span)) for span in sent), Cost())
 
 
-def ring_all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: int = 0) -> Cost:
+def ring_all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: int = 0, always: int = 0) -> Cost:
     """Return what `ring_all_gather_` sends from this rank."""
-    return _send_costs(count, element_nbytes, P, [rank + shift - j for j in range(P - 1)])
+    chunks = chunks_of(count, P, always)
+    sent = [chunks[(rank + shift - j) % P].span for j in range(P - 1)]
+    return sum((send_cost(element_nbytes * len(span)) for span in sent), Cost())
 
 
-def ring_all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE) -> Cost:
+def ring_all_reduce_cost(
+    count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE, always: int = 0
+) -> Cost:
     """Return what `ring_all_reduce_` sends from this rank."""
-    reduced = ring_reduce_scatter_cost(count, element_nbytes, P, rank, plan.skip, plan.shift)
-    return reduced + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift)
+    reduced = ring_reduce_scatter_cost(count, element_nbytes, P, rank, plan.skip, plan.shift, always)
+    return reduced + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift, always)
 
 
 @costs(
-    lambda _, x, comm, plan=_DENSE, omitted=None: ring_all_reduce_cost(
-        x.numel(), x.element_size(), comm.size, comm.rank, plan
+    lambda _, x, comm, plan=_DENSE, omitted=None, always=0: ring_all_reduce_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, plan, always
     )
 )
-def ring_all_reduce_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None) -> None:
-    """Write into `x` [n], on every rank, the sum over the contributors of each chunk.
+def ring_all_reduce_(
+    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, omitted: Tensor | None = None, always: int = 0
+) -> None:
+    """Write into `x` [n], on every rank, the sum over the contributors of each chunk, and over all ranks of its first elements.
 
+    The chunks are `chunks_of(n, P, always)`: each begins with its share of the `always` elements that all ranks contribute to.
     `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. Where this rank is left out, its elements of `x` are added to
     `omitted` [n], if given. Raises ValueError for other offsets.
-    Steps: 2 (P-1) - s
-    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x)
+    Steps: 2 (P-1) - s; 2 (P-1) with P or more elements that are never left out
+    Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
     if comm.size == 1:
         return
     if plan.offsets != tuple(range(1, plan.skip + 1)):
         raise ValueError(f"a ring leaves out the offsets 1..s, got {plan.offsets}; use the direct form for other sets")
     if omitted is not None:
-        for span in plan.skipped(comm.rank, x.numel(), comm.size):
+        for span in plan.skipped(comm.rank, x.numel(), comm.size, always):
             span.of(omitted).add_(span.of(x))
-    ring_reduce_scatter_(x, comm, plan.skip, plan.shift)
-    ring_all_gather_(x, comm, plan.shift)
+    ring_reduce_scatter_(x, comm, plan.skip, plan.shift, always)
+    ring_all_gather_(x, comm, plan.shift, always)
 
 
 @costs(
-    lambda _, x, comm, skip=0, shift=0: ring_reduce_scatter_cost(
-        x.numel(), x.element_size(), comm.size, comm.rank, skip, shift
+    lambda _, x, comm, skip=0, shift=0, always=0: ring_reduce_scatter_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, skip, shift, always
     )
 )
-def ring_reduce_scatter_(x: Tensor, comm: Comm, skip: int = 0, shift: int = 0) -> Span:
+def ring_reduce_scatter_(x: Tensor, comm: Comm, skip: int = 0, shift: int = 0, always: int = 0) -> Span:
     """Sum one chunk of `x` over its contributors, and return its span; the other chunks of `x` hold partial sums.
 
-    Steps: P-1-s
-    Bytes sent per rank: (P-1-s)/P * nbytes(x)
+    Steps: P-1-s; P-1 with P or more elements that are never left out
+    Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
     P = comm.size
     y = (comm.rank + shift) % P
-    chunks = spans(x.numel(), P)
-    arrived = x.new_empty(len(chunks[0]))
-    for j in range(1 + skip, P):
-        mine = chunks[(y - j - 1) % P]
+    chunks = chunks_of(x.numel(), P, always)
+    arrived = x.new_empty(len(chunks[0].span))  # no chunk is longer than the first
+    for j in _steps(P, skip, always):
+        out, mine = chunks[(y - j) % P].sent(j <= skip), chunks[(y - j - 1) % P].sent(j <= skip)
         partial = arrived[: len(mine)]
-        comm.send_recv(chunks[(y - j) % P].of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
+        comm.send_recv(out.of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
         mine.of(x).add_(partial)
-    return chunks[y]
+    return chunks[y].span
 
 
-@costs(lambda _, x, comm, shift=0: ring_all_gather_cost(x.numel(), x.element_size(), comm.size, comm.rank, shift))
-def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0) -> None:
+@costs(
+    lambda _, x, comm, shift=0, always=0: ring_all_gather_cost(
+        x.numel(), x.element_size(), comm.size, comm.rank, shift, always
+    )
+)
+def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0, always: int = 0) -> None:
     """Copy the chunk that each rank owns, rank + shift, into `x` on all ranks.
 
     Steps: P-1
@@ -88,12 +106,12 @@ def ring_all_gather_(x: Tensor, comm: Comm, shift: int = 0) -> None:
     """
     P = comm.size
     y = (comm.rank + shift) % P
-    chunks = spans(x.numel(), P)
+    chunks = chunks_of(x.numel(), P, always)
     for j in range(P - 1):
-        out, into = chunks[(y - j) % P], chunks[(y - j - 1) % P]
+        out, into = chunks[(y - j) % P].span, chunks[(y - j - 1) % P].span
         comm.send_recv(out.of(x), (comm.rank + 1) % P, into.of(x), (comm.rank - 1) % P)
 
 
-def _send_costs(count: int, element_nbytes: int, P: int, numbers: list[int]) -> Cost:
-    chunks = spans(count, P)
-    return sum((send_cost(element_nbytes * len(chunks[number % P])) for number in numbers), Cost())
+def _steps(P: int, skip: int, always: int) -> range:
+    """Return the numbers of the reduce-scatter steps that carry anything."""
+    return range(1 if always else 1 + skip, P)

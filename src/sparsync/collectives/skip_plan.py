@@ -2,10 +2,11 @@
 
 A vector of n elements is cut into P chunks. Chunk c belongs to position o(c) = (c - shift) mod P, which ends up with its sum. With
 the set of offsets S, position o + i is left out of that sum for each i in S; a ring that starts its reduce-scatter s steps late
-leaves out S = {1, ..., s} (doi 10.1145/3725843.3756092).
+leaves out S = {1, ..., s} (doi 10.1145/3725843.3756092). Some elements of a chunk may be such that nobody is left out of them.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -33,10 +34,41 @@ class SkipPlan:
         owner = self.owner(chunk, P)
         return frozenset((owner + i) % P for i in range(P) if i not in self.offsets)
 
-    def skipped(self, position: int, count: int, P: int) -> list[Span]:
-        """Return where in a vector of `count` elements the contribution of this position is left out: s of the P chunks."""
-        chunks = spans(count, P)
-        return [chunks[(position - i + self.shift) % P] for i in self.offsets]
+    def skipped(self, position: int, count: int, P: int, always: int = 0) -> list[Span]:
+        """Return where in a vector of `count` elements the contribution of this position is left out: s of the P chunks.
+
+        The `always` elements that lie first in the chunks (`chunks_of`) are never left out.
+        """
+        chunks = chunks_of(count, P, always)
+        return [chunks[(position - i + self.shift) % P].others for i in self.offsets]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One of the P chunks of a vector: first its elements that are never left out, then the others."""
+
+    always: Span
+    others: Span
+
+    @property
+    def span(self) -> Span:
+        return Span(self.always.start, self.others.stop)
+
+    def sent(self, skipping: bool) -> Span:
+        """Return what of the chunk travels in a step, which may be one that is skipped."""
+        return self.always if skipping else self.span
+
+
+@lru_cache(maxsize=256)
+def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
+    """Return P adjacent chunks that cover [0, count), each with its share of the `always` elements that are never left out."""
+    chunks: list[Chunk] = []
+    start = 0
+    for first, rest in zip(spans(always, P), spans(count - always, P), strict=True):
+        middle = start + len(first)
+        chunks.append(Chunk(Span(start, middle), Span(middle, middle + len(rest))))
+        start = middle + len(rest)
+    return tuple(chunks)
 
 
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:

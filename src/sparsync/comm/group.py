@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sparsync.comm.announcement import Announcement, Announcements, RanksDifferError
 from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, within
+from sparsync.comm.waiting import abort_on_interrupt, was_interrupted
 from sparsync.core import digest, spans, sum_in_rank_order
 
 
@@ -104,6 +105,7 @@ class GroupComm:
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
         comm._base, comm._timeout_s, comm._meeting, comm._name = base, timeout_s, meeting, name
+        abort_on_interrupt(comm)
         return comm
 
     def reconnect(self, fingerprint: str = "", cure: str = "") -> "GroupComm":
@@ -125,18 +127,19 @@ class GroupComm:
         # Gloo closes its sockets when nothing refers to the group any more.
         self.group = self._announcements = None
 
-    def close_and_report(self, cause: str) -> str:
+    def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
 
         `cause` is what this rank reports; "" where it only lost its connections. Ranks that report no cause are left out, and those that
-        have not reported within a few seconds are named. Returns "" when this communicator was closed before.
+        have not reported within `within_s` seconds are named. Returns "" when this communicator was closed before.
         """
         if self.group is None:
             return ""
         self.close()
         assert self._meeting is not None
         try:
-            reports = self._meeting.report(self._name, cause, min(REPORTS_S, self._timeout_s))
+            wait_s = 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
+            reports = self._meeting.report(self._name, cause, wait_s)
         except StoreSilentError as error:
             return str(error)
         except RuntimeError as error:

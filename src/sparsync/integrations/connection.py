@@ -11,7 +11,7 @@ from sparsync import phases
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.comm.announcement import Announcement, announcement_cost
-from sparsync.comm.group import ConnectionLostError, GroupComm
+from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Cost, Report, digest
 from sparsync.integrations.rollback import Rollback
@@ -124,13 +124,15 @@ class Connection:
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
 
-        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank.
+        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank. After KeyboardInterrupt this
+        does not wait for the others.
         """
         self._broken, self._step = True, None
+        within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
         if isinstance(cause, BaseException):
             cause = "" if isinstance(cause, ConnectionLostError) else f"{type(cause).__name__}: {cause}"
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
-            if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause)):
+            if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
         return ""
 

@@ -21,6 +21,7 @@ from sparsync.schemes.dense import Dense
 
 Group = dist.ProcessGroup
 _SPARSE = "sparse/"  # starts the key of a bucket that is one sparse gradient
+_MOST = 2**31 - 1  # elements of a bucket: positions in it are int32
 _LINK = "_sparsync_reducer"  # the attribute of a model and of a scheme that is a _Link
 
 
@@ -72,13 +73,14 @@ class GradientReducer(Handle):
         backward pass only. With a loss scaler call it before `scaler.unscale_` and `scaler.step`, which look for infinities on their
         own rank only: after this call all ranks find the same ones.
         `step` is the number of the step, the same on all ranks; what schemes draw depends on it. None: one more than last time.
-        There is one bucket for each type and device of gradients. A parameter without a gradient counts as zero here and gets the mean
-        like any other; one that is frozen, or that shares another's storage, is left alone. Sparse gradients of embeddings are
-        reduced in full, each in a bucket of its own. A step that leaves NaN or Inf in any gradient counts as skipped, and what its
-        other buckets have sent is rolled back.
+        There is one bucket for each type and device of gradients, more where they have 2^31 elements or more. A parameter without a
+        gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares another's storage, is left
+        alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. A step that leaves NaN or Inf in any
+        gradient counts as skipped, and what its other buckets have sent is rolled back.
         Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections. A rank that was through with the
         step raises at its next call, and all ranks from then on until a checkpoint was loaded on all of them, because their weights differ.
-        Raises RanksDifferError, on all ranks, where they come with another step, model, scheme or shared state.
+        Raises RanksDifferError, on all ranks, where they come with another step, model, scheme or shared state, and ValueError for a
+        parameter of 2^31 elements or more.
         """
         # A failed step counts, for it may have failed on some ranks only.
         self._step = self._step + 1 if step is None else step
@@ -96,13 +98,29 @@ class GradientReducer(Handle):
         return reports
 
     def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the trained parameters by bucket, each bucket of one type on one device, the same on every rank."""
+        """Return the trained parameters by bucket, each bucket of one type on one device, the same on every rank.
+
+        What would take more than 2^31 - 1 elements is cut between parameters; the buckets after the first are numbered.
+        """
         buckets: dict[str, dict[str, nn.Parameter]] = {}
+        filled: dict[str, tuple[int, int]] = {}  # by type and device: the number of the last bucket, and its elements
         sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
+                if parameter.numel() > _MOST:
+                    raise ValueError(
+                        f"a parameter is reduced with at most {_MOST} elements, {name!r} has {parameter.numel()}; shard it, or split it "
+                        "into several parameters"
+                    )
+                if id(parameter) in sparse:
+                    buckets[f"{_SPARSE}{name}"] = {name: parameter}
+                    continue
                 key = f"{str(parameter.dtype).removeprefix('torch.')}/{parameter.device.type}"
-                buckets.setdefault(f"{_SPARSE}{name}" if id(parameter) in sparse else key, {})[name] = parameter
+                number, elements = filled.get(key, (0, 0))
+                if elements + parameter.numel() > _MOST:
+                    number, elements = number + 1, 0
+                filled[key] = number, elements + parameter.numel()
+                buckets.setdefault(f"{key}/{number}" if number else key, {})[name] = parameter
         return buckets
 
     def _reduced(self, key: str, parameters: dict[str, nn.Parameter]) -> Report:

@@ -14,6 +14,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsync.core import Span, Sparse
+from sparsync.kernels.arguments import (
+    POSITIONS,
+    at_most,
+    check_one_device,
+    check_parts,
+    check_regions,
+    check_span,
+    check_sparse,
+    check_sum,
+    check_values,
+    check_vector,
+    count,
+    real,
+)
 from sparsync.kernels.dispatch import backend, backends, run, set_backend
 
 __all__ = [
@@ -42,7 +56,7 @@ __all__ = [
 
 def accumulate(residual: Float[Tensor, " n"], grad: Float[Tensor, " n"], out: Float[Tensor, " n"]) -> bool:
     """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere."""
-    _check_sum(residual, grad, out)
+    check_sum(residual, grad, out)
     return run("accumulate", residual, grad, out)
 
 
@@ -54,9 +68,9 @@ def accumulate_top_k(
     bound: float | None = None,
 ) -> tuple[Sparse, bool]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k` and whether it is finite everywhere."""
-    _check_sum(residual, grad, out)
-    _check_count(k, residual.numel())
-    return run("accumulate_top_k", residual, grad, k, out, bound)
+    check_sum(residual, grad, out)
+    k = count(k, residual.numel())
+    return run("accumulate_top_k", residual, grad, k, out, None if bound is None else real(bound, "bound"))
 
 
 def accumulate_top_k_nonzero(
@@ -68,20 +82,24 @@ def accumulate_top_k_nonzero(
     bound: float | None = None,
 ) -> tuple[Sparse, bool]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k_nonzero` and whether it is finite everywhere."""
-    _check_sum(residual, grad, out)
-    _check_at_most(k)
-    _check_span(skip, residual.numel())
-    return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
+    check_sum(residual, grad, out)
+    k = at_most(k, residual.numel())
+    check_span(skip, residual.numel())
+    return run(
+        "accumulate_top_k_nonzero", residual, grad, k, out, skip, None if bound is None else real(bound, "bound")
+    )
 
 
 def all_finite(x: Float[Tensor, " n"]) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
+    check_vector(x, "x")
     return run("all_finite", x)
 
 
 def select_ge(x: Float[Tensor, " n"], threshold: float) -> Sparse:
     """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
-    return run("select_ge", x, threshold)
+    check_vector(x, "x")
+    return run("select_ge", x, real(threshold, "threshold"))
 
 
 def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None) -> Sparse:
@@ -90,8 +108,9 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None) -> Sparse:
     NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
     the last step's smallest; it changes how long this takes and nothing else. Raises ValueError when `k` is not in [0, n].
     """
-    _check_count(k, x.numel())
-    return run("top_k", x, k, bound)
+    check_vector(x, "x")
+    k = count(k, x.numel())
+    return run("top_k", x, k, None if bound is None else real(bound, "bound"))
 
 
 def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
@@ -99,9 +118,10 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
 
     `k` may be more than n. Raises ValueError when it is negative, or `skip` does not lie in [0, n].
     """
-    _check_at_most(k)
-    _check_span(skip, x.numel())
-    return run("top_k_nonzero", x, k, skip, bound)
+    check_vector(x, "x")
+    k = at_most(k, x.numel())
+    check_span(skip, x.numel())
+    return run("top_k_nonzero", x, k, skip, None if bound is None else real(bound, "bound"))
 
 
 def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
@@ -109,18 +129,21 @@ def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
 
     Numbers may be negative. Raises ValueError when `k` is not in [0, n].
     """
-    _check_count(k, magnitude.numel())
-    return run("argtopk", magnitude, k)
+    check_vector(magnitude, "magnitude")
+    return run("argtopk", magnitude, count(k, magnitude.numel()))
 
 
 def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
     """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
-    _check_values(part.index, part.value)
+    check_vector(out, "out")
+    check_sparse(part)
+    check_one_device(("out", out), ("index", part.index))
     run("scatter_add_", out, part)
 
 
 def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
     """Set `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
+    _check_at(x, index)
     run("clear_", x, index)
 
 
@@ -129,78 +152,56 @@ def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, 
 
     Raises IndexError, before anything is written, for positions outside of it.
     """
-    _check_values(index, value)
+    check_vector(x, "x")
+    check_values(index, value)
+    check_one_device(("x", x), ("index", index))
     run("put_", x, index, value)
 
 
 def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " k"]:
     """Return the elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
+    _check_at(x, index)
     return run("gather", x, index)
 
 
 def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
     """Copy `source` to `to`, which does not overlap with it, and set it to zero."""
-    if to.shape != source.shape:
-        raise ValueError(
-            f"what is moved must have the shape of its new place, got {tuple(source.shape)} and {tuple(to.shape)}"
-        )
+    check_vector(to, "to")
+    check_vector(source, "source")
+    if to.numel() != source.numel():
+        raise ValueError(f"source must have as many elements as its new place, {to.numel()}, got {source.numel()}")
+    check_one_device(("to", to), ("source", source))
     run("move_", to, source)
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:
     """Return all elements of `parts`, which have no position in common, as one; positions ascend."""
-    _check_parts(parts)
+    check_parts(parts)
     return run("merge", parts)
 
 
 def coalesce(parts: Sequence[Sparse]) -> Sparse:
     """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend."""
-    _check_parts(parts)
+    check_parts(parts)
     return run("coalesce", parts)
 
 
 def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
     """Cut `part` at adjacent `regions` that cover it; positions become relative to the start of their region."""
-    _check_values(part.index, part.value)
+    check_sparse(part)
+    check_regions(regions, part.length)
     return run("split", part, regions)
 
 
 def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Bool[Tensor, " a"]:
     """Return for each of `index` whether it is one of the ascending `others`."""
+    check_vector(index, "index", POSITIONS)
+    check_vector(others, "others", POSITIONS)
+    check_one_device(("index", index), ("others", others))
     return run("isin", index, others)
 
 
-def _check_sum(residual: Tensor, grad: Tensor, out: Tensor) -> None:
-    shape = residual.shape
-    if grad.shape != shape or out.shape != shape:
-        wrong = grad if grad.shape != shape else out
-        raise ValueError(
-            f"residual, gradient and result must have one shape, got {tuple(shape)} and {tuple(wrong.shape)}"
-        )
-
-
-def _check_count(k: int, n: int) -> None:
-    if not 0 <= k <= n:
-        raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
-
-
-def _check_at_most(k: int) -> None:
-    if k < 0:
-        raise ValueError(f"k must be 0 or more, got {k}")
-
-
-def _check_span(span: Span | None, n: int) -> None:
-    if span is not None and not 0 <= span.start <= span.stop <= n:
-        raise ValueError(f"a span of {n} elements must lie in [0, {n}], got [{span.start}, {span.stop})")
-
-
-def _check_values(index: Tensor, value: Tensor) -> None:
-    if value.shape != index.shape:
-        raise ValueError(f"there must be a value for each position, got {value.numel()} for {index.numel()}")
-
-
-def _check_parts(parts: Sequence[Sparse]) -> None:
-    if not parts:
-        raise ValueError("there must be at least one sparse vector, got none")
-    for part in parts:
-        _check_values(part.index, part.value)
+def _check_at(x: Tensor, index: Tensor) -> None:
+    check_vector(x, "x")
+    check_vector(index, "index", POSITIONS)
+    check_one_device(("x", x), ("index", index))

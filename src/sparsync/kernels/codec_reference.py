@@ -39,7 +39,7 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
 
 def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
     """Return the `k` positions that were encoded, int32."""
-    _check_codec(codec)
+    check_codec(codec)
 
     def refused(what: str) -> RuntimeError:
         return RuntimeError(
@@ -70,7 +70,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
 
 def nbytes(codec: PositionCodec, k: int, span: int) -> int:
     """Return the bytes of the packet of any `k` positions inside [0, span). Raises ValueError for spans of 2^31 or more."""
-    _check_codec(codec)
+    check_codec(codec)
     if not 0 <= span <= MAX_SPAN:
         raise ValueError(
             f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
@@ -110,7 +110,7 @@ def _check(index: Tensor, span: int) -> None:
         )
 
 
-def _check_codec(codec: str) -> None:
+def check_codec(codec: str) -> None:
     if codec not in get_args(PositionCodec):
         raise ValueError(f"a codec of positions is one of {', '.join(get_args(PositionCodec))}, got {codec!r}")
 

@@ -13,7 +13,7 @@ asked. The reference takes everything.
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, wraps
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -69,19 +69,6 @@ _REFERENCE: Mapping[str, Kernel] = {
 OPERATIONS = tuple(_REFERENCE)
 
 
-def _of_vectors(kernel: Kernel) -> Kernel:
-    """Return `kernel`, which raises ValueError for tensors of another number of dimensions than one."""
-
-    @wraps(kernel)
-    def checked(*arguments: Any) -> Any:  # Any: as for Kernel
-        for each in arguments:
-            if isinstance(each, Tensor) and each.dim() != 1:
-                raise ValueError(f"kernels take one-dimensional tensors, got one of shape {tuple(each.shape)}")
-        return kernel(*arguments)
-
-    return checked
-
-
 class _Chosen:
     """The backend in use, and for each operation the functions to ask in order; None until the first kernel runs."""
 
@@ -93,10 +80,7 @@ _chosen = _Chosen()
 
 
 def run(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
-    """Return what the first function for `operation` that takes `arguments` returns.
-
-    Raises ValueError where a tensor is not one-dimensional.
-    """
+    """Return what the first function for `operation` that takes `arguments`, which have been checked, returns."""
     for kernel in (_chosen.kernels or _default())[operation]:
         result = kernel(*arguments)
         if result is not NotImplemented:
@@ -173,7 +157,7 @@ def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
         tables.append({operation: getattr(_cpu, operation) for operation in OPERATIONS})
     if triton:
         tables.append(_triton() or {})
-    tables.append({operation: _of_vectors(kernel) for operation, kernel in _REFERENCE.items()})
+    tables.append(_REFERENCE)
     return {operation: tuple(table[operation] for table in tables if operation in table) for operation in OPERATIONS}
 
 

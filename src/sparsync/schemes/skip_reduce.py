@@ -9,11 +9,13 @@ Differs from the paper and the authors' code:
 - The plain setting divides by the contributors, which leaves the mean unbiased; the code divides by P (`published()`), which shrinks
   every update by (P - s)/P.
 - One shift a bucket and step (the code: one a transport chunk), and shifts never repeat at once (the code's counter may stand still).
+- What is protected inside a bucket rides in the messages of the rest: a step that is skipped carries nothing else.
 - `form="direct"`, `node_size` and `feedback` are ours.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -113,22 +115,29 @@ class SkipReduce(Scheme):
         """Reduce as `reduce` does, with these parameters never skipped."""
         n, plan = bucket.grad.numel(), self._plan(bucket, comm)
         acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
-        sent = bucket.grad if acc is None else acc.values.to(bucket.grad.dtype)
-        # What rounding to the gradient's type drops, and then what is left out.
-        omitted = None if acc is None else acc.values - sent
+        sent = bucket.grad if acc is None or acc.values is bucket.grad else bucket.grad.copy_(acc.values)
         names = {entry.name for entry in bucket.layout if matches(entry.name, protect)}
         dense = SpanSet.of(entry for entry in bucket.layout if entry.name in names)
         skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
+        order = _by_chunk(dense, skipping, self.node_size, max(1, comm.size // self.node_size))
+        mine = order.take(sent)
+        # What rounding to the gradient's type drops, and then what is left out. Without rounding zero, but NaN where `mine` is not finite.
+        omitted = None if acc is None else mine - mine if sent is acc.values else order.take(acc.values).sub_(mine)
         with recorded_cost() as cost:
-            self._reduce_spans(sent, omitted, dense, comm, SkipPlan(shift=plan.shift))
-            self._reduce_spans(sent, omitted, skipping, comm, plan)
-        bucket.grad.copy_(sent)
+            self._all_reduce_(mine, comm, plan, omitted, len(dense))
+        order.put_(sent, mine)
+        if comm.size > 1:
+            by_ranks = self.divide_by == "ranks" or self.feedback
+            _divide_(sent, dense.spans, comm.size)
+            _divide_(sent, skipping.spans, comm.size if by_ranks else comm.size - plan.skip * self.node_size)
         details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
         if acc is not None and omitted is not None:
             # A host sync; the same on all ranks.
             details["overflow"] = not kernels.all_finite(bucket.grad)
             if not details["overflow"]:
-                acc.residual.copy_(torch.where(omitted.isfinite(), omitted, acc.residual))
+                if not kernels.all_finite(omitted):  # seldom, and it takes more memory
+                    omitted = torch.where(omitted.isfinite(), omitted, order.take(acc.residual))
+                order.put_(acc.residual, omitted)
         left_out = self._left_out(plan, len(skipping), comm)
         return self.report(bucket, cost.total, selected=n - left_out, union=n, details=details)
 
@@ -185,21 +194,15 @@ class SkipReduce(Scheme):
         chunks = spans(count, self.node_size)
         return sum(len(span) for chunk in chunks for span in plan.skipped(node, len(chunk), nodes))
 
-    def _reduce_spans(self, x: Tensor, omitted: Tensor | None, where: SpanSet, comm: Comm, plan: SkipPlan) -> None:
-        """Replace these elements of `x` by the mean over their contributors, and add what was left out to `omitted`."""
-        if not len(where) or comm.size == 1:
+    def _all_reduce_(self, x: Tensor, comm: Comm, plan: SkipPlan, omitted: Tensor | None, always: int) -> None:
+        """Replace `x`, in the order of `_by_chunk`, by the sum over the contributors, and add what was left out to `omitted`."""
+        if comm.size == 1:
             return
-        mine, left_out = where.take(x), where.take(omitted) if omitted is not None else None
         if self.node_size == 1:
-            _ALL_REDUCE[self.form](mine, comm, plan, left_out)
+            _ALL_REDUCE[self.form](x, comm, plan, omitted, always)
         else:
             between = _ALL_REDUCE[self.form], _COST_BETWEEN_NODES[self.form]
-            hierarchical_all_reduce_(mine, comm, self.node_size, plan, *between, left_out)
-        by_ranks = self.divide_by == "ranks" or self.feedback
-        mine /= comm.size if by_ranks else comm.size - plan.skip * self.node_size
-        where.put_(x, mine)
-        if omitted is not None and left_out is not None:
-            where.put_(omitted, left_out)
+            hierarchical_all_reduce_(x, comm, self.node_size, plan, *between, omitted, always)
 
 
 class SkipReduceScatter(ReduceScatterScheme):
@@ -243,8 +246,8 @@ class SkipReduceScatter(ReduceScatterScheme):
                     return self.found_inf(bucket, out, cost.total)
             reduce_scatter(sent, out, comm, plan, always)
         by_ranks = config.divide_by == "ranks" or config.feedback
-        _divide_(out, always, P, P, average)
-        _divide_(out, others, P if by_ranks else P - plan.skip, P, average)
+        _divide_chunk_(out, always, P, P, average)
+        _divide_chunk_(out, others, P if by_ranks else P - plan.skip, P, average)
         left_out = [_at(others, owner, len(out)) for owner in range(P) if skips(comm.rank, owner, P, plan)]
         if acc is not None:
             torch.sub(acc.values, sent, out=acc.residual)  # what rounding to the wire's type drops
@@ -269,7 +272,28 @@ class SkipReduceScatter(ReduceScatterScheme):
         return SpanSet.of(dense).spans, SpanSet.of(entry for entry in first if entry.name not in names).spans
 
 
-def _divide_(out: Tensor, where: Sequence[Span], contributors: int, P: int, average: bool) -> None:
+@lru_cache(maxsize=256)
+def _by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> SpanSet:
+    """Return all elements in the order of the chunks: the share of each in `dense`, then that in `skipping`, so that a message is one span.
+
+    Each of both is cut as a vector of its own: first for the ranks of a node, then for the nodes.
+    """
+    found: list[Span] = []
+    for place in range(node_size):
+        for node in range(nodes):
+            for each in (dense, skipping):
+                outer = spans(len(each), node_size)[place]
+                inner = spans(len(outer), nodes)[node]
+                found += each.part(Span(outer.start + inner.start, outer.start + inner.stop))
+    return SpanSet.joined(found)
+
+
+def _divide_(x: Tensor, where: Sequence[Span], divisor: int) -> None:
+    for span in where:
+        span.of(x).div_(divisor)
+
+
+def _divide_chunk_(out: Tensor, where: Sequence[Span], contributors: int, P: int, average: bool) -> None:
     """Make the sum over contributors the mean, or the estimate of the sum over all P."""
     for span in where:
         if average:

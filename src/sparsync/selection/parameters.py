@@ -26,16 +26,32 @@ class SpanSet:
     @classmethod
     def of(cls, layout: Iterable[ParameterSpan]) -> "SpanSet":
         """Return the spans of these parameters, neighbours merged."""
+        return cls.joined(entry.span for entry in layout)
+
+    @classmethod
+    def joined(cls, spans: Iterable[Span]) -> "SpanSet":
+        """Return these spans in this order, neighbours merged."""
         merged: list[Span] = []
-        for entry in layout:
-            if merged and merged[-1].stop == entry.span.start:
-                merged[-1] = Span(merged[-1].start, entry.span.stop)
+        for span in spans:
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = Span(merged[-1].start, span.stop)
             else:
-                merged.append(entry.span)
+                merged.append(span)
         return cls(tuple(merged))
 
     def __len__(self) -> int:
         return sum(len(span) for span in self.spans)
+
+    def part(self, wanted: Span) -> list[Span]:
+        """Return where the elements `wanted` of what `take` returns lie in the vector."""
+        found: list[Span] = []
+        position = 0
+        for span in self.spans:
+            start, stop = max(wanted.start - position, 0), min(wanted.stop - position, len(span))
+            if start < stop:
+                found.append(Span(span.start + start, span.start + stop))
+            position += len(span)
+        return found
 
     def take(self, x: Tensor) -> Tensor:
         """Return these elements of `x`: a view of it when they are one span, else a copy."""

@@ -32,11 +32,13 @@ def picture(panels: Sequence[Panel], title: str) -> bytes:
     columns = len({panel.ranks for panel in panels})
     lines = math.ceil(len(panels) / columns)
     numbers = {row.label: place for place, row in enumerate(_listed(panels), start=1)}
-    with rc_context(STYLE | {"font.size": 9}):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
+    with rc_context(STYLE | {"font.size": 9, "text.parse_math": True}):  # pyright: ignore[reportArgumentType]  # its key type is a union of 300 literals
         size = (columns * _WIDTH + _SIDE, lines * _HEIGHT + 0.5)
         figure = Figure(figsize=size, dpi=_DPI, facecolor="white")
         FigureCanvasAgg(figure)
-        figure.text(0.15 / size[0] * 2, 1 - 0.32 / size[1], title, fontsize=13, weight="bold", color=INK)
+        figure.text(
+            0.15 / size[0] * 2, 1 - 0.32 / size[1], title, fontsize=13, weight="bold", color=INK, parse_math=False
+        )
         grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
         figure.subplots_adjust(
             left=0.75 / size[0], right=1 - _SIDE / size[0], bottom=0.6 / size[1], top=1 - 0.85 / size[1], wspace=0.06
@@ -128,4 +130,4 @@ def _list_names(figure: Figure, panels: Sequence[Panel], numbers: dict[str, int]
         y = top - (0.18 + 0.19 * (number - 1)) / height
         figure.text(left + 0.02, y, f"{number}", ha="right", color=_HUES[row.kind], weight="bold", fontsize=8)
         name = row.label if len(row.label) <= _LONGEST else f"{row.label[: _LONGEST - 1]}…"
-        figure.text(left + 0.025, y, name, color=INK, fontsize=8 if len(name) < 45 else 6.5)
+        figure.text(left + 0.025, y, name, color=INK, fontsize=8 if len(name) < 45 else 6.5, parse_math=False)

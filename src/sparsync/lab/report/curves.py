@@ -13,6 +13,7 @@ from sparsync.lab.report.summary import SchemeFigures
 
 with lab_extra("matplotlib"):
     from matplotlib.axes import Axes
+    from matplotlib.ticker import LogFormatter
     from matplotlib.transforms import IdentityTransform
 
 INK, FAINT = "#222222", "#777777"
@@ -103,6 +104,7 @@ def _set_x(axes: Axes, curves: Sequence[Curve], widths: Sequence[float]) -> None
         axes.set_xscale("log")
         axes.set_xlim(first, max(first * (end / first) ** (1 / share) for end, share in zip(ends, left, strict=True)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes.xaxis.set_minor_formatter(LogFormatter())  # the default one writes formulas
     else:
         axes.set_xlim(0, max(end / share for end, share in zip(ends, left, strict=True)) or max(positive))
 

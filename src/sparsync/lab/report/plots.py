@@ -50,6 +50,7 @@ STYLE = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
+    "text.parse_math": False,  # "$" in a label is a dollar
 }
 # The components of the time of a step, in the order of a bar.
 _COMPONENT_HUES = {

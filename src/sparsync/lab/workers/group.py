@@ -5,7 +5,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsync.lab.netlab import Network
+from sparsync.lab.temporary import temporary_folder
 from sparsync.lab.workers.process import Message, Order
 
 GRACE_S = 3.0  # after one rank has failed: how long the others may take to report their errors, and to end
@@ -100,13 +100,13 @@ def worker_group(
     `timeout_s` is for one operation of a rank; a group that sends no message for twice as long counts as hung.
     """
     ranks = len(network.addresses)
-    with tempfile.TemporaryDirectory(prefix="sparsync-") as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
+    with temporary_folder() as folder:
+        rendezvous = str(folder / "rendezvous")
         order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s)
         workers: list[_Worker] = []
         try:
             for rank in range(ranks):
-                workers.append(_start(rank, ranks, network, Path(folder)))
+                workers.append(_start(rank, ranks, network, folder))
             for worker in workers:
                 assert worker.process.stdin is not None
                 worker.process.stdin.write(order.encoded() + "\n")

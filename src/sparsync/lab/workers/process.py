@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+
+from sparsync.lab.temporary import remove
 
 Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" is taken
 Emit = Callable[[Message], None]
@@ -56,7 +59,7 @@ def main() -> None:
     """Run this rank to the end. The exit status is 0 when the task is done, 1 after an error, which is also the last message."""
     output = _claim_output()
     order = Order(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
+    threading.Thread(target=_exit_at_end_of_input, args=(Path(order.rendezvous).parent,), daemon=True).start()
     place = Place(
         int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), order.interface, order.own_interface, order.timeout_s
     )
@@ -101,8 +104,10 @@ def _claim_output() -> TextIO:
     return output
 
 
-def _exit_at_end_of_input() -> None:
+def _exit_at_end_of_input(folder: Path) -> None:
+    """End this process, and remove the folder of the program that started it, when that program has ended without doing so."""
     sys.stdin.read()
+    remove(folder)
     os._exit(1)
 
 

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+from sparsync.lab.temporary import temporary_folder
 
 FETCH_TIMEOUT_S = 300
 
@@ -16,12 +17,12 @@ def downloaded(requirement: str, archive: str, sha256: str) -> bytes:
     """
     name = requirement.partition("==")[0]
     kind = "--only-binary" if archive.endswith(".whl") else "--no-binary"
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder() as temporary:
         requirements = Path(temporary, "requirements.txt")
         requirements.write_text(f"{requirement} --hash=sha256:{sha256}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-deps", kind, name, "--require-hashes"]
-        command += ["--requirement", str(requirements), "--dest", temporary]
+        command += ["--requirement", str(requirements), "--dest", str(temporary)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:

@@ -1,10 +1,16 @@
 """Data files in the user's cache: checked at every read, written in one step, fetched again when damaged."""
 
+import glob
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+PARTIAL = ".partial"  # ends the name of a file that is being written
+STALE_S = 3600.0  # nothing takes longer to write
 
 
 class DataMissingError(RuntimeError):
@@ -55,7 +61,11 @@ def _replace(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that another process reads all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        for left in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):  # by a process that was killed
+            with suppress(FileNotFoundError):  # another process was quicker
+                if time.time() - left.stat().st_mtime > STALE_S:
+                    left.unlink()
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL, delete=False) as file:
             temporary = Path(file.name)
         try:
             temporary.write_bytes(content)

@@ -1,0 +1,183 @@
+"""What kernels and codecs ask of their arguments, the same for every backend: TypeError or ValueError before anything is written.
+
+A check takes about a microsecond a tensor. Positions outside of a vector are found by the kernel that would read or write there.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Span, Sparse
+
+FLOATING = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+FLOAT32 = frozenset({torch.float32})
+POSITIONS = frozenset({torch.int32, torch.int64})
+BYTES = frozenset({torch.uint8})
+
+# Any: whatever the caller gave; that is what is checked here.
+
+
+def check_vector(x: Any, name: str, dtypes: frozenset[torch.dtype] = FLOATING) -> None:
+    """Raise TypeError unless `x` is a tensor of one of `dtypes`, ValueError unless it has one dimension and memory for its elements."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}; pass {name}.flatten()")
+    if x.dtype not in dtypes:
+        allowed = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise TypeError(
+            f"{name} must be {allowed}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)"
+        )
+    if x.numel() and not _has_memory(x):
+        raise ValueError(
+            f"{name} must have memory for its {x.numel()} elements, got a {type(x).__name__} on {x.device} without; "
+            "pass a plain tensor whose storage was not resized"
+        )
+
+
+def check_one_device(*named: tuple[str, Tensor]) -> None:
+    """Raise ValueError unless the tensors lie on one device."""
+    first, x = named[0]
+    for name, other in named[1:]:
+        if other.device != x.device:
+            raise ValueError(
+                f"{name} must be on the device of {first}, {x.device}, got {other.device}; move it with {name}.to(...)"
+            )
+
+
+def check_sum(residual: Any, grad: Any, out: Any) -> None:
+    """Raise TypeError or ValueError unless `out` can take residual + grad."""
+    check_vector(residual, "residual")
+    check_vector(grad, "grad")
+    check_vector(out, "out")
+    n = residual.numel()
+    for name, x in (("grad", grad), ("out", out)):
+        if x.numel() != n:
+            raise ValueError(f"{name} must have as many elements as residual, {n}, got {x.numel()}")
+    check_one_device(("residual", residual), ("grad", grad), ("out", out))
+
+
+def check_values(index: Any, value: Any, dtypes: frozenset[torch.dtype] = FLOATING) -> None:
+    """Raise TypeError or ValueError unless there is a value for each position."""
+    check_vector(index, "index", POSITIONS)
+    check_vector(value, "value", dtypes)
+    if value.numel() != index.numel():
+        raise ValueError(f"value must have an element for each of {index.numel()} positions, got {value.numel()}")
+    check_one_device(("index", index), ("value", value))
+
+
+def check_sparse(part: Any) -> None:
+    """Raise TypeError or ValueError unless `part` is a sparse vector with a value for each position."""
+    if not isinstance(part, Sparse):
+        raise TypeError(f"a sparse vector must be a sparsync.Sparse, got {type(part).__name__}")
+    check_values(part.index, part.value)
+    if integer(part.length, "length") < part.index.numel():
+        raise ValueError(
+            f"a sparse vector of length {part.length} has at most so many positions, got {part.index.numel()}"
+        )
+
+
+def check_parts(parts: Any) -> None:
+    """Raise TypeError or ValueError unless `parts` is a sequence of at least one sparse vector, all of one length, type and device."""
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"parts must be a sequence of sparse vectors, got {type(parts).__name__}; pass list(parts)")
+    if not parts:
+        raise ValueError("there must be at least one sparse vector, got none")
+    for part in parts:
+        check_sparse(part)
+        first = parts[0]
+        if part.length != first.length:
+            raise ValueError(f"sparse vectors must have one length, got {first.length} and {part.length}")
+        for name, x, other in (("index", first.index, part.index), ("value", first.value, part.value)):
+            if other.dtype != x.dtype:
+                raise TypeError(f"the {name} of all sparse vectors must have one type, got {x.dtype} and {other.dtype}")
+            check_one_device((f"the first {name}", x), (f"every {name}", other))
+
+
+def check_regions(regions: Any, length: int) -> None:
+    """Raise TypeError or ValueError unless `regions` are adjacent spans that cover [0, length)."""
+    if not isinstance(regions, Sequence):
+        raise TypeError(f"regions must be a sequence of spans, got {type(regions).__name__}; pass list(regions)")
+    if not regions:
+        raise ValueError("there must be at least one region, got none")
+    position = 0
+    for region in regions:
+        if not isinstance(region, Span):
+            raise TypeError(f"a region must be a sparsync.Span, got {type(region).__name__}")
+        if integer(region.start, "start") != position or integer(region.stop, "stop") < position:
+            raise ValueError(
+                f"regions must be adjacent and ascend from 0, got [{region.start}, {region.stop}) where one must start at {position}"
+            )
+        position = region.stop
+    if position != length:
+        raise ValueError(f"regions must cover all {length} positions, got some that end at {position}")
+
+
+def check_span(span: Any, n: int) -> None:
+    """Raise TypeError or ValueError unless `span` is None, or a span inside [0, n]."""
+    if span is None:
+        return
+    if not isinstance(span, Span):
+        raise TypeError(f"skip must be a sparsync.Span or None, got {type(span).__name__}")
+    if not 0 <= integer(span.start, "start") <= integer(span.stop, "stop") <= n:
+        raise ValueError(f"a span of {n} elements must lie in [0, {n}], got [{span.start}, {span.stop})")
+
+
+def integer(number: Any, name: str) -> int:
+    """Return `number` as an int. Raises TypeError for what is no integer."""
+    if type(number) is int:
+        return number
+    if isinstance(number, Tensor) or not hasattr(type(number), "__index__"):
+        raise TypeError(f"{name} must be an integer, got {_shown(number)}")
+    return operator.index(number)
+
+
+def count(k: Any, n: int) -> int:
+    """Return k as an int. Raises TypeError for what is no integer, and ValueError unless it is in [0, n]."""
+    k = integer(k, "k")
+    if not 0 <= k <= n:
+        raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
+    return k
+
+
+def at_most(k: Any, n: int) -> int:
+    """Return k, or n where that is less. Raises TypeError for what is no integer, and ValueError when it is negative."""
+    k = integer(k, "k")
+    if k < 0:
+        raise ValueError(f"k must be 0 or more, got {k}")
+    return min(k, n)
+
+
+def real(number: Any, name: str) -> float:
+    """Return `number` as a float, an integer beyond all floats as infinity. Raises TypeError for what is no number."""
+    if type(number) is float:
+        return number
+    if isinstance(number, Tensor) or not hasattr(type(number), "__float__"):
+        raise TypeError(f"{name} must be a number, got {_shown(number)}")
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
+def _shown(argument: Any) -> str:
+    """Return what a message says of `argument`: tensors by their type, because reading one without memory would end the process."""
+    return (
+        repr(argument)
+        if argument is None or isinstance(argument, (int, float, str))
+        else f"a {type(argument).__name__}"
+    )
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Return whether the storage of `x` is there and long enough: torch itself ends the process where it is not."""
+    try:
+        storage = x.untyped_storage()
+        last = x.storage_offset() + (x.numel() - 1) * x.stride(0) + 1
+        return storage.nbytes() >= last * x.element_size() and x.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # a fake or functional tensor, one on the meta device, or a sparse one
+        return False
