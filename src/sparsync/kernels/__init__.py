@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparsync.core import Span, Sparse
+from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels.dispatch import backend, backends, run, set_backend
 
 __all__ = [
     "accumulate",
     "accumulate_top_k",
     "accumulate_top_k_nonzero",
+    "accumulate_top_k_of_rows",
     "all_finite",
     "argtopk",
     "backend",
@@ -28,15 +29,19 @@ __all__ = [
     "coalesce",
     "gather",
     "isin",
+    "locate",
     "merge",
     "move_",
+    "move_put_",
     "put_",
     "scatter_add_",
     "select_ge",
     "set_backend",
+    "smallest_magnitude",
     "split",
     "top_k",
     "top_k_nonzero",
+    "top_k_of_rows",
 ]
 
 
@@ -74,6 +79,29 @@ def accumulate_top_k_nonzero(
     return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
 
 
+def accumulate_top_k_of_rows(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Float[Tensor, " n"],
+    bounds: Sequence[float | None],
+) -> tuple[list[Sparse], bool]:
+    """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
+
+    `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
+    """
+    _check_sum(residual, grad, out)
+    if not len(regions) == len(counts) == len(bounds):
+        raise ValueError(
+            f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
+        )
+    for rows, k in zip(regions, counts, strict=True):
+        _check_rows(rows)
+        _check_count(k, rows.length)
+    return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
+
+
 def all_finite(x: Float[Tensor, " n"]) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
     return run("all_finite", x)
@@ -102,6 +130,27 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
     _check_at_most(k)
     _check_span(skip, x.numel())
     return run("top_k_nonzero", x, k, skip, bound)
+
+
+def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | None = None) -> Sparse:
+    """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
+
+    Raises ValueError when `k` is not in [0, length], and IndexError for rows outside of `x`.
+    """
+    _check_rows(rows)
+    _check_count(k, rows.length)
+    return run("top_k_of_rows", x, rows, k, bound)
+
+
+def locate(rows: Rows, place: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+    """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
+    _check_rows(rows)
+    return run("locate", rows, place)
+
+
+def smallest_magnitude(x: Float[Tensor, " n"]) -> float:
+    """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
+    return run("smallest_magnitude", x)
 
 
 def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
@@ -140,11 +189,21 @@ def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " 
 
 def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
     """Copy `source` to `to`, which does not overlap with it, and set it to zero."""
-    if to.shape != source.shape:
-        raise ValueError(
-            f"what is moved must have the shape of its new place, got {tuple(source.shape)} and {tuple(to.shape)}"
-        )
+    _check_move(to, source)
     run("move_", to, source)
+
+
+def move_put_(
+    to: Float[Tensor, " n"], source: Float[Tensor, " n"], kept: Sequence[Sparse], written: Sequence[Sparse]
+) -> None:
+    """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
+
+    Raises IndexError, before anything is written, for positions outside.
+    """
+    _check_move(to, source)
+    for part in (*kept, *written):
+        _check_values(part.index, part.value)
+    run("move_put_", to, source, kept, written)
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:
@@ -179,6 +238,13 @@ def _check_sum(residual: Tensor, grad: Tensor, out: Tensor) -> None:
         )
 
 
+def _check_move(to: Tensor, source: Tensor) -> None:
+    if to.shape != source.shape:
+        raise ValueError(
+            f"what is moved must have the shape of its new place, got {tuple(source.shape)} and {tuple(to.shape)}"
+        )
+
+
 def _check_count(k: int, n: int) -> None:
     if not 0 <= k <= n:
         raise ValueError(f"k must be in [0, {n}] for {n} elements, got {k}")
@@ -192,6 +258,14 @@ def _check_at_most(k: int) -> None:
 def _check_span(span: Span | None, n: int) -> None:
     if span is not None and not 0 <= span.start <= span.stop <= n:
         raise ValueError(f"a span of {n} elements must lie in [0, {n}], got [{span.start}, {span.stop})")
+
+
+def _check_rows(rows: Rows) -> None:
+    if rows.row < 1 or rows.length < 0 or -(-rows.length // rows.row) > rows.starts.numel():
+        raise ValueError(
+            f"rows must have at least 1 element and as many starts as there are rows, got {rows.starts.numel()} starts "
+            f"for {rows.length} elements in rows of {rows.row}"
+        )
 
 
 def _check_values(index: Tensor, value: Tensor) -> None:
