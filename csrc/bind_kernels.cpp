@@ -152,7 +152,8 @@ struct Read {
 
     // Raises ValueError where there are too few rows.
     void expect_enough() const {
-        if (rows.row < 1 || rows.length < 0 || rows.count() > starts.length)
+        const auto possible = [](int64_t number) { return number >= 0 && number <= INT32_MAX; };
+        if (rows.row < 1 || !possible(rows.row) || !possible(rows.length) || rows.count() > starts.length)
             throw nb::value_error((std::to_string(rows.length) + " elements in rows of " + std::to_string(rows.row) +
                                    " do not fit " + std::to_string(starts.length) + " rows").c_str());
     }

@@ -18,14 +18,23 @@ def locate(rows: Rows, place: Tensor) -> Tensor:
     return (rows.starts[number.long()] - number * rows.row + place).to(place.dtype)
 
 
+def of_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Return the elements of `x` [n] in rows, copied."""
+    return gather(x, locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device)))
+
+
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Sparse:
     """Return the `top_k` of the elements of `x` [n] in rows; positions are places."""
-    every = torch.arange(rows.length, dtype=torch.int32, device=x.device)
-    return top_k(gather(x, locate(rows, every)), k)
+    return top_k(of_rows(x, rows), k)
 
 
 def accumulate_top_k_of_rows(
-    residual: Tensor, grad: Tensor, regions: Sequence[Rows], counts: Sequence[int], out: Tensor, bounds: Sequence[float | None]
+    residual: Tensor,
+    grad: Tensor,
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Tensor,
+    bounds: Sequence[float | None],
 ) -> tuple[list[Sparse], bool]:
     """Write residual + grad to `out` [n], and return the `top_k_of_rows` of each region and whether the sum is finite everywhere."""
     finite = accumulate(residual, grad, out)

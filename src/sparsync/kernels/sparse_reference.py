@@ -42,7 +42,9 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
 
 def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
     """Copy `source` [n] to `to` and set it to zero; then put the elements of `kept` into `to`, and those of `written` into `source`."""
-    inside = [[Sparse(check_inside(part.index, to), part.value, part.length) for part in parts] for parts in (kept, written)]
+    inside = [
+        [Sparse(check_inside(part.index, to), part.value, part.length) for part in parts] for parts in (kept, written)
+    ]
     move_(to, source)
     for x, parts in zip((to, source), inside, strict=True):
         for part in parts:

@@ -154,7 +154,11 @@ def _rounded(part: Sparse, codec: Elements) -> tuple[Tensor, Sparse]:
     """Return the packet of `part`, and what rounding drops of each element."""
     with phase("encode"):
         packet = codec.encode(part)
-        decoded = part.value if codec.exact else codec.decode_values(packet, part.index.numel(), part.length, part.value.dtype)
+        decoded = (
+            part.value
+            if codec.exact
+            else codec.decode_values(packet, part.index.numel(), part.length, part.value.dtype)
+        )
         return packet, Sparse(part.index, part.value - decoded, part.length)
 
 
