@@ -1,6 +1,6 @@
 """Rounding values to few bits, and back: the bytes of `value_reference`, several blocks of 256 values in each program."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 import torch
