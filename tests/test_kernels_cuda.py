@@ -182,7 +182,10 @@ def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each:
         noise = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
         calls = ((cuda.means_encode, value_reference.means_encode, ()),)
         if bits_each > 2:
-            calls = tuple((cuda.scaled_encode, value_reference.scaled_encode, (drawn,)) for drawn in (None, noise))
+            calls = tuple(
+                (cuda.scaled_encode, value_reference.scaled_encode, (drawn,))
+                for drawn in (None, noise, torch.zeros_like(noise))
+            )
         for encode, expected, more in calls:
             packet = expected(x, bits_each, *more)
             assert torch.equal(encode(x, bits_each, *more), packet)

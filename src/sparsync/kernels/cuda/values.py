@@ -161,7 +161,9 @@ def _scaled_encode_kernel(
     scale = tl.where(used, upper << 16, 0x3F800000).to(tl.float32, bitcast=True)
     quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
     if NOISE:  # noqa: SIM108  # a branch: only one of the two is compiled
-        rounded = tl.floor(quotient + tl.load(noise + lane, mask=lane < k, other=0.0))
+        drawn = quotient + tl.load(noise + lane, mask=lane < k, other=0.0)
+        whole = drawn.to(tl.int32).to(tl.float32)
+        rounded = tl.where(whole > drawn, whole - 1.0, whole)  # not `tl.floor`, which takes a denormal number for zero
     else:
         rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
     code = tl.minimum(tl.maximum(rounded, -MAX), MAX).to(tl.int32)
