@@ -13,11 +13,7 @@ from sparsync.kernels.value_reference import BLOCK, MAX_CODE, values_nbytes
 
 BYTES = frozenset({torch.uint8})
 BLOCKS = 4  # of 256 values, that one program works on
-# The upper half of the greatest scale that times the greatest code is finite.
-CEILING = {
-    bits: int((torch.tensor(torch.finfo(torch.float32).max, device="cpu") / code).view(torch.int32)) >> 16
-    for bits, code in MAX_CODE.items()
-}
+FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
 
 
 @takes(FLOAT32)
@@ -35,7 +31,7 @@ def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
             k,
             NOISE=noise is not None,
             MAX=MAX_CODE[bits],
-            TOP=CEILING[bits],
+            SIGNED=noise is None and bits == 3,
             **_form(bits),
         )
     return packet
@@ -140,7 +136,7 @@ def _scaled_encode_kernel(
     k,
     NOISE: tl.constexpr,
     MAX: tl.constexpr,
-    TOP: tl.constexpr,
+    SIGNED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     NBYTES: tl.constexpr,
@@ -152,21 +148,25 @@ def _scaled_encode_kernel(
     lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
     x = tl.load(value + lane, mask=lane < k, other=0.0)
     greatest = tl.max(magnitude(x), axis=1)[:, None]
-    most = tl.full((BLOCKS, 1), MAX, tl.float32)
+    lowest: tl.constexpr = -MAX - SIGNED
+    most = tl.full((BLOCKS, 1), -lowest, tl.float32)
+    largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
+    top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
     share = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
-    upper = tl.minimum(share.to(tl.int32, bitcast=True) + 0xFFFF >> 16, TOP)
-    finite = greatest < 0x7F800000
+    upper = tl.minimum(share.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
+    finite, used = greatest < 0x7F800000, (greatest < 0x7F800000) & (upper > 0)
+    if SIGNED:
+        upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
     _store_scale(packet, block, tl.where(finite, upper, 0x7FC0), block < count)
-    used = finite & (upper > 0)
     scale = tl.where(used, upper << 16, 0x3F800000).to(tl.float32, bitcast=True)
     quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
-    if NOISE:  # noqa: SIM108  # a branch: only one of the two is compiled
+    if NOISE:  # a branch: only one of the two is compiled
         drawn = quotient + tl.load(noise + lane, mask=lane < k, other=0.0)
         whole = drawn.to(tl.int32).to(tl.float32)
         rounded = tl.where(whole > drawn, whole - 1.0, whole)  # not `tl.floor`, which takes a denormal number for zero
     else:
         rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
-    code = tl.minimum(tl.maximum(rounded, -MAX), MAX).to(tl.int32)
+    code = tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32)
     _store_codes(packet + 2 * count, tl.where(used, code, 0), block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
 
 
