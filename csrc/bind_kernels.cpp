@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <string>
 #include <vector>
@@ -64,6 +65,12 @@ void expect_equal(int64_t one, int64_t other, const char *what) {
     if (one != other)
         throw nb::value_error((std::string(what) + " must have one length, got " + std::to_string(one) + " and " +
                                std::to_string(other)).c_str());
+}
+
+[[noreturn]] void refuse_positions(int64_t n, int64_t low, int64_t high) {
+    const std::string count = std::to_string(n);
+    throw nb::index_error(("positions must be in [0, " + count + ") for " + count + " elements, got " + std::to_string(low) +
+                           " to " + std::to_string(high)).c_str());
 }
 
 // k, or n if that is less: so many of n elements are to be selected.
@@ -131,6 +138,86 @@ nb::object accumulate_top(nb::handle residual, nb::handle grad, int64_t k, nb::h
     return nb::make_tuple(sparse_of(found, n), greatest < kInfinity);
 }
 
+// The attributes of a sparsync.core.Rows, checked against a vector of n elements.
+struct Read {
+    nb::object held;
+    Tensor starts;
+    Rows rows{};
+
+    explicit Read(nb::handle object) : held(object.attr("starts")), starts(read(held)) {
+        rows = {starts.as<int32_t>(), nb::cast<int64_t>(object.attr("row")), nb::cast<int64_t>(object.attr("length"))};
+    }
+
+    bool taken() const { return starts.is(Element::int32); }
+
+    // Raises ValueError where there are too few rows.
+    void expect_enough() const {
+        const auto possible = [](int64_t number) { return number >= 0 && number <= INT32_MAX; };
+        if (rows.row < 1 || !possible(rows.row) || !possible(rows.length) || rows.count() > starts.length)
+            throw nb::value_error((std::to_string(rows.length) + " elements in rows of " + std::to_string(rows.row) +
+                                   " do not fit " + std::to_string(starts.length) + " rows").c_str());
+    }
+
+    // Raises IndexError where a row is not inside of [0, n).
+    void expect_inside(int64_t n) const {
+        int64_t low = 0, high = -1;
+        for (int64_t i = 0; i < rows.length / rows.row; ++i) {
+            low = std::min<int64_t>(low, rows.starts[i]);
+            high = std::max<int64_t>(high, rows.starts[i]);
+        }
+        high += rows.row;  // of whole rows, the end
+        if (rows.length < rows.row) high = 0;
+        if (rows.length % rows.row) {
+            const int64_t last = rows.count() - 1;
+            low = std::min<int64_t>(low, rows.starts[last]);
+            high = std::max(high, rows.starts[last] + rows.size(last));
+        }
+        if (low < 0 || high > n)
+            throw nb::index_error(("rows must lie in [0, " + std::to_string(n) + ") for " + std::to_string(n) +
+                                   " elements, got " + std::to_string(low) + " to " + std::to_string(high - 1)).c_str());
+    }
+};
+
+nb::object top_of(nb::handle x, nb::handle rows, int64_t k, std::optional<double> bound) {
+    const Tensor vector = read(x);
+    const Read region(rows);
+    if (!vector.is(Element::float32) || !region.taken()) return not_taken();
+    region.expect_enough();
+    region.expect_inside(vector.length);
+    const int64_t count = at_most(k, region.rows.length);
+    Found &found = buffer();
+    unlocked([&] { top_of_rows(*level().passes, vector.as<float>(), region.rows, wanted(count, 0, bound), found); });
+    return sparse_of(found, region.rows.length);
+}
+
+nb::object accumulate_top_of(nb::handle residual, nb::handle grad, const std::vector<nb::object> &regions,
+                             const std::vector<int64_t> &counts, nb::handle out, const std::vector<std::optional<double>> &bounds) {
+    const Tensor before = read(residual), added = read(grad), sum = read(out);
+    if (!before.is(Element::float32) || !added.is_gradient() || !sum.is(Element::float32)) return not_taken();
+    const int64_t n = sum.length;
+    expect_equal(before.length, n, "residual and result");
+    expect_equal(added.length, n, "gradient and result");
+    expect_equal(static_cast<int64_t>(counts.size()), static_cast<int64_t>(regions.size()), "regions and counts");
+    expect_equal(static_cast<int64_t>(bounds.size()), static_cast<int64_t>(regions.size()), "regions and bounds");
+    thread_local std::deque<Found> buffers;
+    while (buffers.size() < regions.size()) buffers.emplace_back();
+    std::vector<Read> held;  // the tensors, whoever drops the sequence meanwhile
+    std::vector<Wanted> searched;
+    for (size_t i = 0; i < regions.size(); ++i) {
+        const Read &region = held.emplace_back(regions[i]);
+        if (!region.taken()) return not_taken();
+        region.expect_enough();
+        region.expect_inside(n);
+        searched.push_back({region.rows, wanted(at_most(counts[i], region.rows.length), 0, bounds[i]), &buffers[i]});
+    }
+    const uint32_t greatest = unlocked([&] {
+        return add_top_of_rows(*level().passes, before.as<float>(), gradient(added), sum.as<float>(), n, searched);
+    });
+    nb::list found;
+    for (const Wanted &each : searched) found.append(sparse_of(*each.found, each.rows.length));
+    return nb::make_tuple(found, greatest < kInfinity);
+}
+
 // Positions, and the vector that they point into.
 struct Indexed {
     Tensor x, index;
@@ -145,9 +232,7 @@ struct Indexed {
         const bool wide = index.element == Element::int64;
         if (unlocked([&] { return wide ? work(index.as<int64_t>()) : work(index.as<int32_t>()); })) return;
         const auto [low, high] = wide ? ends<int64_t>() : ends<int32_t>();
-        const std::string n = std::to_string(x.length);
-        throw nb::index_error(("positions must be in [0, " + n + ") for " + n + " elements, got " + std::to_string(low) +
-                               " to " + std::to_string(high)).c_str());
+        refuse_positions(x.length, low, high);
     }
 
   private:
@@ -167,6 +252,9 @@ struct Parts {
 
     explicit Parts(nb::handle sequence) {
         for (const nb::handle part : nb::borrow<nb::sequence>(sequence)) add(part);
+    }
+
+    void expect_some() const {
         if (views.empty()) throw nb::value_error("there must be at least one sparse vector, got none");
     }
 
@@ -186,6 +274,7 @@ struct Parts {
 
 nb::object merged(nb::handle sequence, bool add) {
     const Parts parts(sequence);
+    parts.expect_some();
     if (!parts.taken) return not_taken();
     if (parts.total >= int64_t{1} << 31) return not_taken();
     const Made index = make(parts.total, Element::int32), value = make(parts.total, Element::float32);
@@ -274,6 +363,16 @@ void bind_selection(nb::module_ &m) {
           [](nb::handle residual, nb::handle grad, int64_t k, nb::handle out, nb::handle skip, std::optional<double> bound) {
               return accumulate_top(residual, grad, k, out, skip, 1, bound);
           }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("top_k_of_rows", top_of, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    m.def("accumulate_top_k_of_rows", accumulate_top_of);
+    m.def("smallest_magnitude", [](nb::handle x) {
+        const Tensor vector = read(x);
+        if (!vector.is(Element::float32)) return not_taken();
+        const uint32_t least = unlocked([&] { return smallest_magnitude(vector.as<float>(), vector.length); });
+        float magnitude;
+        std::memcpy(&magnitude, &least, sizeof magnitude);
+        return nb::object(nb::float_(static_cast<double>(magnitude)));
+    });
     m.def("argtopk", [](nb::handle x, int64_t k) {
         const Tensor vector = read(x);
         if (!vector.is(Element::float32)) return not_taken();
@@ -327,7 +426,49 @@ void bind_positions(nb::module_ &m) {
     });
 }
 
+// Raises IndexError where a position is outside of [0, n); whether positions ascend in each of the parts.
+bool expect_ascending(const Parts &parts, int64_t n) {
+    bool ascend = true;
+    for (const SparseView &part : parts.views) {
+        int64_t low = 0, high = -1;
+        for (int64_t i = 0; i < part.count; ++i) {
+            low = std::min<int64_t>(low, part.index[i]);
+            high = std::max<int64_t>(high, part.index[i]);
+        }
+        if (low < 0 || high >= n) {
+            const auto [least, most] = std::minmax_element(part.index, part.index + part.count);
+            refuse_positions(n, *least, *most);
+        }
+        for (int64_t i = 1; i < part.count; ++i) ascend &= part.index[i] > part.index[i - 1];
+    }
+    return ascend;
+}
+
+nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::handle written) {
+    const Tensor target = read(to), from = read(source);
+    const Parts stays(kept), comes(written);
+    if (!target.is(Element::float32) || !from.is(Element::float32) || !stays.taken || !comes.taken) return not_taken();
+    expect_equal(target.length, from.length, "what is moved and its new place");
+    const bool ascend = expect_ascending(stays, from.length) & expect_ascending(comes, from.length);
+    if (!ascend) return not_taken();
+    unlocked([&] { move_put(target.as<float>(), from.as<float>(), from.length, stays.views, comes.views); });
+    return nb::none();
+}
+
 void bind_sparse(nb::module_ &m) {
+    m.def("move_put_", move_put_into);
+    m.def("locate", [](nb::handle rows, nb::handle place) {
+        const Read region(rows);
+        const Tensor asked = read(place);
+        if (!region.taken() || !asked.is(Element::int32)) return not_taken();
+        region.expect_enough();
+        const Made position = make(asked.length, Element::int32);
+        if (!unlocked([&] { return locate(region.rows, asked.as<int32_t>(), asked.length, position.as<int32_t>()); })) {
+            const auto [low, high] = std::minmax_element(asked.as<int32_t>(), asked.as<int32_t>() + asked.length);
+            refuse_positions(region.rows.length, *low, *high);
+        }
+        return position.object;
+    });
     m.def("merge", [](nb::handle parts) { return merged(parts, false); });
     m.def("coalesce", [](nb::handle parts) { return merged(parts, true); });
     m.def("split", split_at);

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import Span, kernels
-from sparsync.core import Sparse
+from sparsync.core import Rows, Sparse
 from sparsync.kernels import codecs, dispatch
 
 BACKENDS = [name for name in kernels.backends() if name != "triton"]
@@ -30,6 +30,10 @@ def vector(n: int = N) -> Tensor:
 
 def positions(*index: int) -> Tensor:
     return torch.tensor(index, dtype=torch.int32)
+
+
+def rows(*starts: int) -> Rows:
+    return Rows(positions(*starts), N // 2, N)
 
 
 def short_of_values() -> Sparse:
@@ -53,6 +57,12 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), 1, vector(), Span(-1, 2)),
         lambda: kernels.accumulate_top_k_nonzero(vector(), vector(), 1, vector(), Span(5, 2)),
     ],
+    "accumulate_top_k_of_rows": [
+        lambda: kernels.accumulate_top_k_of_rows(vector(), vector(7), [], [], vector(), []),
+        lambda: kernels.accumulate_top_k_of_rows(vector(), vector(), [rows(0, 4)], [], vector(), []),
+        lambda: kernels.accumulate_top_k_of_rows(vector(), vector(), [rows(0, 4)], [N + 1], vector(), [None]),
+        lambda: kernels.accumulate_top_k_of_rows(vector(), vector(), [rows(0, 5)], [1], vector(), [None]),
+    ],
     "all_finite": [lambda: kernels.all_finite(vector().view(2, 4))],
     "argtopk": [lambda: kernels.argtopk(vector(), -1), lambda: kernels.argtopk(vector(), N + 1)],
     "clear_": [
@@ -69,8 +79,19 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.gather(vector(), vector(2)),
     ],
     "isin": [lambda: kernels.isin(positions(1, 2).view(1, 2), positions(1))],
+    "locate": [
+        lambda: kernels.locate(rows(0, 4), positions(-1)),
+        lambda: kernels.locate(rows(0, 4), positions(N)),
+        lambda: kernels.locate(rows(0), positions(1)),
+    ],
     "merge": [lambda: kernels.merge([]), lambda: kernels.merge([short_of_values()])],
     "move_": [lambda: kernels.move_(vector(), vector(7))],
+    "move_put_": [
+        lambda: kernels.move_put_(vector(), vector(7), [], []),
+        lambda: kernels.move_put_(vector(), vector(), [short_of_values()], []),
+        lambda: kernels.move_put_(vector(), vector(), [], [Sparse(positions(-1), vector(1), N)]),
+        lambda: kernels.move_put_(vector(), vector(), [Sparse(positions(N), vector(1), N)], []),
+    ],
     "put_": [
         lambda: kernels.put_(vector(), positions(0, N), vector(2)),
         lambda: kernels.put_(vector(), positions(0, 1), vector(1)),
@@ -82,6 +103,7 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.scatter_add_(vector(), short_of_values()),
     ],
     "select_ge": [lambda: kernels.select_ge(vector().view(2, 4), 0.0)],
+    "smallest_magnitude": [lambda: kernels.smallest_magnitude(vector().view(2, 4))],
     "split": [lambda: kernels.split(short_of_values(), [Span(0, N)])],
     "top_k": [
         lambda: kernels.top_k(vector(), -1),
@@ -92,6 +114,14 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.top_k_nonzero(vector(), -1),
         lambda: kernels.top_k_nonzero(vector(), 1, Span(0, N + 1)),
         lambda: kernels.top_k_nonzero(vector(), 1, Span(-3, 1)),
+    ],
+    "top_k_of_rows": [
+        lambda: kernels.top_k_of_rows(vector(), rows(0, 4), -1),
+        lambda: kernels.top_k_of_rows(vector(), rows(0, 4), N + 1),
+        lambda: kernels.top_k_of_rows(vector(), rows(0), 1),
+        lambda: kernels.top_k_of_rows(vector(), rows(0, 5), 1),
+        lambda: kernels.top_k_of_rows(vector(), rows(-1, 4), 1),
+        lambda: kernels.top_k_of_rows(vector(), Rows(positions(0), 0, N), 1),
     ],
     "encode_positions": [
         lambda: codecs.encode_positions("packed", positions(0, N), N),
@@ -164,6 +194,12 @@ ARGUMENTS = st.one_of(
         st.integers(1, 2),
     ),
     st.builds(
+        lambda starts, row, length: Rows(torch.tensor(starts, dtype=torch.int32), row, length),
+        st.lists(st.integers(-3, 20), max_size=4),
+        st.integers(-2, 2**40),
+        st.integers(-2, 2**40),
+    ),
+    st.builds(
         lambda index, k, length: Sparse(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
         st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
         st.integers(0, 4),
@@ -180,7 +216,7 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
     """Without the checks in Python: whatever comes is taken, refused with an error, or left to the next backend."""
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]
 
-    count = {"accumulate_top_k_nonzero": 6, "accumulate_top_k": 5}.get(operation)
+    count = {"accumulate_top_k_nonzero": 6, "accumulate_top_k_of_rows": 6, "accumulate_top_k": 5}.get(operation)
     arguments: list[Any] = data.draw(st.lists(ARGUMENTS, min_size=count or 1, max_size=count or 4))
     try:
         getattr(_cpu, operation)(*arguments)

@@ -18,9 +18,11 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse
-from sparsync.kernels import reference, sparse_reference
+from sparsync.kernels import cuda, reference, sparse_reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.lab.bench.kernels import main as bench
+from sparsync.selection.partition import BlockCyclic
+from sparsync.wire.values import ValueCodec
 
 BLOCK = launch.BLOCK
 SIZES = (0, 1, BLOCK, 2 * BLOCK + 5)
@@ -170,6 +172,51 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
         with pytest.raises(IndexError, match=r"positions must be in \[0, 4\) for 4 elements"):
             call()
     assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("kind", ("normal", "special", "ties", "tiny", "equal", "zero"))
+def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each: int) -> None:
+    for n in (0, 1, 255, 256, 261, 1283):
+        x = made(kind, n) * (1e30 if kind == "normal" else 1.0)
+        noise = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+        calls = ((cuda.means_encode, value_reference.means_encode, ()),)
+        if bits_each > 2:
+            calls = tuple(
+                (cuda.scaled_encode, value_reference.scaled_encode, (drawn,))
+                for drawn in (None, noise, torch.zeros_like(noise))
+            )
+        for encode, expected, more in calls:
+            packet = expected(x, bits_each, *more)
+            assert torch.equal(encode(x, bits_each, *more), packet)
+            pair = (cuda.scaled_decode, value_reference.scaled_decode)
+            if bits_each < 3:
+                pair = (cuda.means_decode, value_reference.means_decode)
+            decoded, wanted = (decode(packet, n, bits_each) for decode in pair)
+            assert torch.equal(bits(decoded), bits(wanted))
+
+
+def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -> None:
+    x = made("normal", 700)
+    for values in ("int8", "int4", "int3", "2bit", "sign"):
+        codec = ValueCodec(values)
+        packet = codec.encode(x)
+        decoded = codec.decode(packet, 700, torch.float32)
+        with kernels.set_backend("reference"):
+            assert torch.equal(packet, codec.encode(x))
+            assert torch.equal(decoded, codec.decode(packet, 700, torch.float32))
+
+
+def test_the_largest_of_elements_in_rows_are_the_reference() -> None:
+    n, k = BLOCK + 700, 40
+    residual, grad, out = made("normal", n), made("ties", n, 1), torch.empty(n, device=DEVICE)
+    regions = [BlockCyclic(n, 3).rows(p, residual.device) for p in range(3)]
+    found, finite = kernels.accumulate_top_k_of_rows(residual, grad, regions, [k] * 3, out, [None, 1.0, torch.nan])
+    assert finite
+    assert torch.equal(out, residual + grad)
+    for p, one in enumerate(found):
+        same(one, reference.top_k(BlockCyclic(n, 3).of(out, p), k))
+        same(kernels.top_k_of_rows(out, regions[p], k), one)
 
 
 @pytest.mark.parametrize("P", [1, 2, 5, 13])

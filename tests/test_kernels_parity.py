@@ -12,8 +12,9 @@ from torch import Tensor
 
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
-from sparsync.core import Sparse
-from sparsync.kernels import reference, sparse_reference
+from sparsync.core import Rows, Sparse
+from sparsync.kernels import reference, rows_reference, sparse_reference
+from sparsync.selection.partition import BlockCyclic
 from sparsync.wire.values import ValueCodec, Values
 
 NATIVE = [name for name in kernels.backends() if name.startswith("cpp")]
@@ -168,6 +169,79 @@ def pieces(n: int, P: int, apart: bool, seed: int = 0) -> list[Sparse]:
         index = chosen.nonzero().view(-1)
         result.append(Sparse(index.to(torch.int32), values[index], n))
     return result
+
+
+def layouts(n: int) -> list[list[Rows]]:
+    """Regions of a vector of `n` elements: those of a scheme, and rows that overlap and come in any order."""
+    device = torch.device("cpu")
+    cyclic = [[BlockCyclic(n, P).rows(p, device) for p in range(P)] for P in (1, 3, 4)]
+    starts = torch.tensor([n // 2, 0, 0, n // 3], dtype=torch.int32)
+    return [*cyclic, [Rows(starts, max(1, n // 3), min(n, 3 * (n // 3)))]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_of_elements_in_rows_are_the_reference(kind: str) -> None:
+    for n in (1, 15, 64, 1000, 70_003):
+        residual, grad, expected = made(kind, n), made("normal", n, 1), torch.empty(n)
+        finite = reference.accumulate(residual, grad, expected)
+        for regions in layouts(n):
+            places = [torch.arange(rows.length, dtype=torch.int32) for rows in regions]
+            located = [kernels.locate(rows, place) for rows, place in zip(regions, places, strict=True)]
+            for rows, place, position in zip(regions, places, located, strict=True):
+                assert torch.equal(position, rows_reference.locate(rows, place))
+            for share, bound in product((0, 5, 1), (None, 0.1, 3.0, math.inf, math.nan)):
+                counts = [share and rows.length // share for rows in regions]
+                wanted = [
+                    reference.top_k(expected[position.long()], k) for position, k in zip(located, counts, strict=True)
+                ]
+                out = torch.empty(n)
+                bounds = [bound] * len(regions)
+                found, was = kernels.accumulate_top_k_of_rows(residual, grad, regions, counts, out, bounds)
+                assert was == finite
+                assert torch.equal(bits(out), bits(expected))
+                for rows, k, one, right in zip(regions, counts, found, wanted, strict=True):
+                    same(one, right)
+                    same(kernels.top_k_of_rows(expected, rows, k, bound), right)
+
+
+@pytest.mark.parametrize("outside", [-1, 5, 2**31 - 1])
+def test_rows_outside_are_refused(outside: int) -> None:
+    rows, x = Rows(torch.tensor([0, outside], dtype=torch.int32), 4, 8), torch.ones(8)
+    with pytest.raises(IndexError, match=r"must be in \[0, 8\) for 8 elements|must lie in \[0, 8\) for 8 elements"):
+        kernels.top_k_of_rows(x, rows, 1)
+    with pytest.raises(IndexError):
+        kernels.accumulate_top_k_of_rows(x, x, [rows], [1], x, [None])
+    for place in (-1, 8):
+        with pytest.raises(IndexError, match=r"positions must be in \[0, 8\) for 8 elements"):
+            kernels.locate(rows, torch.tensor([0, place], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_smallest_magnitude_is_the_reference(kind: str) -> None:
+    for n in SHORT:
+        smallest, expected = kernels.smallest_magnitude(made(kind, n)), reference.smallest_magnitude(made(kind, n))
+        assert smallest == expected or (math.isnan(smallest) and math.isnan(expected))
+
+
+@pytest.mark.parametrize("n", [*SHORT, 20_003, 2**20 + 5000])  # the last: past the caches
+@pytest.mark.parametrize("start", [0, 1])  # in elements from an aligned address
+def test_moving_with_elements_put_into_both_is_the_reference(n: int, start: int) -> None:
+    source, to = made("special", n + 1).clone()[start : start + n], torch.full((n + 1,), 7.0)[start : start + n]
+    expected_source, expected_to = source.clone(), to.clone()
+    kept, written = pieces(n, 3, apart=True, seed=1), pieces(n, 2, apart=True, seed=2)
+    kernels.move_put_(to, source, kept, written)
+    sparse_reference.move_put_(expected_to, expected_source, kept, written)
+    assert torch.equal(bits(to), bits(expected_to))
+    assert torch.equal(bits(source), bits(expected_source))
+    if n > 1:  # in another order, which is left to the reference
+        backwards = Sparse(torch.tensor([1, 0], dtype=torch.int32), torch.tensor([3.0, 4.0]), n)
+        kernels.move_put_(to, source, [], [backwards])
+        assert source[:2].tolist() == [4.0, 3.0]
+        outside = Sparse(torch.tensor([0, n], dtype=torch.int32), torch.ones(2), n)
+        for parts in (([outside], []), ([], [outside])):
+            with pytest.raises(IndexError, match=rf"positions must be in \[0, {n}\) for {n} elements, got 0 to {n}"):
+                kernels.move_put_(to, source, *parts)
+        assert source[:2].tolist() == [4.0, 3.0]
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8, 13])

@@ -1,6 +1,7 @@
 // Kernels over whole vectors: passes in blocks, a buffer that grows with what is found, and exact top-k. No Python in here.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -54,6 +55,35 @@ void top(const Passes &passes, const float *x, const std::vector<Span> &spans, T
 // out = residual + grad, and `top` of it outside `skip`; returns the greatest magnitude of the sums.
 uint32_t add_top(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
                  Found &found);
+
+// Some elements of a vector, in rows of `row` adjacent ones that begin at the `starts`; the last row has what is left of `length`.
+// Places count them in the order of the rows.
+struct Rows {
+    const int32_t *starts;
+    int64_t row, length;
+
+    int64_t count() const { return (length + row - 1) / row; }
+    int64_t size(int64_t i) const { return std::min(row, length - i * row); }
+};
+
+// `top` of the elements in rows; `found` has their places.
+void top_of_rows(const Passes &passes, const float *x, Rows rows, Top wanted, Found &found);
+
+struct Wanted {
+    Rows rows;
+    Top top;
+    Found *found;
+};
+
+// out = residual + grad, and `top_of_rows` of it for each of `regions`; returns the greatest magnitude of the sums.
+uint32_t add_top_of_rows(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n,
+                         const std::vector<Wanted> &regions);
+
+// The positions of the elements at `place`. False, and nothing done, where a place is not in [0, length).
+bool locate(Rows rows, const int32_t *place, int64_t k, int32_t *position);
+
+// The bits of the smallest magnitude of x; those of a NaN where there is one, 0 where there is nothing.
+uint32_t smallest_magnitude(const float *x, int64_t n);
 
 // Reduces `found` to its k elements of highest order, 1 <= k <= count; of equal ones those that come first. Returns the order of the
 // lowest of them.

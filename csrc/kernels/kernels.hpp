@@ -30,6 +30,8 @@ struct Passes {
     uint32_t (*add)(const float *residual, const void *grad, Type type, float *out, int64_t n);
     // The elements of x whose magnitude is in range, at positions from `base` on; how many.
     int64_t (*select)(const float *x, int64_t n, int32_t base, Range range, Sink sink);
+    // The elements of `count` rows of `row` elements, which begin at x + starts[0], ..., at positions from `base` on; how many.
+    int64_t (*select_rows)(const float *x, const int32_t *starts, int64_t count, int64_t row, int32_t base, Range range, Sink sink);
     // The elements of x whose number (see number_of) is at least `low`; how many.
     int64_t (*select_number)(const float *x, int64_t n, int32_t base, int32_t low, Sink sink);
     // add and select in one; `greatest` becomes at least the greatest magnitude of out.

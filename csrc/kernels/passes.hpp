@@ -202,6 +202,25 @@ int64_t select(const float *x, int64_t n, int32_t base, Range range, Sink sink) 
     return compact(source, n, base, InRange{range}, sink);
 }
 
+constexpr int64_t kRowsAhead = 8;
+
+// One row, without its neighbours ahead, which belong to others.
+struct Row : Plain {
+    void ahead(int64_t, int64_t) const {}
+};
+
+int64_t select_rows(const float *x, const int32_t *starts, int64_t count, int64_t row, int32_t base, Range range, Sink sink) {
+    int64_t found = 0;
+    for (int64_t r = 0; r < count; ++r) {
+        if (r + kRowsAhead < count)
+            for (int64_t i = 0; i < row; i += static_cast<int64_t>(kLine / sizeof(float)))
+                __builtin_prefetch(x + starts[r + kRowsAhead] + i);
+        Row source{{x + starts[r]}};
+        found += compact(source, row, base + static_cast<int32_t>(r * row), InRange{range}, {sink.index + found, sink.value + found});
+    }
+    return found;
+}
+
 int64_t select_number(const float *x, int64_t n, int32_t base, int32_t low, Sink sink) {
     Plain source{x};
     return compact(source, n, base, NumberAtLeast{low}, sink);
@@ -232,7 +251,7 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-constexpr Passes table{add, select, select_number, add_select, max_magnitude, plain};
+constexpr Passes table{add, select, select_rows, select_number, add_select, max_magnitude, plain};
 
 }  // namespace
 }  // namespace sparsync

@@ -71,6 +71,19 @@ Rank kth_of(uint32_t *orders, int64_t count, int64_t k) {
 
 }  // namespace
 
+uint32_t smallest_magnitude(const float *x, int64_t n) {
+    if (n == 0) return 0;
+    int32_t least = INT32_MAX, most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= INT32_MAX;
+        least = bits < least ? bits : least;
+        most = bits > most ? bits : most;
+    }
+    return static_cast<uint32_t>(most > static_cast<int32_t>(kInfinity) ? most : least);
+}
+
 uint32_t keep_top(Found &found, int64_t k, Order order) {
     thread_local std::vector<uint32_t> orders, work;
     orders.resize(static_cast<size_t>(found.count));

@@ -54,6 +54,31 @@ std::vector<int32_t> best(const std::vector<float> &x, int64_t k) {
 
 std::vector<int32_t> positions(Found &found) { return {found.index(), found.index() + found.count}; }
 
+// Regions of rows that lie anywhere: what is found in them is what is found in a copy of them.
+void check_rows(const Passes &passes, const std::vector<float> &x, int32_t guess) {
+    const auto n = static_cast<int64_t>(x.size());
+    const std::vector<float> zero(x.size());
+    std::vector<float> out(x.size());
+    const int64_t row = 1 + below(std::min<int64_t>(n, 40) + 1), length = below(n + 1);
+    if (row > n) return;
+    std::vector<int32_t> starts;
+    std::vector<float> copy;
+    for (int64_t place = 0; place < length; ++place) {
+        if (place % row == 0) starts.push_back(static_cast<int32_t>(below(n - row + 1)));
+        copy.push_back(x[static_cast<size_t>(starts.back() + place % row)]);
+    }
+    const int64_t k = below(length + 1);
+    Found found;
+    for (const bool guessed : {false, true}) {
+        const Top wanted{k, Order::magnitude, 0, guessed, guess};
+        const Rows rows{starts.data(), row, length};
+        top_of_rows(passes, x.data(), rows, wanted, found);
+        expect(positions(found) == best(copy, k), "top_of_rows");
+        add_top_of_rows(passes, zero.data(), {x.data(), Type::float32}, out.data(), n, {{rows, wanted, &found}});
+        expect(positions(found) == best(copy, k), "add_top_of_rows");
+    }
+}
+
 void check_selection(const Passes &passes, int64_t n, int kind) {
     const std::vector<float> x = vector_of(n, kind), zero(static_cast<size_t>(n));
     std::vector<float> out(static_cast<size_t>(n));
@@ -74,6 +99,7 @@ void check_selection(const Passes &passes, int64_t n, int kind) {
         add_top(passes, zero.data(), grad, out.data(), n, {from, to}, outside, found);
         expect(positions(found) == wanted, "add_top outside a span");
     }
+    check_rows(passes, x, guess);
     const Range range{static_cast<uint32_t>(guess), kInfinity - 1};
     std::vector<int32_t> wanted;
     for (int64_t i = 0; i < n; ++i) {

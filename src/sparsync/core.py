@@ -114,6 +114,18 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Some elements of a vector where they are: `length` of them, in rows of `row` adjacent ones, of which the last may be shorter.
+
+    Row i begins at position `starts[i]`; more starts than rows are allowed. Places count the elements in the order of the rows.
+    """
+
+    starts: Int[Tensor, " rows"]  # int32
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Cost:
     """What one rank sends: `steps` exchanges that wait for each other, `messages` and payload bytes leaving the rank.
 

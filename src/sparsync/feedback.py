@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Bucket, ParameterSpan, Span, Sparse
+from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse
+from sparsync.kernels import smallest_magnitude
 from sparsync.phases import phase
 
 # The parts of a scheme's state that are vectors by parameter name of which the sum over ranks counts: what ranks hold back.
@@ -74,6 +75,27 @@ class Accumulator:
         """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
         return self._noted(kernels.top_k_nonzero(chunk, min(k, chunk.numel()), bound=self._hint))
 
+    def top_k_of_rows(self, regions: Sequence[Rows], counts: Sequence[int], kind: str) -> list[Sparse]:
+        """Return the largest `counts[i]` elements of each region of the sum, as `top_k` does; positions are places in its rows.
+
+        Regions of a `kind` are expected to be like the last step's.
+        """
+        with phase("select"):
+            keys = [f"{self._bucket.key}/{kind}{number}" for number in range(len(regions))]
+            bounds = [self._hints.get(key) for key in keys]
+            if self._added:
+                found = [
+                    kernels.top_k_of_rows(self._sum, rows, k, bound)
+                    for rows, k, bound in zip(regions, counts, bounds, strict=True)
+                ]
+            else:
+                found, self._finite = kernels.accumulate_top_k_of_rows(
+                    self._wide, self._narrow, regions, counts, self._sum, bounds
+                )
+            for key, each in zip(keys, found, strict=True):
+                self._hints[key] = _WARM * smallest_magnitude(each.value)
+            return found
+
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
         """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be alike."""
         with phase("select"):
@@ -82,18 +104,22 @@ class Accumulator:
             self._hints[key] = _WARM * smallest_magnitude(found.value)
             return found
 
-    def keep(self, error: Tensor | None = None) -> None:
-        """Make the sum the new residual, and the gradient zero. What is sent is then cleared from the residual.
+    def keep(self, kept: Sequence[Sparse] = (), written: Sequence[Sparse] = ()) -> None:
+        """Make the sum the new residual, with the values of `kept` at its positions, and the gradient zero but for `written`."""
+        grad = self._bucket.grad
+        if self._sum is grad and self._sum.dtype == self.residual.dtype:
+            kernels.move_put_(self.residual, grad, kept, written)
+            return
+        self.residual.copy_(self._sum)
+        for part in kept:
+            kernels.put_(self.residual, part.index, part.value)
+        grad.zero_()
+        for part in written:
+            kernels.put_(grad, part.index, part.value)
 
-        With `error` [n], which may lie in the sum's memory, that becomes the residual, and the gradient is left to be written.
-        """
-        if error is not None:
-            self.residual.copy_(error)
-        elif self._sum is self._bucket.grad and self._sum.dtype == self.residual.dtype:
-            kernels.move_(self.residual, self._bucket.grad)
-        else:
-            self.residual.copy_(self._sum)
-            self._bucket.grad.zero_()
+    def keep_error(self, error: Tensor) -> None:
+        """Make `error` [n], which may lie in the sum's memory, the new residual; the gradient is left to be written."""
+        self.residual.copy_(error)
 
     @property
     def _added(self) -> bool:
@@ -217,11 +243,6 @@ class ErrorFeedback:
             self.by_name[entry.name] = entry.span.of(flat)
         self._flat[bucket.layout] = flat
         return flat
-
-
-def smallest_magnitude(value: Tensor) -> float:
-    """Return the smallest |value|; 0 when there are none."""
-    return float(value.abs().min()) if value.numel() else 0.0
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

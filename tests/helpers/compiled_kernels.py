@@ -17,11 +17,12 @@ from triton.runtime.jit import JITFunction
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
-from sparsync.kernels.cuda import exact_top_k, launch, passes, radix_select, scatter
+from sparsync.kernels.cuda import exact_top_k, launch, passes, radix_select, scatter, values
+from sparsync.kernels.value_reference import values_nbytes
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-MODULES = (exact_top_k, passes, radix_select, scatter)
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+MODULES = (exact_top_k, passes, radix_select, scatter, values)
 seen: set[str] = set()
 
 
@@ -68,7 +69,7 @@ def _type(given: object) -> str:
 def every_call(n: int) -> list[Callable[[], object]]:
     """Return calls that launch all kernels in all their forms."""
     x, out, index = torch.randn(n), torch.empty(n), torch.arange(40, dtype=torch.int32)
-    part = Sparse(index, x[:40].clone(), n)
+    part, packet = Sparse(index, x[:40].clone(), n), torch.zeros(2 * n, dtype=torch.uint8)
     calls: list[Callable[[], object]] = []
     for grad in (x, x.bfloat16()):
         calls += [
@@ -88,6 +89,14 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.top_k_nonzero(x, 5, Span(1, 9)),
         lambda: cuda.argtopk(x, 5),
         lambda: cuda.coalesce([part, part]),
+        *(
+            lambda bits=bits, noise=noise: cuda.scaled_encode(x, bits, noise)
+            for bits in (8, 4, 3)
+            for noise in (None, x)
+        ),
+        *(lambda bits=bits: cuda.scaled_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in (8, 4, 3)),
+        *(lambda bits=bits: cuda.means_encode(x, bits) for bits in (1, 2)),
+        *(lambda bits=bits: cuda.means_decode(packet[: values_nbytes(n, bits)], n, bits) for bits in (1, 2)),
     ]
 
 

@@ -28,16 +28,19 @@ class Update:
     """The result of one step. `mean` is the same on every rank; the rest is this rank's own. `errors` share no memory with acc.
 
     With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
-    residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself.
+    residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself,
+    or return it as `replaced`: the residual at some positions, which costs less, because all of acc is moved anyway.
     """
 
-    mean: Sparse  # written to the gradient, which is zero elsewhere
+    # Written to the gradient, which is zero elsewhere; several parts have no position in common.
+    mean: Sparse | Sequence[Sparse]
     cleared: Tensor | None  # [c] positions at which the residual becomes zero, int32 or int64; None: nowhere
     selected: int  # k: how many elements this rank selected
     errors: Sequence[Sparse] = ()  # what rounding dropped; added to the residual after clearing
     details: Mapping[str, Detail] = field(default_factory=dict)
     # Changes the scheme's shared state; called only when the mean is finite.
     commit: Callable[[], None] = lambda: None
+    replaced: Sequence[Sparse] = ()  # what stays at these positions in place of acc; parts have none in common
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,14 @@ class ErrorFeedbackScheme(Scheme):
             except NonFiniteError:
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
-        # A copy: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        value = update.mean if isinstance(update, DenseUpdate) else update.mean.value
-        written = value.to(bucket.grad.dtype, copy=isinstance(update, Update))
+        mean = update.mean
+        values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
+        # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
+        written = [value.to(bucket.grad.dtype, copy=not isinstance(mean, Tensor)) for value in values]
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not (kernels.all_finite(written) and _fits(value, comm.size))
+        overflow = not all(
+            kernels.all_finite(each) and _fits(value, comm.size) for each, value in zip(written, values, strict=True)
+        )
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
@@ -118,23 +124,28 @@ class ErrorFeedbackScheme(Scheme):
         with phase("apply"):
             if isinstance(update, DenseUpdate):
                 if not overflow:
-                    acc.keep(update.error)
-                    _add_dropped_(acc.residual, update.mean, written, comm)
+                    acc.keep_error(update.error)
+                    _add_dropped_(acc.residual, update.mean, written[0], comm)
                     update.commit()
-                bucket.grad.copy_(written)
+                bucket.grad.copy_(written[0])
                 union = update.union
             else:
+                parts = [
+                    Sparse(part.index, value, part.length)
+                    for part, value in zip(_parts(update.mean), written, strict=True)
+                ]
                 if overflow:
                     bucket.grad.zero_()
+                    for part in parts:
+                        kernels.put_(bucket.grad, part.index, part.value)
                 else:
-                    acc.keep()
+                    acc.keep(update.replaced, parts)
                     if update.cleared is not None:
                         kernels.clear_(acc.residual, update.cleared)
                     for error in update.errors:
                         kernels.scatter_add_(acc.residual, error)
                     update.commit()
-                kernels.put_(bucket.grad, update.mean.index, written)
-                union = update.mean.index.numel()
+                union = sum(part.index.numel() for part in parts)
             if overflow and kernels.all_finite(bucket.grad):
                 # Only P times the mean is not: a loss scaler must see it all the same.
                 bucket.grad.fill_(torch.nan)
@@ -236,12 +247,13 @@ class ByBucket(Generic[State]):
         self._shapes, self._states = shapes, states
 
 
+def _parts(mean: Sparse | Sequence[Sparse]) -> Sequence[Sparse]:
+    return [mean] if isinstance(mean, Sparse) else mean
+
+
 def _fits(mean: Tensor, P: int) -> bool:
     """Return whether P times `mean` is finite everywhere."""
-    if not mean.numel():
-        return True
-    low, high = torch.aminmax(mean)
-    return bool((torch.stack([low, high]) * P).isfinite().all())
+    return kernels.all_finite(mean * P)
 
 
 def _everything(acc: Accumulator, comm: Comm) -> DenseUpdate:

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparsync.core import Span, Sparse
+from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels.arguments import (
     POSITIONS,
     at_most,
+    check_move,
     check_one_device,
     check_parts,
     check_regions,
+    check_rows,
     check_span,
     check_sparse,
     check_sum,
@@ -34,6 +36,7 @@ __all__ = [
     "accumulate",
     "accumulate_top_k",
     "accumulate_top_k_nonzero",
+    "accumulate_top_k_of_rows",
     "all_finite",
     "argtopk",
     "backend",
@@ -42,15 +45,19 @@ __all__ = [
     "coalesce",
     "gather",
     "isin",
+    "locate",
     "merge",
     "move_",
+    "move_put_",
     "put_",
     "scatter_add_",
     "select_ge",
     "set_backend",
+    "smallest_magnitude",
     "split",
     "top_k",
     "top_k_nonzero",
+    "top_k_of_rows",
 ]
 
 
@@ -90,6 +97,29 @@ def accumulate_top_k_nonzero(
     )
 
 
+def accumulate_top_k_of_rows(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Float[Tensor, " n"],
+    bounds: Sequence[float | None],
+) -> tuple[list[Sparse], bool]:
+    """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
+
+    `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
+    """
+    check_sum(residual, grad, out)
+    if not len(regions) == len(counts) == len(bounds):
+        raise ValueError(
+            f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
+        )
+    for rows, k in zip(regions, counts, strict=True):
+        check_rows(rows)
+        count(k, rows.length)
+    return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
+
+
 def all_finite(x: Float[Tensor, " n"]) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
     check_vector(x, "x")
@@ -122,6 +152,30 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
     k = at_most(k, x.numel())
     check_span(skip, x.numel())
     return run("top_k_nonzero", x, k, skip, None if bound is None else real(bound, "bound"))
+
+
+def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | None = None) -> Sparse:
+    """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
+
+    Raises ValueError when `k` is not in [0, length], and IndexError for rows outside of `x`.
+    """
+    check_vector(x, "x")
+    check_rows(rows)
+    k = count(k, rows.length)
+    return run("top_k_of_rows", x, rows, k, None if bound is None else real(bound, "bound"))
+
+
+def locate(rows: Rows, place: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+    """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
+    check_rows(rows)
+    check_vector(place, "place", POSITIONS)
+    return run("locate", rows, place)
+
+
+def smallest_magnitude(x: Float[Tensor, " n"]) -> float:
+    """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
+    check_vector(x, "x")
+    return run("smallest_magnitude", x)
 
 
 def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
@@ -166,12 +220,21 @@ def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " 
 
 def move_(to: Float[Tensor, " n"], source: Float[Tensor, " n"]) -> None:
     """Copy `source` to `to`, which does not overlap with it, and set it to zero."""
-    check_vector(to, "to")
-    check_vector(source, "source")
-    if to.numel() != source.numel():
-        raise ValueError(f"source must have as many elements as its new place, {to.numel()}, got {source.numel()}")
-    check_one_device(("to", to), ("source", source))
+    check_move(to, source)
     run("move_", to, source)
+
+
+def move_put_(
+    to: Float[Tensor, " n"], source: Float[Tensor, " n"], kept: Sequence[Sparse], written: Sequence[Sparse]
+) -> None:
+    """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
+
+    Raises IndexError, before anything is written, for positions outside.
+    """
+    check_move(to, source)
+    for part in (*kept, *written):
+        check_sparse(part)
+    run("move_put_", to, source, kept, written)
 
 
 def merge(parts: Sequence[Sparse]) -> Sparse:

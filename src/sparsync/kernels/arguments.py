@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.core import Span, Sparse
+from sparsync.core import Rows, Span, Sparse
 
 FLOATING = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 FLOAT32 = frozenset({torch.float32})
 POSITIONS = frozenset({torch.int32, torch.int64})
+ROW_STARTS = frozenset({torch.int32})
 BYTES = frozenset({torch.uint8})
 
 # Any: whatever the caller gave; that is what is checked here.
@@ -59,6 +60,28 @@ def check_sum(residual: Any, grad: Any, out: Any) -> None:
         if x.numel() != n:
             raise ValueError(f"{name} must have as many elements as residual, {n}, got {x.numel()}")
     check_one_device(("residual", residual), ("grad", grad), ("out", out))
+
+
+def check_move(to: Any, source: Any) -> None:
+    """Raise TypeError or ValueError unless `to` can take the elements of `source`."""
+    check_vector(to, "to")
+    check_vector(source, "source")
+    if to.numel() != source.numel():
+        raise ValueError(f"source must have as many elements as its new place, {to.numel()}, got {source.numel()}")
+    check_one_device(("to", to), ("source", source))
+
+
+def check_rows(rows: Any) -> None:
+    """Raise TypeError or ValueError unless `rows` has a start for each row."""
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows must be a sparsync.core.Rows, got {type(rows).__name__}")
+    check_vector(rows.starts, "starts", ROW_STARTS)
+    row, length = integer(rows.row, "row"), integer(rows.length, "length")
+    if row < 1 or length < 0 or -(-length // row) > rows.starts.numel():
+        raise ValueError(
+            f"rows must have at least 1 element and as many starts as there are rows, got {rows.starts.numel()} starts "
+            f"for {length} elements in rows of {row}"
+        )
 
 
 def check_values(index: Any, value: Any, dtypes: frozenset[torch.dtype] = FLOATING) -> None:

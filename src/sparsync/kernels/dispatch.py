@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.kernels import candidates, codec_reference, reference, sparse_reference, value_reference
+from sparsync.kernels import candidates, codec_reference, reference, rows_reference, sparse_reference, value_reference
 
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
@@ -42,6 +42,7 @@ _NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
 _REFERENCE: Mapping[str, Kernel] = {
     "accumulate": reference.accumulate,
     "accumulate_top_k": candidates.accumulate_top_k,
+    "accumulate_top_k_of_rows": rows_reference.accumulate_top_k_of_rows,
     "accumulate_top_k_nonzero": sparse_reference.accumulate_top_k_nonzero,
     "all_finite": reference.all_finite,
     "argtopk": reference.argtopk,
@@ -51,18 +52,22 @@ _REFERENCE: Mapping[str, Kernel] = {
     "encode_positions": codec_reference.encode_positions,
     "gather": reference.gather,
     "isin": sparse_reference.isin,
+    "locate": rows_reference.locate,
     "means_decode": value_reference.means_decode,
     "means_encode": value_reference.means_encode,
     "merge": sparse_reference.merge,
     "move_": reference.move_,
+    "move_put_": sparse_reference.move_put_,
     "put_": reference.put_,
     "scaled_decode": value_reference.scaled_decode,
     "scaled_encode": value_reference.scaled_encode,
     "scatter_add_": reference.scatter_add_,
     "select_ge": sparse_reference.select_ge,
+    "smallest_magnitude": reference.smallest_magnitude,
     "split": sparse_reference.split,
     "top_k": candidates.top_k,
     "top_k_nonzero": sparse_reference.top_k_nonzero,
+    "top_k_of_rows": rows_reference.top_k_of_rows,
 }
 
 

@@ -53,22 +53,27 @@ def all_finite(x: Tensor) -> bool:
 
 def scatter_add_(out: Tensor, part: Sparse) -> None:
     """Add the elements of `part` to `out` [n]. Positions in `part` are distinct, so the result does not depend on their order."""
-    out.index_add_(0, _inside(part.index, out), part.value.to(out.dtype))
+    out.index_add_(0, check_inside(part.index, out), part.value.to(out.dtype))
 
 
 def clear_(x: Tensor, index: Tensor) -> None:
     """Set `x` [n] to zero at the positions `index` [k]."""
-    x.index_fill_(0, _inside(index, x), 0.0)
+    x.index_fill_(0, check_inside(index, x), 0.0)
 
 
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
     """Set `x` [n] to `value` [k] at the positions `index` [k], distinct or with equal values."""
-    x.index_copy_(0, _inside(index, x), value.to(x.dtype))
+    x.index_copy_(0, check_inside(index, x), value.to(x.dtype))
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """Return the elements of `x` [n] at the positions `index` [k]."""
-    return x.index_select(0, _inside(index, x))
+    return x.index_select(0, check_inside(index, x))
+
+
+def smallest_magnitude(x: Tensor) -> float:
+    """Return the smallest |x|; NaN where there is one, 0 where there are no elements."""
+    return float(x.abs().min()) if x.numel() else 0.0  # a host sync
 
 
 def move_(to: Tensor, source: Tensor) -> None:
@@ -77,19 +82,17 @@ def move_(to: Tensor, source: Tensor) -> None:
     source.zero_()
 
 
-def outside(index: Tensor, x: Tensor) -> str:
-    """Return the message of the IndexError for positions `index` [k] of which some lie outside of `x` [n]."""
-    return (
-        f"positions must be in [0, {x.numel()}) for {x.numel()} elements, got {int(index.min())} to {int(index.max())}"
-    )
+def outside(index: Tensor, n: int) -> str:
+    """Return the message of the IndexError for positions `index` [k] of which some lie outside of [0, n)."""
+    return f"positions must be in [0, {n}) for {n} elements, got {int(index.min())} to {int(index.max())}"
 
 
-def _inside(index: Tensor, x: Tensor) -> Tensor:
+def check_inside(index: Tensor, x: Tensor) -> Tensor:
     """Return `index` as int64. Raises IndexError where a position is outside of `x`, and TypeError where it is no integer."""
     if index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"positions must be integers such as int32, got {index.dtype}")
     if not bool(
         ((index >= 0) & (index < x.numel())).all()
     ):  # a host sync; torch would count negative ones from the end
-        raise IndexError(outside(index, x))
+        raise IndexError(outside(index, x.numel()))
     return index.long()

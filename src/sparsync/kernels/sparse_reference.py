@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsync.core import Span, Sparse
-from sparsync.kernels.reference import accumulate, top_k
+from sparsync.kernels.reference import accumulate, check_inside, move_, put_, top_k
 
 
 def magnitude(x: Tensor) -> Tensor:
@@ -38,6 +38,17 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
     index = torch.where(top.index < skip.start, top.index, top.index + len(skip))
     nonzero = top.value != 0
     return Sparse(index[nonzero], top.value[nonzero], x.numel())
+
+
+def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
+    """Copy `source` [n] to `to` and set it to zero; then put the elements of `kept` into `to`, and those of `written` into `source`."""
+    inside = [
+        [Sparse(check_inside(part.index, to), part.value, part.length) for part in parts] for parts in (kept, written)
+    ]
+    move_(to, source)
+    for x, parts in zip((to, source), inside, strict=True):
+        for part in parts:
+            put_(x, part.index, part.value)
 
 
 def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:

@@ -22,7 +22,7 @@ from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives.exchange import all_gather, all_to_all
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
 from sparsync.comm.cost import recorded_cost
-from sparsync.core import Bucket, Comm, Detail, Report, Span, Sparse, spans
+from sparsync.core import Bucket, Comm, Detail, Report, Rows, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
 from sparsync.schemes.tile_parts import Divisor, check_divisor
@@ -73,51 +73,46 @@ class TwoShot(ErrorFeedbackScheme):
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
         regions = BlockCyclic(n, P)
-        lengths = regions.lengths()
-        counts = [count_for(self.density, length) for length in lengths]
+        rows = [regions.rows(p, bucket.grad.device) for p in range(P)]
+        counts = [count_for(self.density, each.length) for each in rows]
+        others = [p for p in range(P) if p != rank and rows[p].length]
         packets = [torch.empty(0, dtype=torch.uint8, device=bucket.grad.device)] * P
-        unsent: list[tuple[int, Tensor]] = []
-        for p in range(P):
-            if p != rank and lengths[p]:
-                part = regions.of(acc.values, p)
-                packets[p] = _take(part, acc.top_k_of(part, counts[p], "sent"), codec)
-                unsent.append((p, part))
-        dtype, length, count = acc.values.dtype, lengths[rank], counts[rank]
-        nbytes = [codec.nbytes(k, size, dtype) for k, size in zip(counts, lengths, strict=True)]
+        chosen = acc.top_k_of_rows([rows[p] for p in others], [counts[p] for p in others], "sent")
+        replaced: list[Sparse] = []
+        for p, part in zip(others, chosen, strict=True):
+            packets[p], error = _rounded(part, codec)
+            replaced.append(_located(rows[p], error, n))
+        dtype, own, count = acc.values.dtype, rows[rank], counts[rank]
+        nbytes = [codec.nbytes(k, each.length, dtype) for k, each in zip(counts, rows, strict=True)]
         received = all_to_all(packets, [nbytes[rank] if source != rank else 0 for source in range(P)], comm)
-        sums = regions.of(acc.values, rank)
-        contributors = torch.ones_like(sums) if self.divide_by == "contributors" else None
+        contributors = acc.values.new_ones(own.length) if self.divide_by == "contributors" else None
         with phase("decode"):
             for source, packet in enumerate(received):
                 if source != rank:
-                    arrived = codec.decode(packet, count, length, dtype)
-                    kernels.scatter_add_(sums, arrived)
+                    arrived = codec.decode(packet, count, own.length, dtype)
+                    kernels.scatter_add_(acc.values, _located(own, arrived, n))
                     if contributors is not None:
                         kernels.scatter_add_(contributors, replace(arrived, value=torch.ones_like(arrived.value)))
-        top = acc.top_k_of(sums, count, "sums")
+        (top,) = acc.top_k_of_rows([own], [count], "sums")
         divisor = P if contributors is None else kernels.gather(contributors, top.index)
         with phase("encode"):
             # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
-            packet = codec.encode(Sparse(top.index, top.value / divisor, length))
+            packet = codec.encode(Sparse(top.index, top.value / divisor, own.length))
         gathered = all_gather(packet, nbytes, comm)
         with phase("decode"):
-            decoded = [
-                codec.decode(each, k, size, dtype) for each, k, size in zip(gathered, counts, lengths, strict=True)
+            parts = [
+                _located(each, codec.decode(packet, k, each.length, dtype), n)
+                for packet, k, each in zip(gathered, counts, rows, strict=True)
             ]
             # The difference to what is written, in the type of the gradient.
-            lost = divisor * decoded[rank].value.to(bucket.grad.dtype).to(dtype)
-            kernels.put_(sums, top.index, top.value - lost)
-            for p, part in [*unsent, (rank, sums)]:
-                regions.put_(acc.values, p, part)
-            mean = kernels.merge(
-                [Sparse(regions.positions(p, part.index), part.value, n) for p, part in enumerate(decoded)]
-            )
+            lost = Sparse(parts[rank].index, divisor * parts[rank].value.to(bucket.grad.dtype).to(dtype), n)
+            replaced.append(replace(lost, value=top.value - lost.value))
 
         def commit() -> None:
             if contributors is not None:
-                self._lost[bucket.key] = Sparse(regions.positions(rank, top.index), lost, n)
+                self._lost[bucket.key] = lost
 
-        return Update(mean, None, sum(counts) - count + length, commit=commit)
+        return Update(parts, None, sum(counts) - count + own.length, commit=commit, replaced=replaced)
 
     def rollback(self, bucket: Bucket) -> None:
         lost = self._lost.pop(bucket.key, None)
@@ -150,16 +145,21 @@ def _regions(n: int, P: int, density: float) -> Partition:
     return BlockCyclic(n, P) if density < 1 else Contiguous(spans(n, P))
 
 
-def _take(part: Tensor, chosen: Sparse, codec: Elements) -> Tensor:
-    """Return the packet of some elements of `part`, where only what rounding drops of them stays."""
+def _located(rows: Rows, part: Sparse, n: int) -> Sparse:
+    """Return elements of rows as elements of the vector of `n`."""
+    return Sparse(kernels.locate(rows, part.index), part.value, n)
+
+
+def _rounded(part: Sparse, codec: Elements) -> tuple[Tensor, Sparse]:
+    """Return the packet of `part`, and what rounding drops of each element."""
     with phase("encode"):
-        packet = codec.encode(chosen)
-        if codec.exact:
-            kernels.clear_(part, chosen.index)
-        else:
-            decoded = codec.decode_values(packet, chosen.index.numel(), part.numel(), part.dtype)
-            kernels.put_(part, chosen.index, chosen.value - decoded)
-    return packet
+        packet = codec.encode(part)
+        decoded = (
+            part.value
+            if codec.exact
+            else codec.decode_values(packet, part.index.numel(), part.length, part.value.dtype)
+        )
+        return packet, Sparse(part.index, part.value - decoded, part.length)
 
 
 class TwoShotReduceScatter(ReduceScatterScheme):

@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from sparsync.core import Span, spans
+from sparsync import kernels
+from sparsync.core import Rows, Span, spans
 
 Item = TypeVar("Item")
 
@@ -113,10 +114,12 @@ class BlockCyclic:
         x[: rows * self.P].view(-1, self.row).index_copy_(0, chosen.long(), value[:rows].view(-1, self.row))
         tail.of(x).copy_(value[rows:])
 
+    def rows(self, p: int, device: torch.device) -> Rows:
+        """Return where the elements of partition `p` are."""
+        return _rows_of(self, device)[p]
+
     def positions(self, p: int, place: Tensor) -> Tensor:
-        starts = _starts(self.n, self.P, self.row, place.device)[p]
-        group = torch.div(place, self.row, rounding_mode="floor")  # a tail is no longer than a row: one more group
-        return starts.to(place.dtype)[group] + place - group * self.row
+        return kernels.locate(self.rows(p, place.device), place)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
         group = position // (self.row * self.P)
@@ -134,6 +137,14 @@ class BlockCyclic:
 
     def _tail_starts(self, device: torch.device) -> Tensor:
         return torch.tensor([span.start for span in self._tails()], device=device)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(partition: BlockCyclic, device: torch.device) -> list[Rows]:
+    """Return where the elements of each partition are."""
+    starts = _starts(partition.n, partition.P, partition.row, device)
+    # A tail is no longer than a row: one more of them.
+    return [Rows(each, partition.row, length) for each, length in zip(starts, partition.lengths(), strict=True)]
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """Positions and values in one packet: the positions by the codec that count and span determine, then the values."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,4 +42,9 @@ class Elements:
 
     @property
     def _codec(self) -> ValueCodec:
-        return ValueCodec(self.values)
+        return _codec_of(self.values)
+
+
+@lru_cache
+def _codec_of(values: Values) -> ValueCodec:
+    return ValueCodec(values)

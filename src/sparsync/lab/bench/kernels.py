@@ -5,7 +5,8 @@
 
 One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
 `ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
-vectors, writes one, and does nothing else. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on an idle machine.
+vectors, writes one, and does nothing else. Every case must read and write as many bytes of whole vectors, so `ceiling_s`, the seconds of
+that pass, is the memory's limit. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on an idle machine.
 The clock is the processor time of the one thread that runs. On a GPU it is wall time, from one moment at which the device has nothing left
 to do to the next, so that launches and host syncs count.
 """
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.core import Span, Sparse
+from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels import dispatch, reference, sparse_reference
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
+from sparsync.selection.partition import BlockCyclic
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
 CEILING = "plain pass"
@@ -61,6 +63,17 @@ class Case:
     run: Callable[[], Any]  # Any: what `check` takes
     check: Callable[[Any], bool]
     target: float | None = None
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Those of four ranks in TwoShot, and what is selected from each of them."""
+
+    rows: list[Rows]
+    counts: list[int]
+    bounds: list[float | None]
+    tops: list[Sparse]
+    parts: list[Sparse]  # the same at their positions in the vector
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -176,7 +189,59 @@ def _cases(data: Data) -> list[Case]:
         Case("published thresholds: accumulate, then select_ge", accumulate_and_compare, right),
         Case("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
     ]
-    return cases + _alternatives(data)
+    return cases + _two_shot(data) + _alternatives(data)
+
+
+def _two_shot(data: Data) -> list[Case]:
+    """Return what TwoShot does with whole vectors, each beside the kernels that it would take without the one for it."""
+    found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
+    partition = BlockCyclic(n, 4)
+
+    def in_one() -> tuple[list[Sparse], bool]:
+        return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
+
+    def one_by_one() -> tuple[list[Sparse], bool]:
+        finite = kernels.accumulate(residual, data.grad, residual)
+        whole = [partition.of(residual, p) for p in range(4)]
+        return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
+
+    def put_and_move() -> None:
+        for part in found.parts:
+            kernels.put_(residual, part.index, part.value)
+        kernels.move_(out, residual)
+        for part in found.parts:
+            kernels.put_(residual, part.index, part.value)
+
+    def right(result: tuple[list[Sparse], bool]) -> bool:
+        return result[1] and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
+
+    def moved(_: None) -> bool:
+        kept, written = data.before.clone(), torch.zeros_like(out)
+        for part in found.parts:
+            reference.put_(kept, part.index, part.value)
+            reference.put_(written, part.index, part.value)
+        return torch.equal(out, kept) and torch.equal(residual, written)
+
+    return [
+        Case("TwoShot: accumulate_top_k_of_rows, four regions", in_one, right),
+        Case("the same by accumulate, copies of the regions and top_k", one_by_one, right),
+        Case(
+            "TwoShot: move_put_",
+            lambda: kernels.move_put_(out, residual, found.parts, found.parts),
+            moved,
+        ),
+        Case("the same by put_, move_ and put_", put_and_move, moved),
+    ]
+
+
+def _regions(data: Data) -> Regions:
+    acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
+    rows = [partition.rows(p, acc.device) for p in range(4)]
+    counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
+    tops = [reference.top_k(partition.of(acc, p), k) for p, k in enumerate(counts)]
+    parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
+    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
+    return Regions(rows, counts, bounds, tops, parts)
 
 
 def _alternatives(data: Data) -> list[Case]:

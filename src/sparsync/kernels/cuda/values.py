@@ -1,0 +1,254 @@
+"""Rounding values to few bits, and back: the bytes of `value_reference`, several blocks of 256 values in each program."""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsync.kernels.cuda.launch import FLOAT32, magnitude, takes
+from sparsync.kernels.value_reference import BLOCK, MAX_CODE, values_nbytes
+
+BYTES = frozenset({torch.uint8})
+BLOCKS = 4  # of 256 values, that one program works on
+FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
+
+
+@takes(FLOAT32)
+def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tensor:
+    """Return the scales of all blocks of `value` [k], then codes of 8, 4 or 3 bits, as the reference."""
+    if bits not in MAX_CODE:
+        return NotImplemented
+    k = value.numel()
+    packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
+    if k:
+        _scaled_encode_kernel[_programs(k)](
+            value,
+            value if noise is None else noise,
+            packet,
+            k,
+            NOISE=noise is not None,
+            MAX=MAX_CODE[bits],
+            SIGNED=noise is None and bits == 3,
+            **_form(bits),
+        )
+    return packet
+
+
+@takes(BYTES)
+def scaled_decode(packet: Tensor, k: int, bits: int) -> Tensor:
+    """Return the `k` values of a packet of codes of 8, 4 or 3 bits, float32, as the reference."""
+    if bits not in MAX_CODE:
+        return NotImplemented
+    return _decoded(packet, k, bits, means=False)
+
+
+@takes(FLOAT32)
+def means_encode(value: Tensor, bits: int) -> Tensor:
+    """Return the means of all blocks of `value` [k], then codes of 1 or 2 bits, as the reference."""
+    if bits not in (1, 2):
+        return NotImplemented
+    k = value.numel()
+    packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
+    if k:
+        _means_encode_kernel[_programs(k)](value, packet, k, **_form(bits))
+    return packet
+
+
+@takes(BYTES)
+def means_decode(packet: Tensor, k: int, bits: int) -> Tensor:
+    """Return plus or minus a mean for each of the `k` values of a packet, float32, as the reference."""
+    if bits not in (1, 2):
+        return NotImplemented
+    return _decoded(packet, k, bits, means=True)
+
+
+def _decoded(packet: Tensor, k: int, bits: int, means: bool) -> Tensor:
+    value = torch.empty(k, dtype=torch.float32, device=packet.device)
+    if k:
+        _decode_kernel[_programs(k)](packet, value, k, BITS=bits, MEANS=means, BLOCKS=BLOCKS, BLOCK=BLOCK)
+    return value
+
+
+def _programs(k: int) -> tuple[int]:
+    return (triton.cdiv(k, BLOCK * BLOCKS),)
+
+
+def _form(bits: int) -> dict[str, int]:
+    """Return how codes become bytes: 8 of them a few bytes, or one of 8 bits one; SLOTS is the power of two that holds those bytes."""
+    group, nbytes = (1, 1) if bits == 8 else (8, bits)
+    slots = triton.next_power_of_2(nbytes)
+    return {"BITS": bits, "GROUP": group, "NBYTES": nbytes, "SLOTS": slots, "BLOCKS": BLOCKS, "BLOCK": BLOCK}
+
+
+@triton.jit
+def _places(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the numbers of this program's blocks, [BLOCKS, 1], and the places in a block, [1, BLOCK]."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    return block[:, None], tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _store_scale(packet, number, upper, inside):
+    """Write an upper half, low byte first: packets begin anywhere."""
+    tl.store(packet + 2 * number, (upper & 0xFF).to(tl.uint8), mask=inside)
+    tl.store(packet + 2 * number + 1, (upper >> 8 & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _load_scale(packet, number, inside):
+    low = tl.load(packet + 2 * number, mask=inside, other=0).to(tl.int32)
+    high = tl.load(packet + 2 * number + 1, mask=inside, other=0).to(tl.int32)
+    return ((high << 8 | low) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_codes(
+    stream,
+    code,
+    block,
+    k,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NBYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the low BITS of each code [BLOCKS, BLOCK] one after the other, the first in the lowest bits."""
+    groups: tl.constexpr = BLOCK // GROUP
+    shift = BITS * tl.arange(0, GROUP)[None, None, :]
+    word = tl.sum(tl.reshape(code & (1 << BITS) - 1, (BLOCKS, groups, GROUP)) << shift, axis=2)  # no bit twice
+    slot = tl.arange(0, SLOTS)[None, None, :]
+    byte = word[:, :, None] >> 8 * slot & 0xFF
+    at = (block * groups + tl.arange(0, groups)[None, :])[:, :, None] * NBYTES + slot
+    there = (slot < NBYTES) & (at < (k * BITS + 7) // 8)
+    tl.store(stream + at, byte.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _scaled_encode_kernel(
+    value,
+    noise,
+    packet,
+    k,
+    NOISE: tl.constexpr,
+    MAX: tl.constexpr,
+    SIGNED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NBYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block, place = _places(BLOCKS, BLOCK)
+    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
+    x = tl.load(value + lane, mask=lane < k, other=0.0)
+    greatest = tl.max(magnitude(x), axis=1)[:, None]
+    lowest: tl.constexpr = -MAX - SIGNED
+    most = tl.full((BLOCKS, 1), -lowest, tl.float32)
+    largest = tl.full((BLOCKS, 1), FLOAT32_MAX, tl.int32).to(tl.float32, bitcast=True)
+    top = tl.div_rn(largest, most).to(tl.int32, bitcast=True) >> 16  # of the scales that times `most` are finite
+    share = tl.div_rn(greatest.to(tl.float32, bitcast=True), most)  # of IEEE, which `/` is not
+    upper = tl.minimum(share.to(tl.int32, bitcast=True) + 0xFFFF >> 16, top)
+    finite, used = greatest < 0x7F800000, (greatest < 0x7F800000) & (upper > 0)
+    if SIGNED:
+        upper |= tl.where((tl.max(x, axis=1) > -tl.min(x, axis=1))[:, None] & (upper > 0), 0x8000, 0)
+    _store_scale(packet, block, tl.where(finite, upper, 0x7FC0), block < count)
+    scale = tl.where(used, upper << 16, 0x3F800000).to(tl.float32, bitcast=True)
+    quotient = tl.div_rn(tl.where(used, x, 0.0), tl.broadcast_to(scale, (BLOCKS, BLOCK)))
+    if NOISE:  # a branch: only one of the two is compiled
+        drawn = quotient + tl.load(noise + lane, mask=lane < k, other=0.0)
+        whole = drawn.to(tl.int32).to(tl.float32)
+        rounded = tl.where(whole > drawn, whole - 1.0, whole)  # not `tl.floor`, which takes a denormal number for zero
+    else:
+        rounded = (quotient + 12582912.0) - 12582912.0  # to nearest, ties to even: the fraction leaves the significand
+    code = tl.minimum(tl.maximum(rounded, lowest), MAX).to(tl.int32)
+    _store_codes(packet + 2 * count, tl.where(used, code, 0), block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
+
+
+@triton.jit
+def _mean(number, count, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the mean of `count` numbers of each block, of which the others are zero, [BLOCKS, 1]. Halves are added: a fixed order."""
+    total = number.to(tl.float64)
+    half: tl.constexpr = BLOCK // 2
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 2)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 4)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 8)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 16)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 32)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 64)), axis=1)
+    total = tl.sum(tl.reshape(total, (BLOCKS, 2, half // 128)), axis=1)
+    return (total / count.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _mean_scale(mean):
+    """Return the upper half of each mean, rounded to nearest."""
+    size = magnitude(mean)
+    nearest = tl.minimum(size + 0x7FFF + (size >> 16 & 1) >> 16, 0x7F7F)
+    return tl.where(size < 0x7F800000, nearest, 0x7FC0)
+
+
+@triton.jit
+def _means_encode_kernel(
+    value,
+    packet,
+    k,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NBYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block, place = _places(BLOCKS, BLOCK)
+    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
+    x = tl.load(value + lane, mask=lane < k, other=0.0)
+    size = magnitude(x).to(tl.float32, bitcast=True)
+    inside = block < count
+    present = tl.where(inside, tl.minimum(k - block * BLOCK, BLOCK), 1)
+    mean = _mean(size, present, BLOCKS, BLOCK)
+    code = (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
+    if BITS == 1:
+        _store_scale(packet, block, _mean_scale(mean), inside)
+    else:
+        above = size > mean
+        larger = tl.sum(above.to(tl.int32), axis=1)[:, None]
+        low = _mean(tl.where(above, 0.0, size), present - larger, BLOCKS, BLOCK)
+        high = _mean(tl.where(above, size, 0.0), tl.maximum(larger, 1), BLOCKS, BLOCK)
+        _store_scale(packet, 2 * block, _mean_scale(low), inside)
+        _store_scale(packet, 2 * block + 1, _mean_scale(high), inside)
+        code |= above.to(tl.int32) << 1
+    _store_codes(packet + 2 * BITS * count, code, block, k, BITS, GROUP, NBYTES, SLOTS, BLOCKS, BLOCK)
+
+
+@triton.jit
+def _decode_kernel(
+    packet, value, k, BITS: tl.constexpr, MEANS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    block, place = _places(BLOCKS, BLOCK)
+    lane, count = block * BLOCK + place, tl.cdiv(k, BLOCK)
+    inside = lane < k
+    scales: tl.constexpr = 2 if BITS == 2 else 1
+    bit = place * BITS
+    stream = packet + 2 * scales * count
+    at = block * (BLOCK // 8 * BITS) + bit // 8
+    word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
+    if BITS == 3:  # a code may go on in the next byte
+        more = inside & (at + 1 < (k * BITS + 7) // 8)
+        word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
+    code = word >> bit % 8
+    scale = _load_scale(packet, scales * block, block < count)
+    if MEANS:
+        size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
+        if BITS == 2:
+            size = tl.where((code >> 1 & 1) == 1, _load_scale(packet, 2 * block + 1, block < count), size)
+        tl.store(value + lane, tl.where((code & 1) == 1, -size, size), mask=inside)
+    else:
+        signed = (code << 32 - BITS) >> 32 - BITS
+        tl.store(value + lane, signed.to(tl.float32) * scale, mask=inside)
