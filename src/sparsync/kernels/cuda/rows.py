@@ -1,16 +1,19 @@
 """Selecting from elements in rows: they are copied together by torch, then ranked by the kernels of whole vectors."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from sparsync.core import Rows, Sparse
+from sparsync.core import Rows
 from sparsync.kernels.cuda.exact_top_k import top_k
 from sparsync.kernels.cuda.passes import accumulate
 from sparsync.kernels.rows_reference import of_rows
 
 
-def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Sparse:
+def top_k_of_rows(
+    x: Tensor, rows: Rows, k: int, bound: float | None = None
+) -> Any:  # Any: a Sparse, or NotImplemented for what Triton does not take
     """Return the `top_k` of the elements of `x` [n] in rows; positions are places."""
     return top_k(of_rows(x, rows), k, bound)
 
@@ -22,7 +25,7 @@ def accumulate_top_k_of_rows(
     counts: Sequence[int],
     out: Tensor,
     bounds: Sequence[float | None],
-) -> tuple[list[Sparse], bool]:
+) -> Any:  # Any: a list of Sparse and a bool, or NotImplemented
     """Write residual + grad to `out` [n], and return the `top_k_of_rows` of each region and whether the sum is finite everywhere."""
     finite = accumulate(residual, grad, out)
     if finite is NotImplemented:

@@ -20,7 +20,7 @@ FLOAT32_MAX: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # its bits
 def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tensor:
     """Return the scales of all blocks of `value` [k], then codes of 8, 4 or 3 bits, as the reference."""
     if bits not in MAX_CODE:
-        return NotImplemented
+        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
     if k:
@@ -41,7 +41,7 @@ def scaled_encode(value: Tensor, bits: int, noise: Tensor | None = None) -> Tens
 def scaled_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     """Return the `k` values of a packet of codes of 8, 4 or 3 bits, float32, as the reference."""
     if bits not in MAX_CODE:
-        return NotImplemented
+        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     return _decoded(packet, k, bits, means=False)
 
 
@@ -49,7 +49,7 @@ def scaled_decode(packet: Tensor, k: int, bits: int) -> Tensor:
 def means_encode(value: Tensor, bits: int) -> Tensor:
     """Return the means of all blocks of `value` [k], then codes of 1 or 2 bits, as the reference."""
     if bits not in (1, 2):
-        return NotImplemented
+        raise ValueError(f"means of magnitudes take 1 or 2 bits, got {bits}")
     k = value.numel()
     packet = torch.empty(values_nbytes(k, bits), dtype=torch.uint8, device=value.device)
     if k:
@@ -61,7 +61,7 @@ def means_encode(value: Tensor, bits: int) -> Tensor:
 def means_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     """Return plus or minus a mean for each of the `k` values of a packet, float32, as the reference."""
     if bits not in (1, 2):
-        return NotImplemented
+        raise ValueError(f"means of magnitudes take 1 or 2 bits, got {bits}")
     return _decoded(packet, k, bits, means=True)
 
 
