@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsync.comm.waiting import wait_each
 from sparsync.core import Cost
 
 NUMBERS = 4  # of 64 bits, in an announcement
@@ -81,8 +82,7 @@ class Announcements:
     def differ(self) -> bool:
         """Wait for the announcements of the other ranks, and return whether any two differ. Raises RuntimeError as the group does."""
         works, self._works, self._receives = [*self._receives, *self._works], [], []
-        for work in works:
-            work.wait()
+        wait_each(works, (self._others * 2)[: len(works)])
         rows = [row.tolist() for row in self._rows]  # a host sync on a GPU: nothing may be sent before it
         self._rows = []
         if not self._on_gpu:

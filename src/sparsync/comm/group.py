@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from sparsync.comm.announcement import Announcement, Announcements, RanksDifferError
-from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, within
-from sparsync.comm.waiting import abort_on_interrupt, was_interrupted
+from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, asked, within
+from sparsync.comm.waiting import abort_on_interrupt, wait_each, was_interrupted
 from sparsync.core import digest, spans, sum_in_rank_order
 
 
@@ -68,7 +68,7 @@ class GroupComm:
         rank, size = dist.get_rank(base), dist.get_world_size(base)
         store, own = base.get_group_store(), f"sparsync/{dist.get_rank(base)}"
         doing = f"rank {rank} of {size} makes a private group"
-        number = within(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
+        number = asked(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
         meeting = Meeting(store, f"sparsync/{base.group_name}/{number}", rank, size)
         return cls._connected(base, meeting, timeout_s, fingerprint)
 
@@ -142,8 +142,6 @@ class GroupComm:
             reports = self._meeting.report(self._name, cause, wait_s)
         except StoreSilentError as error:
             return str(error)
-        except RuntimeError as error:
-            return f"the store of the process group is gone, perhaps with the process that hosts it: {error}"
         others = [(rank, reported) for rank, reported in enumerate(reports) if rank != self.rank and reported != ""]
         return "; ".join(
             f"rank {rank} does not answer" if reported is None else f"rank {rank} reports {reported}"
@@ -287,14 +285,14 @@ class GroupComm:
             works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
             self.settle()
             works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
+            peers = [rank for _, rank in receives + sends]
         else:
             self.settle()
             operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
             operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
             works = dist.batch_isend_irecv(operations)
-        for work in works:
-            if work is not None:  # never: this rank is one of the group
-                work.wait()
+            peers = [rank for _, rank in receives + sends][: len(works)]  # NCCL has one work for all
+        wait_each(works, peers)
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
         """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""
@@ -333,7 +331,9 @@ class GroupComm:
         except RanksDifferError:
             raise
         except RuntimeError as error:
-            raise ConnectionLostError(f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}") from error
+            others = "" if self._announced or self._meeting is None else self.close_and_report("")
+            text = f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}{others and f' ({others})'}"
+            raise ConnectionLostError(text) from error
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -14,11 +14,25 @@ Result = TypeVar("Result")
 
 POLL_S = 0.02  # between two looks at the other ranks' notes, at first
 SLOWEST_POLL_S = 0.2
+EXCERPT = 400  # characters of a fingerprint that an error shows
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
 
 
 class StoreSilentError(RuntimeError):
-    """The store of a process group does not answer: its process hangs, or cannot be reached."""
+    """The store of a process group does not answer: its process hangs, is gone, or cannot be reached."""
+
+
+def asked(seconds: float, call: Callable[[], Result], doing: str) -> Result:
+    """Return `call()`, which asks a store. Raises StoreSilentError when that takes longer than `seconds`, or the store is gone."""
+    try:
+        return within(seconds, call, doing)
+    except StoreSilentError:
+        raise
+    except RuntimeError as error:
+        raise StoreSilentError(
+            f"{doing}: the store of the process group is gone, and with it the process that hosts it, which is rank 0 unless it is an "
+            f"agent such as torchrun's: {error}"
+        ) from error
 
 
 def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
@@ -42,8 +56,8 @@ def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
         raise failed.pop()
     if not found:
         raise StoreSilentError(
-            f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, which is rank 0's "
-            "under torchrun's defaults, hangs or cannot be reached"
+            f"{doing}: the store of the process group has not answered for {seconds:g} s; the process that hosts it, which is rank 0 "
+            "unless it is an agent such as torchrun's, hangs or cannot be reached"
         )
     return found.pop()
 
@@ -78,7 +92,7 @@ class Meeting:
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} waits for the other ranks"
-        round_number, notes = within(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
+        round_number, notes = asked(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
         # One that has left again had come, and waited in vain as this rank has.
         missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != round_number]
         if missing or not all(_is_at(note, round_number) for note in notes):
@@ -89,8 +103,9 @@ class Meeting:
             )
         for other, note in enumerate(notes):
             if note is not None and note.fingerprint != fingerprint:
+                mine, theirs = _where_they_differ(fingerprint, note.fingerprint)
                 raise RuntimeError(
-                    f"ranks must agree, but rank {self.rank} has {fingerprint} and rank {other} has {note.fingerprint}; "
+                    f"ranks must agree, but rank {self.rank} has {mine} and rank {other} has {theirs}; "
                     f"{cure or 'give all ranks the same settings and the same checkpoint'}"
                 )
         return f"{self.name}/{round_number}"
@@ -113,7 +128,7 @@ class Meeting:
             newest, complete = max(note.round for note in notes if note is not None), f"{self.name}/{mine}/complete"
             if newest > mine and self.store.check([complete]):
                 # Some rank was quicker, and is at the next meeting already; this one ended for all in the same way.
-                notes = [_Note(mine, "met", each) for each in json.loads(self.store.get(complete))]
+                notes = list[_Note | None](_Note(mine, "met", each) for each in json.loads(self.store.get(complete)))
                 newest = mine
             if newest > mine:
                 mine = newest
@@ -131,11 +146,11 @@ class Meeting:
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:
         """Tell the other ranks why this one failed after the meeting `of`, and return what each has told within `timeout_s` seconds.
 
-        None stands for a rank that has told nothing. Raises StoreSilentError, and RuntimeError where the store is gone.
+        None stands for a rank that has told nothing. Raises StoreSilentError.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} reports a failure"
-        return within(timeout_s + GRACE_S, lambda: self._report(f"{of}/failed", cause, deadline), doing)
+        return asked(timeout_s + GRACE_S, lambda: self._report(f"{of}/failed", cause, deadline), doing)
 
     def _report(self, prefix: str, cause: str, deadline: float) -> list[str | None]:
         keys, pause = [f"{prefix}/{rank}" for rank in range(self.size)], POLL_S
@@ -158,6 +173,20 @@ class Meeting:
         else:
             values = [self.store.get(key) if self.store.check([key]) else None for key in keys]
         return [None if value is None else _Note(*json.loads(value)) for value in values]
+
+
+def _where_they_differ(mine: str, theirs: str) -> tuple[str, str]:
+    """Return two texts, long ones only from a little before they differ, at a word, to a little after."""
+    common = next((place for place, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, common - EXCERPT // 3)
+    start = mine.find(" ", start) + 1 if start else 0
+
+    def excerpt(text: str) -> str:
+        return (
+            f"{'... ' if start else ''}{text[start : start + EXCERPT]}{' ...' if len(text) > start + EXCERPT else ''}"
+        )
+
+    return (mine, theirs) if max(len(mine), len(theirs)) <= EXCERPT else (excerpt(mine), excerpt(theirs))
 
 
 def _is_at(note: _Note | None, round_number: int) -> bool:

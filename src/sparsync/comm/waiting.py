@@ -1,4 +1,4 @@
-"""Ctrl-C while ranks wait for each other.
+"""Waiting for other ranks, and Ctrl-C meanwhile.
 
 Python runs the handler of a signal between two instructions of the main thread, and a wait of torch.distributed is one instruction: of
 this thread, or of autograd, which waits for what another thread reduces. So a thread of its own is woken by the signal itself. Where
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -53,6 +54,16 @@ def abort_on_interrupt(connected: Connected) -> None:
 def was_interrupted(connected: Connected) -> bool:
     """Return whether Ctrl-C aborted these connections: other ranks are not waited for then."""
     return _interrupted.get(id(connected)) is connected
+
+
+def wait_each(works: Sequence[dist.Work | None], peers: Sequence[int]) -> None:
+    """Wait for operations in their order; an error says which rank was waited for, `peers[i]` with work i."""
+    for work, peer in zip(works, peers, strict=True):
+        try:
+            if work is not None:  # None only for a rank outside the group
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"waiting for rank {peer}: {error}") from error
 
 
 def _install() -> None:

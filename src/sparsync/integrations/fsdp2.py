@@ -27,6 +27,7 @@ from sparsync.integrations.fsdp2_units import (
     ShardedParameter,
     Unit,
     fingerprint,
+    parameter_text,
     process_group,
     units_of,
 )
@@ -348,6 +349,8 @@ def attach_fsdp2(
     axis = units[0].shard_group if replicate is None else process_group(replicate)
     if replicate is not None:
         settings += f" and parameters {fingerprint(units)}"
+    else:
+        settings += f" and parameters {parameter_text(units)}"
     comm = GroupComm.private(axis, timeout_s, fingerprint=settings)
     shards = GroupComm.private(units[0].shard_group, timeout_s, fingerprint=repr(how)) if how is not None else None
     if isinstance(form, ReduceScatterScheme):

@@ -242,6 +242,15 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
     return axis.get_group()
 
 
+def parameter_text(units: Iterable[Unit]) -> str:
+    """Return names, sizes and types of all parameters of these units, in their order."""
+    return ", ".join(
+        f"{name} {list(each._orig_size)} {each._sharded_param_data.dtype}"
+        for unit in units
+        for name, each in zip(unit.names, unit.parameters, strict=True)
+    )
+
+
 def fingerprint(units: Iterable[Unit]) -> str:
     """Return a digest of the shards of these units; "unknown" while some have no memory yet."""
     digest = hashlib.blake2b(digest_size=6)
