@@ -19,7 +19,7 @@ DELAY = 0.4  # of the timeout
 LOOK_FOR = 3  # steps in which the moment may come; then the fault strikes between two steps
 SAVED_STEP = 1  # the step before which the state is saved that rank 0 loads later
 AHEAD = 3  # steps that one rank counts too many
-_CALLS = ("send_recv", "all_gather", "all_to_all", "all_reduce")
+_CALLS = ("announce", "settle", "send_recv", "all_gather", "all_to_all", "all_reduce")
 
 
 class LeaveEarly(BaseException):

@@ -24,7 +24,13 @@ END_S = 8.0  # for a process to end once it has its error
 RATE_BITS_PER_S = 1e9  # of the links of a partition
 STACKS = 1500  # characters
 MESSAGE = 1000
-PRELOADED = ["torch._dynamo", "sparsync.lab.campaign.rank"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "sparsync.lab.campaign.rank",
+]
 
 
 @dataclass
@@ -60,15 +66,18 @@ class _Rank:
     told_at: float = 0.0
 
 
-def observe(trial: Trial, timeout_s: float, undisturbed: bool = False) -> Seen:
-    """Run the ranks of a trial, and return what each of them made of it; no process is left. `undisturbed`: without the fault."""
+def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> Seen:
+    """Run the ranks of a trial, and return what each of them made of it; no process is left. `undisturbed`: without the fault.
+
+    A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
+    """
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparsync-campaign-")))
         cut = trial.fault == "partition" and not undisturbed
         links = stack.enter_context(network(trial.ranks, RATE_BITS_PER_S)) if cut else None
         ranks = stack.enter_context(_started(trial, folder, timeout_s, links, undisturbed))
-        struck, at = _watched(trial, ranks, links, timeout_s)
+        struck, at = _watched(trial, ranks, links, timeout_s + grace_s)
         _read_stacks(ranks, folder)
     for rank in ranks:
         rank.end.after_s = round(max(0.0, rank.told_at - at), 2) if at and rank.told_at else None
@@ -108,7 +117,7 @@ def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type
     return context
 
 
-def _watched(trial: Trial, ranks: Sequence[_Rank], links: Network | None, timeout_s: float) -> tuple[str, float]:
+def _watched(trial: Trial, ranks: Sequence[_Rank], links: Network | None, bound_s: float) -> tuple[str, float]:
     """Return where the fault struck and when, once every rank is settled or its time is over."""
     struck, at, gone = "", 0.0, False
     strike_at = None  # of a fault at a random time
@@ -134,7 +143,7 @@ def _watched(trial: Trial, ranks: Sequence[_Rank], links: Network | None, timeou
         if gone:
             ranks[trial.victim].settled, ranks[trial.victim].end.state, gone = True, "victim", False
         if at and trial.fault not in ("delay", "nan"):
-            deadline = min(deadline, at + timeout_s + GRACE_S)
+            deadline = min(deadline, at + bound_s)
     for rank in ranks:
         if rank.end.state == "done":
             _send(rank, "end")

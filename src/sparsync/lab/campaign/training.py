@@ -3,14 +3,11 @@
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -100,8 +97,7 @@ class ModelTraining:
         digest = hashlib.sha256()
         with self.common():
             for name, parameter in sorted(self.model.named_parameters()):
-                own = parameter.detach()
-                own = own.to_local() if isinstance(own, DTensor) else own
+                own = _local(parameter.detach())
                 if not own.isfinite().all():
                     raise RuntimeError(f"the training has ended with NaN or Inf in {name!r}")
                 digest.update(own.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -111,9 +107,8 @@ class ModelTraining:
         """Return what a loss scaler finds: whether the gradients of all ranks are finite."""
         bad = torch.zeros(1)
         for parameter in self.model.parameters():
-            grad = parameter.grad
-            grad = grad.to_local() if isinstance(grad, DTensor) else grad
-            bad += 0.0 if grad is None or bool(grad.isfinite().all()) else 1.0
+            if parameter.grad is not None and not _local(parameter.grad).isfinite().all():
+                bad += 1
         if self.trial.integration == "fsdp_shard":
             dist.all_reduce(bad)
         return not bad.item()
@@ -144,6 +139,8 @@ class ModelTraining:
         self.handle, self._after, self.common = steps, steps.step, steps.averaged
 
     def _fsdp_replicate(self, timeout_s: float) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         mesh = init_device_mesh("cpu", (self.trial.ranks, 1), mesh_dim_names=("replicate", "shard"))
         self._sharded(mesh["shard"])
         self.handle = sparsync.attach(
@@ -151,13 +148,22 @@ class ModelTraining:
         )
 
     def _fsdp_shard(self, timeout_s: float) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         self._sharded(init_device_mesh("cpu", (self.trial.ranks,)))
         self.handle = sparsync.attach(self.model, self.scheme, optimizer=self.optimizer, timeout_s=timeout_s)
 
-    def _sharded(self, mesh: DeviceMesh) -> None:
+    def _sharded(self, mesh: Any) -> None:  # Any: a DeviceMesh, whose module is loaded where it is used
+        from torch.distributed.fsdp import fully_shard
+
         for module in (self.model.get_submodule("first"), self.model.get_submodule("second"), self.model):
             fully_shard(module, mesh=mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CollectivesTraining:

@@ -31,6 +31,15 @@ TRAININGS = {
 INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration", "compare": "sparsync compare"}
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")
+# Of some schemes; the others have all.
+_LACKING = {"dense": PHASES, "skip_reduce": PHASES, "topk": ("accumulate",), "oktopk": ("accumulate",)}
+
+
+def phases_of(scheme: str) -> tuple[str, ...]:
+    """Return the phases that a scheme of SCHEMES passes, by the names of sparsync.phases."""
+    return tuple(phase for phase in PHASES if phase not in _LACKING.get(scheme, ()))
+
+
 # Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
 WITHIN = (*PHASES, "message", "late")
 # "start": before the first step; "before": before a later one; "random": a time, whatever the rank does then.
@@ -75,7 +84,6 @@ _WHEN = {
     "raise_at_message": ("message",),
     "raise_late": ("late",),
 }
-_WHEN_COLLECTIVES = ("start", "before", "message", "random")
 _MESSAGES = 8
 _RANDOM_S = 0.4
 STEPS = 10
@@ -128,6 +136,7 @@ def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
         for fault in FAULTS
         for integration in _integrations(fault)
         for scheme in _schemes(integration)
+        if fault != "raise" or phases_of(scheme)
     ]
     return [
         cell
@@ -156,13 +165,15 @@ def _trial(seed: int, number: int, fault: str, integration: str, schemes: Sequen
     draw = random.Random(f"{seed}/{number}")
     ranks = 2 if integration == "compare" else draw.choice((2, 3))
     victim = 0 if fault == "other_state" else draw.randrange(ranks)
-    when = draw.choice(_WHEN.get(fault, (SETUP,)))
-    if integration == "collectives":
-        when = draw.choice([each for each in _WHEN_COLLECTIVES if each in _WHEN[fault]])
+    scheme = draw.choice(schemes)
+    possible = (SETUP, "start", "before", "message", "random")
+    if integration not in ("collectives", "compare"):
+        possible = (*possible, "late", *phases_of(scheme))
+    when = draw.choice([each for each in _WHEN.get(fault, (SETUP,)) if each in possible])
     return Trial(
         fault=fault,
         integration=integration,
-        scheme=draw.choice(schemes),
+        scheme=scheme,
         ranks=ranks,
         victim=victim,
         when=when,
