@@ -41,7 +41,7 @@ def campaign(
     if page is not None:
         replaced(page, PART, "")  # so that a page without that part is found before the trials
     trials, commit = drawn(seed, count, only), environment.versions()["commit"]
-    done = {each.key: each for each in records.read(out)}
+    done = {each.key: each for each in records.read(out) if each.verdict != "missed"}
     missing = [trial for trial in trials if (trial, timeout_s, commit) not in done]
     for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs), start=1):
         done[finished.key] = finished
@@ -134,7 +134,7 @@ def _markdown(found: Sequence[Finished], command: Sequence[str]) -> str:
     commits = sorted({each.commit or "unknown" for each in found})
     parts = [f"```text\n{shlex.join(command)}\n```", f"{len(found)} trials of version {', '.join(commits)}."]
     for shown in tables(found):
-        lines = [shown.heads, ["---"] * len(shown.heads), *shown.rows]
+        lines = [[head.replace("\n", " ") for head in shown.heads], ["---"] * len(shown.heads), *shown.rows]
         parts.append("\n".join([f"{shown.title}:", "", *(f"| {' | '.join(line)} |" for line in lines)]))
     if bad := remarks(found):
         parts.append("\n".join(["Not as it should be:", "", *(f"- {_plain(line)}" for line in bad)]))

@@ -17,10 +17,11 @@ from sparsync.lab.campaign.trials import Trial
 from sparsync.lab.campaign.verdict import Verdict
 from sparsync.lab.report import results
 
-START_S = 90.0  # for Python and torch to be loaded three times, on a machine that is busy
+START_S = 200.0  # for Python and torch to be loaded three times, on a machine that is busy
 BOUND_S = 20.0  # from the fault to the end of all processes; workers get 3 s to report, and 3 s to end
-TIMEOUT = "20"  # of an operation of a rank, in seconds
+TIMEOUT = "90"  # of an operation of a rank, in seconds
 ENDLESS = "1000000"
+SHOWN = 1000  # characters of what a program says
 WORKER = b"sparsync.lab.workers.process"
 
 T = TypeVar("T")
@@ -31,13 +32,18 @@ def compared(trial: Trial) -> Found:
     """Run the comparison of a trial, and return the verdict, why, and what was seen. No process is left."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as folder:
-        verdict, why, end = {
+        tried = {
             "killed_worker": _killed_worker,
             "killed_parent": _killed_parent,
             "full_disk": _full_disk,
             "two_at_once": _two_at_once,
-        }[trial.fault](trial, Path(folder))
-    return verdict, why, Seen(trial.fault, [end], round(time.monotonic() - began, 2))
+        }[trial.fault]
+        try:
+            verdict, why, end = tried(trial, Path(folder))
+        except _NotStartedError as error:
+            verdict, why, end = "missed", str(error), RankEnd(0, "crashed", str(error))
+    struck = "" if verdict == "missed" else "while it trains"
+    return verdict, why, Seen(struck, [end], round(time.monotonic() - began, 2))
 
 
 def _killed_worker(trial: Trial, out: Path) -> tuple[Verdict, str, RankEnd]:
@@ -77,7 +83,7 @@ def _two_at_once(trial: Trial, out: Path) -> tuple[Verdict, str, RankEnd]:
         for program in (one, other):
             with suppress(subprocess.TimeoutExpired):
                 program.process.wait(START_S)
-        end = RankEnd(0, "done", one.told() + other.told(), after_s=_since(at))
+        end = RankEnd(0, "done", (one.told() + other.told())[:SHOWN], after_s=_since(at))
         if one.process.poll() is None or other.process.poll() is None:
             return "hung", "a comparison does not end", end
         if (one.process.returncode, other.process.returncode) != (0, 0):
@@ -89,6 +95,10 @@ def _two_at_once(trial: Trial, out: Path) -> tuple[Verdict, str, RankEnd]:
         return "silent", str(error), end
     whole = [run for run in runs if all(trace.end and len(trace.steps) == 60 for trace in run.traces.values())]
     return ("right", "", end) if len(whole) == 2 else ("silent", f"{len(whole)} of 2 runs are whole", end)
+
+
+class _NotStartedError(Exception):
+    """The comparison has ended, or its time is over, before anything was done to it."""
 
 
 class _Program:
@@ -134,12 +144,13 @@ def _ended(
     try:
         code = program.process.wait(bound_s)
     except subprocess.TimeoutExpired:
-        end = RankEnd(0, "hung", program.told()[-1000:])
+        end = RankEnd(0, "hung", program.told()[:SHOWN])
         return "hung", f"the program goes on for {bound_s:g} s after the fault", end
-    end = RankEnd(0, "error", program.told()[-1000:], after_s=_since(at))
+    told = program.told()
+    end = RankEnd(0, "error", told[:SHOWN], after_s=_since(at))
     if left := _left(workers, time.monotonic() + BOUND_S):
         return "hung", f"workers are left: {left}", end
-    if code != 1 or due not in end.said or "Traceback" in end.said.partition("last lines of rank")[0]:
+    if code != 1 or due not in told or "Traceback" in told.partition("last lines of rank")[0]:
         return ("silent" if code == 0 else "crashed" if code < 0 else "wrong"), f"exit {code}: {end.said}", end
     return "right", "", end
 
@@ -179,7 +190,7 @@ def _await(condition: Callable[[], T], program: _Program) -> T:
     deadline = time.monotonic() + START_S
     while not (value := condition()):
         if program.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the comparison has not started to train: {program.told()[-500:]}")
+            raise _NotStartedError(f"the comparison has not started to train: {program.told()[-500:]}")
         time.sleep(0.02)
     return value
 

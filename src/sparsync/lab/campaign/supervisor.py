@@ -20,7 +20,7 @@ from sparsync.lab.netlab import Network, network
 
 GRACE_S = 6.0  # after the timeout: exchanging causes takes up to 3 s, and the machine may be busy
 TRAIN_S = 60.0  # for a training that nothing disturbs
-END_S = 8.0  # for a process to end once it has its error
+END_S = 15.0  # for a process to end once it has its error
 RATE_BITS_PER_S = 1e9  # of the links of a partition
 STACKS = 1500  # characters
 MESSAGE = 1000
