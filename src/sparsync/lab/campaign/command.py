@@ -19,7 +19,10 @@ from sparsync.lab.report.parts import replaced
 from sparsync.lab.report.tables import Table, lines_of
 
 PART = "campaign"
+WIDTH = 150  # columns
 SHOWN = 160  # characters of an error under the tables
+_ORDER: tuple[Verdict, ...] = ("right", "wrong", "torch", "hung", "silent", "crashed", "missed")
+_ALWAYS = ("right", "wrong", "hung", "silent", "crashed")
 
 
 def campaign(
@@ -48,7 +51,8 @@ def campaign(
         records.append(out, finished)
         print(f"[{number}/{len(missing)}] {finished.verdict}: {finished.trial.label}", file=sys.stderr, flush=True)
     found = [done[trial, timeout_s, commit] for trial in trials]
-    print(lines_of(tables(found), below=[(line, "dim") for line in remarks(found)], width=150, ascii_only=not _utf8()))
+    below = [(line, "dim") for line in (slowest(found), *remarks(found))]
+    print(lines_of(tables(found), below=below, width=WIDTH, ascii_only=not _utf8()))
     print(f"Written to {out / records.FILE_NAME}")
     if page is not None:
         _write(page, replaced(page, PART, _markdown(found, command)))
@@ -88,8 +92,19 @@ def remarks(found: Sequence[Finished]) -> list[str]:
     return [f"{each.verdict}: {each.trial.label}: {_short(each.why)}" for each in bad]
 
 
-_ORDER: tuple[Verdict, ...] = ("right", "wrong", "torch", "hung", "silent", "crashed", "missed")
-_ALWAYS = ("right", "wrong", "hung", "silent", "crashed")
+def slowest(found: Sequence[Finished]) -> str:
+    """Return a sentence about the error that came last after its fault, of the trials that ended as they should."""
+    times = [
+        (end["after_s"], each)
+        for each in found
+        if each.verdict == "right" and each.trial.integration != "compare"
+        for end in each.seen["ranks"]
+        if end["state"] == "error" and end["after_s"] is not None
+    ]
+    if not times:
+        return "No trial had an error."
+    after_s, last = max(times, key=lambda each: each[0])
+    return f"With a timeout of {last.timeout_s:g} s the last error came {after_s:.1f} s after its fault: {last.trial.label}."
 
 
 def _tried(trials: Sequence[Trial], timeout_s: float, commit: str | None, jobs: int) -> Iterator[Finished]:
@@ -136,6 +151,7 @@ def _markdown(found: Sequence[Finished], command: Sequence[str]) -> str:
     for shown in tables(found):
         lines = [[head.replace("\n", " ") for head in shown.heads], ["---"] * len(shown.heads), *shown.rows]
         parts.append("\n".join([f"{shown.title}:", "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    parts.append(_plain(slowest(found)))
     if bad := remarks(found):
         parts.append("\n".join(["Not as it should be:", "", *(f"- {_plain(line)}" for line in bad)]))
     return "\n\n".join(parts)

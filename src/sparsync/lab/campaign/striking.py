@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ class Striker:
         self._messages = 0
         self._saved: Any = None  # Any: as Handle.state_dict
         self._reduced, self._reduced_before = 0, 0  # buckets of this step, and of the last one that had any
-        self._lock = threading.Lock()
         if self.armed:
             self._watch_messages()
             self._watch_phases()
@@ -106,8 +104,7 @@ class Striker:
         self.connection.send(("strike", time.monotonic(), where))
 
     def _within(self, when: str) -> bool:
-        with self._lock:
-            return self.armed and self.trial.when == when and self.step >= self.trial.step
+        return self.armed and self.trial.when == when and self.step >= self.trial.step
 
     def _count_otherwise(self, step: int, training: Training) -> None:
         handle = training.handle

@@ -33,13 +33,6 @@ INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration", "compar
 PHASES = ("accumulate", "select", "encode", "decode", "apply")
 # Of some schemes; the others have all.
 _LACKING = {"dense": PHASES, "skip_reduce": PHASES, "topk": ("accumulate",), "oktopk": ("accumulate",)}
-
-
-def phases_of(scheme: str) -> tuple[str, ...]:
-    """Return the phases that a scheme of SCHEMES passes, by the names of sparsync.phases."""
-    return tuple(phase for phase in PHASES if phase not in _LACKING.get(scheme, ()))
-
-
 # Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
 WITHIN = (*PHASES, "message", "late")
 # "start": before the first step; "before": before a later one; "random": a time, whatever the rank does then.
@@ -71,6 +64,7 @@ GONE = ("kill", "freeze", "partition", "leave")
 RAISED = ("raise", "raise_at_message", "raise_late")
 MADE_OTHERWISE = ("other_sizes", "other_order", "other_dtype", "other_settings")
 DIFFERENT = ("other_step", "other_state", *MADE_OTHERWISE)
+AT_A_STEP = ("nan", "other_step", "other_state")
 OF_COMPARE = ("killed_worker", "killed_parent", "full_disk", "two_at_once")
 OF_COLLECTIVES = ("kill", "freeze", "partition", "leave", "delay", "raise_at_message")
 
@@ -108,9 +102,21 @@ class Trial:
     @property
     def label(self) -> str:
         """A line for people."""
-        parts = [self.fault, f"rank {self.victim} of {self.ranks}", self.integration]
-        when = {"message": f"message {self.message}", "random": f"{self.after_s:.2f} s"}.get(self.when, self.when)
-        return ", ".join([*parts, *([self.scheme] if self.scheme != NONE else []), f"{when} from step {self.step}"])
+        when = {
+            "start": "before the first step",
+            "before": f"before step {self.step}",
+            "message": f"message {self.message} from step {self.step}",
+            "random": f"after {self.after_s:.2f} s",
+            SETUP: f"step {self.step}" if self.fault in AT_A_STEP else "",
+        }.get(self.when, f"{self.when} from step {self.step}")
+        scheme = "" if self.scheme == NONE else self.scheme
+        parts = [self.fault, f"rank {self.victim} of {self.ranks}", self.integration, scheme, when]
+        return ", ".join(part for part in parts if part)
+
+
+def phases_of(scheme: str) -> tuple[str, ...]:
+    """Return the phases that a scheme of SCHEMES passes, by the names of sparsync.phases."""
+    return tuple(phase for phase in PHASES if phase not in _LACKING.get(scheme, ()))
 
 
 def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
