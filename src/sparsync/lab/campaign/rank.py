@@ -11,7 +11,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import parent_process
+from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -27,6 +27,7 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public,
 JOIN_S = 60.0  # for the processes of a trial to start, on a machine that is busy
 RANDOM_STEPS, RANDOM_PAUSE_S = 300, 0.004  # where the fault comes at a random time, training goes on for longer
 _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Order:
 
 def run(order: Order, connection: Connection) -> None:
     """Train, and end the process. Sends "joined", takes "go"; then "strike", and at last "done" or "error", each with the time."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
     with (order.folder / f"stderr{order.rank}").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)  # torch warns there of every connection that is lost
     with (order.folder / f"stacks{order.rank}").open("w") as stacks:
@@ -143,8 +144,18 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _end_with_parent() -> None:
+    """End when the supervisor does, and with the fork server, which does the same: a rank that is stopped cannot end itself."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    # HACK: what tells the fork server that the supervisor lives is open in every rank too; there is no public way to close it. Price: a
+    # rank that is stopped outlives a supervisor that is killed, where Python changes it.
+    with suppress(AttributeError, OSError, TypeError):
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     parent = parent_process()
     assert parent is not None
-    with suppress(OSError):
-        wait([parent.sentinel])
-    os._exit(1)
+
+    def watch() -> None:
+        with suppress(OSError):
+            wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
