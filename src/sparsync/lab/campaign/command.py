@@ -1,5 +1,6 @@
 """The command `sparsync campaign`: its trials, those that are finished already left out, and then its tables."""
 
+import re
 import shlex
 import sys
 import threading
@@ -21,7 +22,10 @@ from sparsync.lab.report.tables import Table, lines_of
 PART = "campaign"
 ATTEMPTS = 2  # of a trial whose fault did not strike; then it is tried for the last time
 WIDTH = 150  # columns
-SHOWN = 160  # characters of an error under the tables
+SHOWN = 300  # characters of an error under the tables
+_NOISE = re.compile(
+    r"\[/[^]]*\] |Got the following error when running the callback: | This is typically caused by .*?GLHF! \S+"
+)
 _ORDER: tuple[Verdict, ...] = ("right", "wrong", "torch", "hung", "silent", "crashed", "missed")
 _ALWAYS = ("right", "wrong", "hung", "silent", "crashed")
 
@@ -163,7 +167,9 @@ def _markdown(found: Sequence[Finished], command: Sequence[str]) -> str:
 
 
 def _short(why: str) -> str:
-    line = " ".join(why.split())
+    """Return an error in a line, without torch's source files and advice."""
+    line = _NOISE.sub("", " ".join(why.split()))
+    line = line.partition(" At: /")[0]
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
 
 
