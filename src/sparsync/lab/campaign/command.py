@@ -167,9 +167,8 @@ def _markdown(found: Sequence[Finished], command: Sequence[str]) -> str:
 
 
 def _short(why: str) -> str:
-    """Return an error in a line, without torch's source files and advice."""
-    line = _NOISE.sub("", " ".join(why.split()))
-    line = line.partition(" At: /")[0]
+    """Return the first line of an error, without torch's source files and advice."""
+    line = _NOISE.sub("", why.partition("\n")[0]).strip()
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
 
 
