@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo test test-slow test-all test-adapters check docs sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo campaign test test-slow test-all test-adapters check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -19,6 +19,11 @@ $(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/
 
 demo: $(READY)
 	$(BIN)/sparsync demo --out demo
+
+# Trainings under faults, minutes of them; a stopped campaign goes on where it was. make campaign CAMPAIGN="--seed 1 --only freeze,ddp"
+CAMPAIGN ?=
+campaign: $(READY)
+	$(BIN)/sparsync campaign --out build/campaign $(CAMPAIGN)
 
 # At most 6 minutes of processor time, which pytest prints at its end.
 test: $(READY)

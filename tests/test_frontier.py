@@ -13,13 +13,13 @@ from helpers.third_party import LineFit
 from sparsync import Bucket, LocalWorld
 from sparsync.lab import cli
 from sparsync.lab.frontier import runs, study
-from sparsync.lab.frontier.command import replaced
 from sparsync.lab.frontier.figures import OURS, kind, panels
 from sparsync.lab.frontier.oracle import Oracle
 from sparsync.lab.frontier.picture import picture
 from sparsync.lab.frontier.runs import Finished, Key
 from sparsync.lab.frontier.study import ORACLE, Study, complete
 from sparsync.lab.frontier.tables import markdown, table
+from sparsync.lab.report.parts import replaced
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.workloads.one_process import Trained
 

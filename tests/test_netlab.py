@@ -351,3 +351,27 @@ def test_a_rank_outside_the_network_is_refused(rank: int) -> None:
 def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"no interface 'eth77' .*lo"):
         interface_counters("eth77")
+
+
+def reached(links: Network, by: int, other: int) -> str:
+    """Return the name of the error that a connection ends with; a rank that is reached refuses it, for nobody listens."""
+    program = (
+        f"import socket\ntry: socket.create_connection(({links.address(other)!r}, 9), timeout=0.5)\n"
+        "except OSError as error: print(type(error).__name__)"
+    )
+    done = subprocess.run(
+        links.command(by, [sys.executable, "-c", program]), capture_output=True, check=False, text=True
+    )
+    return done.stdout.strip()
+
+
+@builds
+def test_a_link_that_is_cut_loses_everything_in_both_directions_and_no_other_does() -> None:
+    with network(3, parse_rate("100mbit")) as links:
+        assert reached(links, 0, 1) == "ConnectionRefusedError"
+        links.cut(1)
+        assert reached(links, 0, 1) != "ConnectionRefusedError"
+        assert reached(links, 1, 0) != "ConnectionRefusedError"
+        assert reached(links, 0, 2) == "ConnectionRefusedError"
+    with network(2, None) as loopback, pytest.raises(ValueError, match="over loopback there is no link to cut"):
+        loopback.cut(0)

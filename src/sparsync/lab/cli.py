@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_gradients_options(gradients)
     gradients.set_defaults(run=_gradients)
 
+    campaign = commands.add_parser(
+        "campaign", help="disturb trainings with faults, and count where a rank hangs or says nothing of it"
+    )
+    _add_campaign_options(campaign)
+    campaign.set_defaults(run=_campaign)
+
     schemes = commands.add_parser("schemes", help="list the schemes, or the settings of one")
     schemes.add_argument(
         "name", nargs="?", help="show its settings: NAME, package.module:Class or path/to/file.py:Class"
@@ -193,6 +199,17 @@ def _add_gradients_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
 
+def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trials", type=int, default=200, help="number of trials (default: 200)")
+    add("--seed", type=int, default=0, help="of faults, moments, ranks, weights and data (default: 0)")
+    add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
+    add("--timeout", type=float, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
+    add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
+    add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
+
+
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.compare.comparison import compare
     from sparsync.lab.netlab import restart_with_rights
@@ -281,6 +298,16 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     save(recorded, options.out)
     T, P, n = recorded["gradients"].shape
     print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")
+
+
+def _campaign(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.campaign.command import campaign
+    from sparsync.lab.netlab import restart_with_rights
+
+    restart_with_rights("sparsync.lab.cli", arguments)
+    only = [name for name in options.only.split(",") if name]
+    command = ["sparsync", *arguments]
+    campaign(options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -1,6 +1,5 @@
 """The command `sparsync frontier`: its trainings, and then its outputs: a table, a picture, and a part of a page."""
 
-import re
 import shlex
 import shutil
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from sparsync.lab.frontier.figures import Panel, panels
 from sparsync.lab.frontier.study import Study, complete
 from sparsync.lab.frontier.tables import markdown, remarks, table
+from sparsync.lab.report.parts import replaced
 from sparsync.lab.report.tables import WIDTH, lines_of
 
 PICTURE = "frontier.png"
@@ -54,16 +54,6 @@ def frontier(
         _write(page.parent / name, image)
         _write(page, replaced(page, part, _markdown(found, workload.metric, command, name)))
         print(f"Written: {page}, {page.parent / name}")
-
-
-def replaced(page: Path, part: str, content: str) -> str:
-    """Return the text of the page with `content` between its markers of `part`. Raises ValueError where it has none."""
-    begin, end = f"<!-- begin {part} -->", f"<!-- end {part} -->"
-    text = page.read_text("utf-8") if page.is_file() else ""
-    found = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
-    if found is None:
-        raise ValueError(f"--page: {page} has no part {part!r}; put the lines {begin} and {end} where it is to stand")
-    return f"{text[: found.start()]}{begin}\n\n{content}\n\n{end}{text[found.end() :]}"
 
 
 def _markdown(found: Sequence[Panel], metric: str, command: Sequence[str], picture: str) -> str:

@@ -24,6 +24,8 @@ class Network:
     addresses: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]  # stands before a command to run it as that rank
     link: TokenBucket | None  # each rank's link, the same in both directions
+    anchors: tuple[int, ...] = ()  # the process that holds each rank's network stack alive; none over loopback
+    switch: int | None = None  # the one that holds the switch's
 
     @property
     def limited(self) -> bool:
@@ -37,6 +39,12 @@ class Network:
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """Return the argv that runs `argv` as that rank, in a process of its own id: signals and exit status reach it directly."""
         return [*self.prefixes[self._checked(rank)], *argv]
+
+    def cut(self, rank: int) -> None:
+        """Take a rank's link down at the switch: from now on frames vanish in both directions, and no connection is reset."""
+        if self.switch is None:
+            raise ValueError("over loopback there is no link to cut; make the network with a rate")
+        run_batches([(self.switch, "ip", [f"link set port{self._checked(rank)} down"])])
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < len(self.addresses):
@@ -67,7 +75,8 @@ def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = Tru
     with namespaces(ranks + 1) as (switch, *anchors):
         _connect(switch, anchors, link)
         prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
-        yield Network(INTERFACE, tuple(_address(rank) for rank in range(ranks)), prefixes, link)
+        addresses = tuple(_address(rank) for rank in range(ranks))
+        yield Network(INTERFACE, addresses, prefixes, link, tuple(anchors), switch)
 
 
 def _connect(switch: int, anchors: Sequence[int], link: TokenBucket) -> None:
