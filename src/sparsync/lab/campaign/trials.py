@@ -32,7 +32,13 @@ INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration", "compar
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")
 # Of some schemes; the others have all.
-_LACKING = {"dense": PHASES, "skip_reduce": PHASES, "topk": ("accumulate",), "oktopk": ("accumulate",)}
+_LACKING = {
+    "dense": PHASES,
+    "skip_reduce": PHASES,
+    "topk": ("accumulate",),
+    "two_shot": ("accumulate",),
+    "oktopk": ("accumulate",),
+}
 # Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
 WITHIN = (*PHASES, "message", "late")
 # "start": before the first step; "before": before a later one; "random": a time, whatever the rank does then.
