@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.same_bits import bits as bits_of
 from sparsync import Span, kernels
-from sparsync.core import Sparse
+from sparsync.core import Rows, Sparse
 from sparsync.kernels import codecs
 
 REFUSED = (ValueError, TypeError, IndexError, RuntimeError)
@@ -89,6 +89,8 @@ sparse = mostly(
 )
 parts = mostly(st.lists(sparse, max_size=4))
 regions = mostly(st.one_of(st.just([Span(0, 3), Span(3, 8)]), st.lists(spans, max_size=3)))
+starts = mostly(st.lists(st.integers(-1, 9), max_size=4).map(lambda at: torch.tensor(at, dtype=torch.int32)))
+rows = mostly(st.builds(Rows, starts, mostly(st.integers(0, 3)), mostly(st.integers(-1, 9))))
 # Not 2^31 - 1: a bitmap of that takes seconds.
 widths = mostly(st.one_of(st.integers(-2, 12), st.sampled_from([300, 2**31, 2**63])))
 packets = mostly(st.binary(max_size=24).map(lambda raw: torch.tensor(list(raw), dtype=torch.uint8)))
@@ -100,20 +102,32 @@ ARGUMENTS: dict[str, tuple[Strategy, ...]] = {
     "accumulate": (vectors, vectors, vectors),
     "accumulate_top_k": (vectors, vectors, number, vectors, bounds),
     "accumulate_top_k_nonzero": (vectors, vectors, number, vectors, skips, bounds),
+    "accumulate_top_k_of_rows": (
+        vectors,
+        vectors,
+        mostly(st.lists(rows, max_size=2)),
+        mostly(st.lists(number, max_size=2)),
+        vectors,
+        mostly(st.lists(bounds, max_size=2)),
+    ),
     "all_finite": (vectors,),
     "argtopk": (vectors, number),
     "clear_": (vectors, index),
     "coalesce": (parts,),
     "gather": (vectors, index),
     "isin": (index, index),
+    "locate": (rows, index),
     "merge": (parts,),
     "move_": (vectors, vectors),
+    "move_put_": (vectors, vectors, parts, parts),
     "put_": (vectors, index, vectors),
     "scatter_add_": (vectors, sparse),
     "select_ge": (vectors, mostly(st.floats())),
+    "smallest_magnitude": (vectors,),
     "split": (sparse, regions),
     "top_k": (vectors, number, bounds),
     "top_k_nonzero": (vectors, number, skips, bounds),
+    "top_k_of_rows": (vectors, rows, number, bounds),
     "encode_positions": (codec, index, widths),
     "decode_positions": (codec, packets, number, widths),
     "scaled_encode": (vectors, bits, noise),
@@ -129,6 +143,8 @@ def copied(argument: Any) -> Any:
         return [copied(each) for each in argument]
     if isinstance(argument, Sparse):
         return Sparse(copied(argument.index), copied(argument.value), argument.length)
+    if isinstance(argument, Rows):
+        return Rows(copied(argument.starts), argument.row, argument.length)
     if isinstance(argument, Tensor):
         plain = type(argument) is Tensor and argument.layout is torch.strided and argument.device.type == "cpu"
         if not plain or (argument.numel() and not argument.data_ptr()):
@@ -153,6 +169,8 @@ def same(a: Any, b: Any) -> bool:
         return a is b or (a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b)))
     if isinstance(a, Sparse):
         return a.length == b.length and same(a.index, b.index) and same(a.value, b.value)
+    if isinstance(a, Rows):
+        return (a.row, a.length) == (b.row, b.length) and same(a.starts, b.starts)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b or (a != a and b != b)

@@ -328,7 +328,7 @@ class GroupComm:
         """Raise what fails inside as an error that says what was done with which ranks."""
         try:
             yield
-        except RanksDifferError:
+        except (RanksDifferError, ConnectionLostError):
             raise
         except RuntimeError as error:
             others = "" if self._announced or self._meeting is None else self.close_and_report("")

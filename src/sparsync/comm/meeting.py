@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -15,6 +16,7 @@ Result = TypeVar("Result")
 POLL_S = 0.02  # between two looks at the other ranks' notes, at first
 SLOWEST_POLL_S = 0.2
 EXCERPT = 400  # characters of a fingerprint that an error shows
+LINGER_S = 2.0  # how long a rank that differs from others waits for them to find out
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
 
 
@@ -103,6 +105,7 @@ class Meeting:
             )
         for other, note in enumerate(notes):
             if note is not None and note.fingerprint != fingerprint:
+                self._linger(round_number)
                 mine, theirs = _where_they_differ(fingerprint, note.fingerprint)
                 raise RuntimeError(
                     f"ranks must agree, but rank {self.rank} has {mine} and rank {other} has {theirs}; "
@@ -142,6 +145,19 @@ class Meeting:
                 return mine, notes
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
+
+    def _linger(self, round_number: int) -> None:
+        """Stay until all ranks have seen how a meeting ended: the store may live in this process, which an error may end."""
+        deadline = time.monotonic() + LINGER_S
+
+        def linger() -> None:
+            while time.monotonic() < deadline and not all(
+                note is not None and (note.round > round_number or note.status == "met") for note in self._notes()
+            ):
+                time.sleep(POLL_S)
+
+        with suppress(StoreSilentError):
+            asked(LINGER_S + GRACE_S, linger, "")
 
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:
         """Tell the other ranks why this one failed after the meeting `of`, and return what each has told within `timeout_s` seconds.

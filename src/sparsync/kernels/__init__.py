@@ -22,6 +22,7 @@ from sparsync.kernels.arguments import (
     check_parts,
     check_regions,
     check_rows,
+    check_sequences,
     check_span,
     check_sparse,
     check_sum,
@@ -110,13 +111,16 @@ def accumulate_top_k_of_rows(
     `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
     """
     check_sum(residual, grad, out)
+    check_sequences(regions=regions, counts=counts, bounds=bounds)
     if not len(regions) == len(counts) == len(bounds):
         raise ValueError(
             f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
         )
-    for rows, k in zip(regions, counts, strict=True):
+    for rows in regions:
         check_rows(rows)
-        count(k, rows.length)
+        check_one_device(("residual", residual), ("starts", rows.starts))
+    counts = [count(k, rows.length) for rows, k in zip(regions, counts, strict=True)]
+    bounds = [None if bound is None else real(bound, "bound") for bound in bounds]
     return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
 
 
@@ -161,6 +165,7 @@ def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | Non
     """
     check_vector(x, "x")
     check_rows(rows)
+    check_one_device(("x", x), ("starts", rows.starts))
     k = count(k, rows.length)
     return run("top_k_of_rows", x, rows, k, None if bound is None else real(bound, "bound"))
 
@@ -169,6 +174,7 @@ def locate(rows: Rows, place: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
     """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
     check_rows(rows)
     check_vector(place, "place", POSITIONS)
+    check_one_device(("starts", rows.starts), ("place", place))
     return run("locate", rows, place)
 
 
@@ -232,8 +238,10 @@ def move_put_(
     Raises IndexError, before anything is written, for positions outside.
     """
     check_move(to, source)
+    check_sequences(kept=kept, written=written)
     for part in (*kept, *written):
         check_sparse(part)
+        check_one_device(("to", to), ("index", part.index))
     run("move_put_", to, source, kept, written)
 
 

@@ -71,15 +71,22 @@ def check_move(to: Any, source: Any) -> None:
     check_one_device(("to", to), ("source", source))
 
 
+def check_sequences(**named: Any) -> None:
+    """Raise TypeError unless these arguments are sequences."""
+    for name, argument in named.items():
+        if not isinstance(argument, Sequence) or isinstance(argument, str):
+            raise TypeError(f"{name} must be a sequence, got {type(argument).__name__}; pass list({name})")
+
+
 def check_rows(rows: Any) -> None:
     """Raise TypeError or ValueError unless `rows` has a start for each row."""
     if not isinstance(rows, Rows):
         raise TypeError(f"rows must be a sparsync.core.Rows, got {type(rows).__name__}")
     check_vector(rows.starts, "starts", ROW_STARTS)
     row, length = integer(rows.row, "row"), integer(rows.length, "length")
-    if row < 1 or length < 0 or -(-length // row) > rows.starts.numel():
+    if not 1 <= row < 2**31 or length < 0 or -(-length // row) > rows.starts.numel():
         raise ValueError(
-            f"rows must have at least 1 element and as many starts as there are rows, got {rows.starts.numel()} starts "
+            f"rows must have 1 to 2^31 - 1 elements and as many starts as there are rows, got {rows.starts.numel()} starts "
             f"for {length} elements in rows of {row}"
         )
 

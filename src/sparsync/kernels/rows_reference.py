@@ -20,7 +20,10 @@ def locate(rows: Rows, place: Tensor) -> Tensor:
 
 def of_rows(x: Tensor, rows: Rows) -> Tensor:
     """Return the elements of `x` [n] in rows, copied."""
-    return gather(x, locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device)))
+    at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < x.numel():  # a host sync
+        raise IndexError(f"rows must lie in [0, {x.numel()}) for {x.numel()} elements, got some outside")
+    return gather(x, at)
 
 
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Sparse:
