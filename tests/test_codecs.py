@@ -250,10 +250,12 @@ def test_every_backend_quantizes_to_the_same_bytes(value: Tensor, noisy: bool) -
 @settings(max_examples=60)
 @given(vectors())
 def test_rounding_to_nearest_plus_its_error_is_the_value_without_rounding(value: Tensor) -> None:
-    """So the residual can take the error in float32 and no mass is lost. Where what is decoded is finite."""
+    """So the residual can take the error in float32 and no mass is lost. Where the format has larger numbers than the value."""
     for format in FORMATS[:4]:
         _, decoded = code(format, value)
         fine = decoded.isfinite() & value.isfinite()
+        if format == "float16":
+            fine &= value.abs() <= 65504
         error = value - decoded
         assert torch.equal((error.double() + decoded.double())[fine], value.double()[fine])
 
@@ -272,6 +274,26 @@ def test_a_non_finite_value_makes_nan_of_its_block_and_of_no_other(backend: str,
         for format in ("bfloat16", "float16"):
             _, decoded = code(format, value)
             assert same_bits(decoded.nan_to_num(-7.0), value.nan_to_num(-7.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", ["float32", *FORMATS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_makes_no_infinities(backend: str, format: Values, dtype: torch.dtype) -> None:
+    """Of the largest numbers of the type, of either sign, beside small ones; float64 ones are beyond float32, too."""
+    value = torch.linspace(-1, 1, 300, dtype=dtype) * torch.finfo(dtype).max
+    with set_backend(backend):
+        _, decoded = code(format, value)
+    assert decoded.isfinite().all()
+    assert (decoded.sign() * value.sign() >= 0).all()
+
+
+@pytest.mark.parametrize(("format", "largest"), [("bfloat16", torch.finfo(torch.bfloat16).max), ("float16", 65504.0)])
+def test_16_bits_send_their_largest_number_for_what_is_beyond_it(format: Values, largest: float) -> None:
+    value = torch.tensor([3.4e38, -3.4e38, 1.0, torch.inf, -torch.inf, torch.nan])
+    _, decoded = code(format, value)
+    assert decoded[:5].tolist() == [largest, -largest, 1.0, torch.inf, -torch.inf]
+    assert decoded[5].isnan()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -273,7 +273,7 @@ def test_a_rank_of_gtopk_sends_once_up_and_to_each_child() -> None:
     def body(comm: Any) -> tuple[int, int]:  # Any: a LocalComm
         own = Sparse(torch.arange(k, dtype=torch.int32), torch.ones(k), n)
         metered = MeteredComm(comm)
-        tree_top_k(own, torch.float32, metered, raw)
+        tree_top_k(own, metered, raw)
         return metered.sent.messages, metered.sent.nbytes
 
     sent = LocalWorld(P).run(body)
@@ -353,7 +353,7 @@ def test_every_codec_of_the_tree_has_a_length_that_is_known() -> None:
 
     def body(comm: Any) -> Tensor:  # Any: a LocalComm
         own = Sparse(torch.tensor([comm.rank, 5], dtype=torch.int32), torch.tensor([3.0, 6.0]), 10)
-        return tree_top_k(own, torch.float32, comm, Elements("float16")).mean.value
+        return tree_top_k(own, comm, Elements("float16")).mean.value
 
     values = LocalWorld(P).run(body)
     assert all(torch.equal(value, values[0]) for value in values)

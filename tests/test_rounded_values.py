@@ -1,5 +1,6 @@
 """Rounded values: bytes an element of the union takes, and the mean that lacks exactly what the errors of all ranks add up to."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 from torch import Tensor
 
 from helpers.exclusive_invariants import run, whole_numbers
+from sparsync.base.scheme import Scheme
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce, quantized_all_reduce_cost
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
+from sparsync.schemes.dgc import DGC
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
+from sparsync.schemes.skip_reduce import Form, SkipReduce
 from sparsync.schemes.topk_allgather import TopK
+from sparsync.schemes.two_shot import TwoShot
+from sparsync.testing import world
 from sparsync.wire.values import ValueCodec, Values
 
 FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int4_stochastic"]
@@ -80,7 +86,7 @@ def test_all_ranks_get_the_same_mean_and_errors_make_up_for_what_it_lacks(values
 
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
         metered = MeteredComm(comm)
-        found = quantized_all_reduce(given[comm.rank], torch.float32, metered, codec)
+        found = quantized_all_reduce(given[comm.rank], metered, codec)
         assert metered.take()[0] == quantized_all_reduce_cost(K, torch.float32, P, comm.rank, codec)
         return found
 
@@ -116,6 +122,57 @@ def test_signs_lose_no_mass(kind: type[TopK | MiCRO | ExDyna | OkTopk]) -> None:
         assert all(torch.equal(seen[t].grad, ranks[0][t].grad) for seen in ranks)
         assert ranks[0][t].grad.any()
         torch.testing.assert_close(P * ranks[0][t].grad.double() + before, came, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "float16", "int4", "int8", "int3", "sign"])
+@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk, TwoShot])
+def test_the_largest_numbers_leave_no_infinity_in_a_residual(kind: Callable[..., Scheme], values: Values) -> None:
+    """Ranks whose largest numbers cancel: the mean is finite, where P times what is decoded of one of them is not."""
+    P, n, largest = 2, 64, 3.4e38
+    for sign in (1.0, -1.0):
+        grads = [torch.ones(n), torch.ones(n)]
+        grads[0][5], grads[1][5] = largest, sign * largest / 2
+        for step in world.run([kind(density=0.1, values=values) for _ in range(P)], [grads, [torch.ones(n)] * P]):
+            assert all(residual.isfinite().all() for residual in step.residuals)
+
+
+FEEDBACK: dict[str, Callable[[], Scheme]] = {
+    "topk": partial(TopK, 0.1),
+    "micro": partial(MiCRO, 0.1),
+    "exdyna": partial(ExDyna, 0.1),
+    "oktopk": partial(OkTopk, 0.1, dense_steps=1),
+    "two_shot": partial(TwoShot, 0.1, "float32"),
+    "dgc": partial(DGC, 0.1, momentum=0.0, warmup_steps=0),
+    "skip_reduce": partial(SkipReduce, feedback=True),
+    "skip_reduce direct": partial(SkipReduce, feedback=True, form="direct"),
+    "skip_reduce nodes": partial(SkipReduce, feedback=True, node_size=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_what_a_16_bit_gradient_drops_of_the_mean_stays_in_the_residuals(name: str, dtype: torch.dtype) -> None:
+    """Over three steps all that came in is written or kept, up to what float32 rounds."""
+    P, n, source = 4, 400, torch.Generator().manual_seed(0)
+    grads = [[torch.randn(n, generator=source).to(dtype) for _ in range(P)] for _ in range(3)]
+    steps = world.run([FEEDBACK[name]() for _ in range(P)], grads)
+    came_in = torch.stack([world.integer_sum(step.grads) for step in steps]).sum(0)
+    written = P * torch.stack([step.written[0].double() for step in steps]).sum(0)
+    assert written.any()
+    torch.testing.assert_close(written + world.integer_sum(steps[-1].residuals), came_in, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["ring", "direct"])
+def test_residual_and_gradient_beyond_float16_are_written_later(form: Form) -> None:
+    """A rank that is always left out holds back 30 000 more a step; a sum of shares is beyond 65504 no sooner than the mean."""
+    P, steps = 3, 4
+    schemes = [SkipReduce(skip=2, mode="naive", feedback=True, form=form) for _ in range(P)]
+    seen = world.run(schemes, [[torch.full((15,), 30_000.0, dtype=torch.float16)] * P] * steps)
+    assert all(step.written[0].isfinite().all() for step in seen)
+    written = P * torch.stack([step.written[0].double() for step in seen]).sum(0)
+    kept = world.integer_sum(seen[-1].residuals)
+    assert float(seen[-1].residuals[0].max()) > 65504
+    assert torch.equal(written + kept, torch.full((15,), 30_000.0 * P * steps, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])

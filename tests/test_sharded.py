@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK
+from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.collectives import reduce_scatter
@@ -17,6 +17,7 @@ from sparsync.core import Comm, generator
 from sparsync.integrations.fsdp2 import ReduceScatterInto
 from sparsync.integrations.fsdp2_units import ShardedParameter
 from sparsync.integrations.rollback import Rollback
+from sparsync.wire.values import Values
 
 WORLDS = (1, 2, 3, 5, 8)
 LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
@@ -199,26 +200,33 @@ def test_a_step_that_will_be_skipped_loses_nothing_but_the_bucket_with_the_infin
             assert torch.equal(kept + written, came)
 
 
-def test_what_float16_cannot_carry_is_overflow_on_all_ranks() -> None:
-    P, good = 3, whole(3)
+@pytest.mark.parametrize("values", ["float16", "bfloat16", "int4"])
+@pytest.mark.parametrize("make", [OkTopk, TwoShot])
+def test_what_a_format_cannot_carry_stays_in_the_residual(make: type[OkTopk | TwoShot], values: Values) -> None:
+    """A million in float16, and the largest float32 in the formats of its range."""
+    P, good, large = 4, whole(4), 2.0**20 if values == "float16" else torch.finfo(torch.float32).max
 
-    def large(rank: int, step: int) -> Tensor:
-        return good(rank, step) + (1e6 if (rank, step) == (1, 1) else 0.0) * (torch.arange(15) == 1)
+    def gradient(rank: int, step: int) -> Tensor:
+        return torch.where(torch.arange(20) == 1, large if rank == 1 else 0.0, good(rank, step))
 
-    for chunks, reports, _ in world(OkTopk(density=0.2, values="float16"), P, 2, True, torch.float32, large):
-        assert chunks[1].isnan().all()
-        assert reports[1].details == {"overflow": True}
+    ranks = world(make(density=0.2, values=values), P, 1, True, torch.float32, gradient)
+    written = torch.cat([chunks[0] for chunks, _, _ in ranks]).double()
+    kept = torch.stack([kept for _, _, kept in ranks]).double()
+    assert kept.isfinite().all()
+    assert all(report[0].details["overflow"] is False for _, report, _ in ranks)
+    total = torch.stack([gradient(rank, 0) for rank in range(P)]).double().sum(0)
+    assert torch.equal(P * written + kept.sum(0), total)
 
 
-def test_what_was_kept_back_and_float16_cannot_carry_is_overflow_on_all_ranks_and_stays() -> None:
-    P, ranks = 3, []
-    for steps in (1, 3):
-        scheme = SkipReduce(skip=2, feedback=True, mode="naive")  # the residual grows by 30 000 a step
-        ranks.append(world(scheme, P, steps, False, torch.float16, lambda rank, step: torch.full((15,), 30_000.0)))
-    for chunks, reports, kept in ranks[1]:
-        assert reports[2].details == {"overflow": True}
-        assert chunks[2].isnan().all()
-        assert kept.isfinite().all()
+@pytest.mark.parametrize("average", [True, False])
+def test_what_was_kept_back_and_float16_cannot_carry_stays_in_the_residual(average: bool) -> None:
+    """Ranks 1 and 2 are left out of each chunk but their own: what they hold back grows by 30 000 a step."""
+    P, steps = 3, 3
+    scheme = SkipReduce(skip=2, feedback=True, mode="naive")
+    ranks = world(scheme, P, steps, average, torch.float16, lambda rank, step: torch.full((15,), 30_000.0))
+    written = torch.cat([torch.stack(chunks).double().sum(0) for chunks, _, _ in ranks])
+    kept = torch.stack([kept for _, _, kept in ranks]).double().sum(0)
+    assert torch.equal(written * (P if average else 1) + kept, torch.full((15,), 30_000.0 * P * steps).double())
 
 
 def test_oktopk_sends_no_more_than_its_share() -> None:

@@ -35,9 +35,11 @@ class Alternating(Scheme):
         total = self.sum_over_ranks(torch.cat([acc[chosen], flag]), comm)
         mean = self.divided(total[:-1], P).to(bucket.grad.dtype)
         bucket.grad.zero_()
-        if self.is_finite(total):
+        if self.is_finite(total) and bool(mean.isfinite().all()):
             bucket.grad[chosen] = mean
             self.keep(bucket, acc, chosen)
+            if comm.rank == 0:
+                acc[chosen] += self.dropped(P * (self.divided(total[:-1], P) - mean))
         else:
             bucket.grad[:] = torch.nan
         cost = all_reduce_cost(chosen.numel() + 1, acc.element_size(), P, comm.rank)
@@ -54,6 +56,9 @@ class Alternating(Scheme):
 
     def divided(self, total: Tensor, P: int) -> Tensor:
         return total / P
+
+    def dropped(self, by_the_type: Tensor) -> Tensor:
+        return by_the_type
 
     def is_finite(self, total: Tensor) -> bool:
         return bool(total.isfinite().all())
@@ -84,6 +89,11 @@ class LosesMass(Alternating):
     def keep(self, bucket: Bucket, acc: Tensor, chosen: Tensor) -> None:
         acc[bucket.grad.numel() // 2] = 0
         super().keep(bucket, acc, chosen)
+
+
+class LosesWhatTheGradientsTypeDrops(Alternating):
+    def dropped(self, by_the_type: Tensor) -> Tensor:
+        return torch.zeros_like(by_the_type)
 
 
 class RoundsItsResidual(Alternating):
@@ -210,6 +220,7 @@ class LosesTheResidualOnInf(Alternating):
 
 BROKEN = {
     LosesMass: "conservation",
+    LosesWhatTheGradientsTypeDrops: "rounding",
     DiffersBetweenRanks: "replicas",
     IsNoMean: "identity",
     SendsToItself: "one_rank",
@@ -274,7 +285,7 @@ def test_a_failure_says_where_and_shows_both_values() -> None:
 
 
 def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are conservation, replicas"):
+    with pytest.raises(ValueError, match="unknown invariant 'mass'; there are conservation, rounding"):
         check("mass", Alternating)
 
 

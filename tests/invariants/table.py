@@ -54,6 +54,7 @@ class Row:
     exact_in: torch.dtype = torch.float32  # as SchemeUnderTest.exact
     tolerance: float = 0.0  # as in SchemeUnderTest
     conserves: bool = True  # as in SchemeUnderTest
+    sums_in_gradient_type: bool = False  # as in SchemeUnderTest
     slow: bool = False  # for the slow tests only
 
     @property
@@ -80,6 +81,7 @@ class Row:
             delivers=self.delivers,
             tolerance=self.tolerance,
             conserves=self.conserves,
+            sums_in_gradient_type=self.sums_in_gradient_type,
         )
 
 
@@ -356,7 +358,7 @@ ROWS = [
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps
-    _sparse("per-parameter", _mixed, 0.1),
+    replace(_sparse("per-parameter", _mixed, 0.1), sums_in_gradient_type=True),  # in its dense part
     *_rounded_rows(),
     *_slow_but([*_quantized_rows(), *_tile_rows(), *_momentum_rows(), *_low_rank_rows(), *_rival_rows()]),
     _skip("skip-default", SkipReduce, by_ranks="skip-published"),

@@ -29,7 +29,8 @@ class Update:
 
     With acc the sum of residual and gradient on one rank, for each element the sum over ranks of acc is P * mean + what stays in the
     residuals: acc where it was not cleared, and the errors. A step may also write what stays into `acc.values` itself,
-    or return it as `replaced`: the residual at some positions, which costs less, because all of acc is moved anyway.
+    or return it as `replaced`: the residual at some positions, which costs less, because all of acc is moved anyway. What the
+    gradient's type drops of the mean joins the residual, each rank's share of the elements on that rank.
     """
 
     # Written to the gradient, which is zero elsewhere; several parts have no position in common.
@@ -104,7 +105,7 @@ class ErrorFeedbackScheme(Scheme):
         with recorded_cost() as cost:
             try:
                 dense = bucket.grad.numel() < self.dense_below
-                update = _everything(acc, comm) if dense else self.step(acc, bucket, comm)
+                update = everything(acc, comm) if dense else self.step(acc, bucket, comm)
             except NonFiniteError:
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
@@ -125,7 +126,7 @@ class ErrorFeedbackScheme(Scheme):
             if isinstance(update, DenseUpdate):
                 if not overflow:
                     acc.keep_error(update.error)
-                    _add_dropped_(acc.residual, update.mean, written[0], comm)
+                    add_dropped_(acc.residual, values[0], written[0], comm)
                     update.commit()
                 bucket.grad.copy_(written[0])
                 union = update.union
@@ -144,6 +145,8 @@ class ErrorFeedbackScheme(Scheme):
                         kernels.clear_(acc.residual, update.cleared)
                     for error in update.errors:
                         kernels.scatter_add_(acc.residual, error)
+                    for part, value in zip(parts, values, strict=True):
+                        add_dropped_(acc.residual, value, part.value, comm, part.index)
                     update.commit()
                 union = sum(part.index.numel() for part in parts)
             if overflow and kernels.all_finite(bucket.grad):
@@ -253,20 +256,29 @@ def _parts(mean: Sparse | Sequence[Sparse]) -> Sequence[Sparse]:
 
 def _fits(mean: Tensor, P: int) -> bool:
     """Return whether P times `mean` is finite everywhere."""
-    return kernels.all_finite(mean * P)
+    # At least in float32: a mean in 16 bits stands for one that its residuals hold.
+    return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
-def _everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
+def everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
     """Return the step that sends all of `acc` and leaves nothing."""
     mean = all_reduce(acc.values, comm) / comm.size if comm.size > 1 else acc.values.clone()
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True})
 
 
-def _add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm) -> None:
-    """Add to `residual`, for this rank's share of the elements, what the gradient's type has dropped of P times the mean."""
-    if written.dtype != mean.dtype:
-        mine = spans(mean.numel(), comm.size)[comm.rank]
-        mine.of(residual).add_(mine.of(mean) - mine.of(written), alpha=comm.size)
+def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, index: Tensor | None = None) -> None:
+    """Add to `residual` [n], for this rank's share of the elements, what the gradient's type has dropped of P times the mean.
+
+    `index` [K] says where the elements of `mean` and `written` stand; None: everywhere, K = n.
+    """
+    if written.dtype == mean.dtype:
+        return
+    mine = spans(mean.numel(), comm.size)[comm.rank]
+    dropped = comm.size * (mine.of(mean) - mine.of(written).to(mean.dtype))
+    if index is None:
+        mine.of(residual).add_(dropped)
+    else:
+        kernels.scatter_add_(residual, Sparse(mine.of(index), dropped, residual.numel()))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from sparsync.collectives.ring import ring_all_gather_, ring_all_gather_cost
 from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_to_all_cost
-from sparsync.core import Comm, Cost, Span, sum_in_rank_order
+from sparsync.core import Comm, Cost, Span
+from sparsync.kernels.rounding import add_rounded_
 
 _DENSE = SkipPlan()
 
@@ -46,7 +47,7 @@ def direct_all_reduce_(
     """Write into `x` [n], on every rank, the sum over the contributors of each chunk, added in rank order.
 
     As in `ring_all_reduce_`, all ranks contribute to the `always` elements that lie first in the chunks, and where this rank is left
-    out, its elements of `x` are added to `omitted` [n], if given.
+    out, its elements of `x` are added to `omitted` [n], if given, and so is what the type of `x` drops of the sum that it forms.
     Steps: 1, and P-1 of the ring's all-gather
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
@@ -56,13 +57,16 @@ def direct_all_reduce_(
     if omitted is not None:
         for span in plan.skipped(comm.rank, x.numel(), P, always):
             span.of(omitted).add_(span.of(x))
-    direct_reduce_scatter_(x, comm, plan, always)
+    direct_reduce_scatter_(x, comm, plan, always, omitted)
     ring_all_gather_(x, comm, plan.shift, always)
 
 
-def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, always: int = 0) -> Span:
+def direct_reduce_scatter_(
+    x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, always: int = 0, dropped: Tensor | None = None
+) -> Span:
     """Sum one chunk of `x` over its contributors, and return its span; the rest of `x` is as it was.
 
+    What the type of `x` drops of the sum is added to `dropped` [n], if that is given and wider.
     Steps: 1
     Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
@@ -82,7 +86,10 @@ def direct_reduce_scatter_(x: Tensor, comm: Comm, plan: SkipPlan = _DENSE, alway
         (mine.others, [chunk[first:] for chunk, skips in zip(whole, skipping, strict=True) if not skips]),
     ):
         if len(part):
-            part.of(x).copy_(sum_in_rank_order(addends))
+            total = addends[0].clone()
+            for addend in addends[1:]:
+                add_rounded_(total, addend, part.of(dropped) if dropped is not None else None)
+            part.of(x).copy_(total)
     return mine.span
 
 

@@ -62,8 +62,9 @@ def hierarchical_all_reduce_(
 ) -> None:
     """Write into `x` [n], on every rank, the sums over the contributing nodes; `between` reduces one chunk over the nodes.
 
-    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given. No node is left out of
-    `always` elements: they lie first in the G chunks (`chunks_of`) and, in each of those, first in its N chunks.
+    Where this rank's node is left out, the node's sum of this rank's chunk is added to `omitted` [n], if given, and so is what the type
+    of `x` drops of this rank's sums, where `omitted` is wider. No node is left out of `always` elements: they lie first in the G chunks
+    (`chunks_of`) and, in each of those, first in its N chunks.
     Steps: 2 (G-1) + those of `between` over N ranks
     Bytes sent per rank: 2 (G-1)/G * nbytes(x) inside the node, those of `between` for nbytes(x)/G between nodes
     """
@@ -71,6 +72,6 @@ def hierarchical_all_reduce_(
     inside = SubsetComm(comm, [node * node_size + other for other in range(node_size)])
     across = SubsetComm(comm, [other * node_size + place for other in range(comm.size // node_size)])
     first = len(chunks_of(x.numel(), node_size, always)[place].always)
-    chunk = ring_reduce_scatter_(x, inside, always=always)
+    chunk = ring_reduce_scatter_(x, inside, always=always, dropped=omitted)
     between(chunk.of(x), across, plan, chunk.of(omitted) if omitted is not None else None, first)
     ring_all_gather_(x, inside, always=always)

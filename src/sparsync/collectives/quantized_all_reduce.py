@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.core import Comm, Cost, spans
+from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
 
 
@@ -35,14 +36,12 @@ def quantized_all_reduce_cost(K: int, dtype: torch.dtype, P: int, rank: int, qua
 
 
 @costs(
-    lambda _, value, written, comm, quantizer: quantized_all_reduce_cost(
+    lambda _, value, comm, quantizer: quantized_all_reduce_cost(
         value.numel(), value.dtype, comm.size, comm.rank, quantizer
     )
 )
-def quantized_all_reduce(
-    value: Tensor, written: torch.dtype, comm: Comm, quantizer: Quantizer
-) -> tuple[Tensor, Tensor]:
-    """Return the mean over ranks of `value` [K], as the type `written` holds it, and this rank's error, [K].
+def quantized_all_reduce(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Return the mean over ranks of `value` [K], and this rank's error, [K].
 
     Summed over ranks value = P * mean + error, up to the rounding of an error to the type of `value`.
     Steps: 2, an all-to-all and an all-gather
@@ -64,16 +63,16 @@ def quantized_all_reduce(
             if source != rank:
                 total.add_(quantizer.decode(packet, len(mine), dtype), alpha=P)
     with phase("encode"):
-        packet = quantizer.encode((total / P).to(dtype))
+        packet = quantizer.encode(rounded(total / P, dtype))
     gathered = comm.all_gather(packet, sizes)
     with phase("decode"):
         decoded = [quantizer.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
-        mean = torch.cat(decoded).to(written).to(dtype)
+        mean = torch.cat(decoded)
         error = torch.empty_like(value)
         for owner, chunk in enumerate(chunks):
             if owner == rank:
                 chunk.of(error).copy_(total - P * chunk.of(mean).to(torch.float64))
             else:
                 sent = quantizer.decode(packets[owner], len(chunk), dtype)
-                torch.sub(chunk.of(value), sent, alpha=P, out=chunk.of(error))
+                chunk.of(error).copy_(lacking(chunk.of(value), sent, P))
     return mean, error

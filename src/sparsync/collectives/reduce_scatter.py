@@ -25,11 +25,11 @@ def reduce_scatter_cost(
 
 @costs(
     lambda _, x, out, comm, plan, always=(): reduce_scatter_cost(
-        out.numel(), out.element_size(), comm.size, comm.rank, plan, always
+        out.numel(), x.element_size(), comm.size, comm.rank, plan, always
     )
 )
 def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: Sequence[Span] = ()) -> None:
-    """Write to `out` [m] the sum of this rank's chunk over its contributors; `x` is not changed.
+    """Write to `out` [m], in its type, the sum of this rank's chunk over its contributors; `x` is not changed.
 
     Steps: 1
     Bytes sent per rank: (P-1-s)/P * nbytes(x), and s times the bytes of `always`

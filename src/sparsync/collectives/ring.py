@@ -15,6 +15,7 @@ from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import send_cost
 from sparsync.core import Comm, Cost, Span
+from sparsync.kernels.rounding import add_rounded_
 
 _DENSE = SkipPlan()
 
@@ -55,7 +56,8 @@ def ring_all_reduce_(
 
     The chunks are `chunks_of(n, P, always)`: each begins with its share of the `always` elements that all ranks contribute to.
     `plan.offsets` must be {1, ..., s}: a ring can leave out nothing else. Where this rank is left out, its elements of `x` are added to
-    `omitted` [n], if given. Raises ValueError for other offsets.
+    `omitted` [n], if given, and so is what the type of `x` drops of the sums that it forms, where `omitted` is wider. Raises ValueError
+    for other offsets.
     Steps: 2 (P-1) - s; 2 (P-1) with P or more elements that are never left out
     Bytes sent per rank: (2 (P-1) - s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
@@ -66,18 +68,21 @@ def ring_all_reduce_(
     if omitted is not None:
         for span in plan.skipped(comm.rank, x.numel(), comm.size, always):
             span.of(omitted).add_(span.of(x))
-    ring_reduce_scatter_(x, comm, plan.skip, plan.shift, always)
+    ring_reduce_scatter_(x, comm, plan.skip, plan.shift, always, omitted)
     ring_all_gather_(x, comm, plan.shift, always)
 
 
 @costs(
-    lambda _, x, comm, skip=0, shift=0, always=0: ring_reduce_scatter_cost(
+    lambda _, x, comm, skip=0, shift=0, always=0, dropped=None: ring_reduce_scatter_cost(
         x.numel(), x.element_size(), comm.size, comm.rank, skip, shift, always
     )
 )
-def ring_reduce_scatter_(x: Tensor, comm: Comm, skip: int = 0, shift: int = 0, always: int = 0) -> Span:
+def ring_reduce_scatter_(
+    x: Tensor, comm: Comm, skip: int = 0, shift: int = 0, always: int = 0, dropped: Tensor | None = None
+) -> Span:
     """Sum one chunk of `x` over its contributors, and return its span; the other chunks of `x` hold partial sums.
 
+    What the type of `x` drops of this rank's sums is added to `dropped` [n], if that is given and wider.
     Steps: P-1-s; P-1 with P or more elements that are never left out
     Bytes sent per rank: (P-1-s)/P * nbytes(x) + s/P * nbytes of what is never left out
     """
@@ -89,7 +94,7 @@ def ring_reduce_scatter_(x: Tensor, comm: Comm, skip: int = 0, shift: int = 0, a
         out, mine = chunks[(y - j) % P].sent(j <= skip), chunks[(y - j - 1) % P].sent(j <= skip)
         partial = arrived[: len(mine)]
         comm.send_recv(out.of(x), (comm.rank + 1) % P, partial, (comm.rank - 1) % P)
-        mine.of(x).add_(partial)
+        add_rounded_(mine.of(x), partial, mine.of(dropped) if dropped is not None else None)
     return chunks[y].span
 
 

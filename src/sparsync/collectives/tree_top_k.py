@@ -14,6 +14,7 @@ from sparsync import kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.comm.cost import costs
 from sparsync.core import Comm, Cost, Sparse
+from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
 
 
@@ -48,9 +49,9 @@ def at(elements: Sparse, index: Tensor) -> Sparse:
     return _where(elements, kernels.isin(elements.index, index))
 
 
-def rounding(elements: Sparse, decoded: Tensor) -> list[Sparse]:
-    """Return what receivers of `decoded`, [k], lack of `elements`, unless that is nothing."""
-    error = elements.value - decoded
+def rounding(elements: Sparse, decoded: Tensor, times: int = 1) -> list[Sparse]:
+    """Return what receivers lack of `elements` who count `decoded`, [k], so many `times`, unless that is nothing."""
+    error = lacking(elements.value, decoded, times)
     return [replace(elements, value=error)] if bool(error.any()) else []
 
 
@@ -62,12 +63,12 @@ def tree_top_k_cost(k: int, n: int, dtype: torch.dtype, P: int, rank: int, codec
 
 
 @costs(
-    lambda _, own, written, comm, codec: tree_top_k_cost(
+    lambda _, own, comm, codec: tree_top_k_cost(
         own.index.numel(), own.length, own.value.dtype, comm.size, comm.rank, codec
     )
 )
-def tree_top_k(own: Sparse, written: torch.dtype, comm: Comm, codec: ElementCodec) -> Merged:
-    """Return about the k largest of the sums over ranks of `own`, divided by P and as the type `written` holds them.
+def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:
+    """Return about the k largest of the sums over ranks of `own`, divided by P.
 
     `own` has the same number k of elements on all ranks. Among equal sums of a merge those that come first are kept.
     Steps: 2 ceil(log2 P)
@@ -102,9 +103,8 @@ def tree_top_k(own: Sparse, written: torch.dtype, comm: Comm, codec: ElementCode
             comm.send_recv(nothing, rank, nothing, rank)
     with phase("decode"):
         mean = codec.decode(packet, k, n, dtype)
-        mean = replace(mean, value=mean.value.to(written).to(dtype))
-    if rank == 0 and not (codec.exact and written == dtype):
-        dropped += rounding(sums, P * mean.value)
+    if rank == 0 and not codec.exact:
+        dropped += rounding(sums, mean.value, P)
     return Merged(mean, dropped)
 
 

@@ -58,12 +58,9 @@ class SparseMean:
     error: Tensor | None  # [K] what the means lack of this rank's values; None where they travelled as they are
 
 
-def mean_at(
-    acc: Tensor, index: Tensor, written: torch.dtype, comm: Comm, quantizer: Quantizer | None = None
-) -> SparseMean:
+def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer | None = None) -> SparseMean:
     """Return the means over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
 
-    With `quantizer`, as the type `written` holds them.
     Steps: 2 (P-1); with a quantizer 2
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add
     """
@@ -71,4 +68,4 @@ def mean_at(
     value = kernels.gather(acc, index)  # [K]
     if quantizer is None:
         return SparseMean(index, all_reduce(value, comm) / comm.size, None)
-    return SparseMean(index, *quantized_all_reduce(value, written, comm, quantizer))
+    return SparseMean(index, *quantized_all_reduce(value, comm, quantizer))

@@ -68,7 +68,7 @@ class CLTk(ErrorFeedbackScheme):
         with phase("decode"):
             index = indices.decode_fixed_length(chosen, k, n)
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(values_or_nan(acc), index, bucket.grad.dtype, comm, quantizer)
+        mean = mean_at(values_or_nan(acc), index, comm, quantizer)
         if self.low_pass < 1:
             _filter_(acc, mean.index, self.low_pass)
         errors = [] if mean.error is None else [Sparse(mean.index, self.low_pass * mean.error, n)]

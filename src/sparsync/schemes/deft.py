@@ -87,7 +87,7 @@ class DEFT(ErrorFeedbackScheme):
             ]
             index = torch.cat([*whole, *found])  # [K]
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(x, index, bucket.grad.dtype, comm, quantizer)
+        mean = mean_at(x, index, comm, quantizer)
         errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
         selected = place.numel() + sum(each.numel() for each in whole)
         details = {"padding": padding(counts), "whole": len(whole), "pieces": len(pieces)}
@@ -142,8 +142,9 @@ def _from_leader(bins: list[int], leader: int, device: torch.device, comm: Comm)
 
 
 def _norms(x: Tensor, pieces: Sequence[Span]) -> list[float]:
-    # A host sync, one for all pieces. In float64, where squares of the largest float32 are finite.
-    norms = [torch.linalg.vector_norm(piece.of(x), dtype=torch.float64) for piece in pieces]
+    # A host sync, one for all pieces. In float64, where squares of the largest float32 are finite; those of float64 need a scale.
+    scale = 2.0**-520 if x.dtype == torch.float64 and x.numel() and float(x.abs().max()) > 2.0**500 else 1.0
+    norms = [torch.linalg.vector_norm(piece.of(x) * scale, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).tolist()
 
 

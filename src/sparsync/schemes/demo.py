@@ -67,14 +67,17 @@ class DeMo(ErrorFeedbackScheme):
             components = transformed(tiles.take(values), tiles).view(-1)
             index = tiles.largest(components, self.density)
             own = Sparse(index.to(torch.int32), kernels.gather(components, index), components.numel())
-        mean, decoded = mean_of_selections(own, ValueCodec(self.values), self.divide_by, comm)
+        mean, error = mean_of_selections(own, ValueCodec(self.values), self.divide_by, comm)
         with phase("decode"):
-            sent = Sparse(own.index, decoded, own.length)
+            sent = Sparse(own.index, own.value - error, own.length)
             written = _inverse(mean, tiles, values)
             values -= _inverse(sent, tiles, values)
             # The sign of NaN is 0. All ranks have the same numbers, so all decide the same.
             if self.sign and kernels.all_finite(written):
                 written.sign_()
+            if self.divide_by == "contributors":
+                # What its type drops is of a mean over senders, which no residual holds.
+                written = written.to(bucket.grad.dtype)
 
         def commit() -> None:
             self._sent[bucket.key] = sent

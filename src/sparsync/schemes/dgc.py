@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.base.error_feedback import Update
+from sparsync.base.error_feedback import Update, add_dropped_
 from sparsync.core import Bucket, Comm, Report
 from sparsync.feedback import Accumulator, ErrorFeedback, state_from
 from sparsync.schemes.topk_allgather import TopK
@@ -70,6 +70,7 @@ class DGC(TopK):
             super().rollback(own)
             report = replace(report, details={**report.details, "overflow": True})
         if not report.details["overflow"]:
+            add_dropped_(self.feedback.residual_of(own), own.grad, bucket.grad, comm)
             u.copy_(moved)
             if self.masking:
                 assert self._selected is not None  # TopK says what it clears

@@ -12,8 +12,9 @@ from sparsync import kernels
 from sparsync.base.error_feedback import Update
 from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.union_all_reduce import exchange_counts
-from sparsync.core import Bucket, Comm, Detail, Sparse, spans
+from sparsync.core import Bucket, Comm, Detail, Sparse
 from sparsync.feedback import Accumulator
+from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
 from sparsync.wire.elements import Elements
 from sparsync.wire.values import Values
@@ -46,12 +47,8 @@ def gather_selections(
     found, note = dict(details or {}), commit
     if codec.exact:
         return Update(Sparse(union.index, union.value.div_(P), n), own.index, k, details=found, commit=note)
-    # What the gradient's type drops of the mean, each rank adds to its residual for one chunk of the union.
-    mine = spans(union.value.numel(), P)[comm.rank]
-    dropped = P * (mine.of(union.value) - mine.of(union.value.to(bucket.grad.dtype)))
-    decoded = codec.decode_values(packet, k, n, dtype)
-    errors = [Sparse(own.index, own.value - P * decoded, n), Sparse(mine.of(union.index), dropped, n)]
-    return Update(union, own.index, k, errors, found, note)
+    error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
+    return Update(union, own.index, k, [Sparse(own.index, error, n)], found, note)
 
 
 def gather_above(

@@ -47,7 +47,7 @@ class GTopK(ErrorFeedbackScheme):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(count_for(self.density, bucket.grad.numel()))  # [k]
-        merged = tree_top_k(own, bucket.grad.dtype, comm, Elements(self.values))
+        merged = tree_top_k(own, comm, Elements(self.values))
         return of_survivors(own, merged.mean, merged.dropped)
 
 

@@ -95,7 +95,7 @@ class MiCRO(ErrorFeedbackScheme):
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.selector.select(acc, bucket, comm)
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(acc.values, selection.index, bucket.grad.dtype, comm, quantizer)
+        mean = mean_at(acc.values, selection.index, comm, quantizer)
         n = bucket.grad.numel()
         return Update(
             Sparse(mean.index, mean.value, n),

@@ -27,17 +27,18 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.exchange import all_gather, all_reduce
+from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.sparse_allreduce import Reduced
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
+from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
 from sparsync.schemes import oktopk_published
-from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven, unwritten
+from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.tail_sketch import quotas, sketch
 from sparsync.wire.elements import Elements
@@ -109,18 +110,11 @@ class OkTopk(ErrorFeedbackScheme):
         rule, imbalance = ("code", float("inf")) if bug_compatible else ("paper", 4.0)
         return cls(density, rule, imbalance, dense_steps, threshold_steps, region_steps)
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        if bucket.step >= self.dense_steps:
-            return super().reduce(bucket, comm)
-        # There is no residual yet.
-        with recorded_cost() as cost:
-            if bucket.grad.numel() and comm.size > 1:
-                bucket.grad.copy_(all_reduce(bucket.grad, comm).div_(comm.size))
-        self.control.of(bucket, comm.size).t += 1
-        return self.report(bucket, cost.total, details={"dense": True})
-
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         k, control = count_for(self.density, bucket.grad.numel()), self.control.of(bucket, comm.size)
+        if bucket.step < self.dense_steps:
+            following = replace(control, t=control.t + 1)
+            return replace(everything(acc, comm), commit=lambda: control.become(following))
         if self.rule != "exact":
             settings = oktopk_published.Settings(
                 self.rule == "code", self.imbalance, self.threshold_steps, self.region_steps
@@ -176,8 +170,8 @@ class OkTopk(ErrorFeedbackScheme):
         # Sums that did not survive are zero then, which is what is written.
         everything = sum(held) < k or k == n
         cleared, errors, within = _cleared(mine, mean, own, reduced, everything)
-        if not codec.exact or bucket.grad.dtype != sums.value.dtype:
-            errors.append(unwritten(sums, decoded, bucket.grad.dtype, P))
+        if not codec.exact:
+            errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
         following = replace(control, t=control.t + 1)
         if k < n:  # at full density regions of equal width are the balanced ones
             following.boundaries = sparse_allreduce.balanced_boundaries(mean.index, n, P)
@@ -250,13 +244,13 @@ class OkTopkReduceScatter(ReduceScatterScheme):
         density = 1.0 if bucket.step < self.config.dense_steps else self.config.density
         k = count_for(density, n)
         mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
-        if not acc.finite or not self._fits(mine.value):
+        if not acc.finite:
             mine = _nan_for_each_owner(acc.values, own)
         region = own.of(acc.values).clone()
         with recorded_cost() as cost:
             reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
         share = P if average else 1
-        out.copy_(region / share)
+        out.copy_(rounded(region / share, out.dtype))
         if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
             return self.found_inf(bucket, out, cost.total)
         with phase("apply"):
@@ -267,15 +261,11 @@ class OkTopkReduceScatter(ReduceScatterScheme):
                 kernels.scatter_add_(acc.residual, Sparse(mine.index, reduced.error, n))
             if out.dtype != region.dtype:
                 # What rounding to its type drops.
-                own.of(acc.residual).copy_(region - out.to(region.dtype) * share)
+                own.of(acc.residual).copy_(lacking(region, out, share))
         sent = mine.index.numel()
         received = sum(reduced.incoming) - reduced.incoming[comm.rank]
         found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
         return Report(self.name, bucket.key, bucket.step, n, sent + m, n, cost.total, details=found)
-
-    def _fits(self, value: Tensor) -> bool:
-        """Return whether values arrive finite: float16 makes Inf of what is too large for it, which only one owner would see."""
-        return self.config.values != "float16" or kernels.all_finite(value.to(torch.float16))
 
 
 def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:

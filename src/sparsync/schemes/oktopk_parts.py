@@ -1,10 +1,7 @@
 """What both rules of Ok-Topk use: the state of a bucket, balancing, and what a report says."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field
 
 from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
@@ -46,11 +43,6 @@ def balanced(
         return sums, regions
     moved = sparse_allreduce.balance(sums, held, wanted, regions, comm, codec)
     return moved, [Span(0, sums.length)] * comm.size
-
-
-def unwritten(sums: Sparse, decoded: Tensor, written: torch.dtype, P: int) -> Sparse:
-    """Return what P times the mean lacks of these sums, where the mean is `decoded` in the type `written`."""
-    return replace(sums, value=sums.value - P * decoded.to(written).to(sums.value.dtype))
 
 
 def k_largest(elements: Sparse, k: int) -> Sparse:

@@ -4,7 +4,6 @@ Numbers in comments are our own: `OK_SPARSE_ALLREDUCE` in six steps, reconstruct
 whose text was not at hand. The programs for LSTM and BERT have other factors and bands; they are not here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.exchange import all_gather, all_reduce
 from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
-from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven, unwritten
+from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven
 from sparsync.wire import raw
 
 
@@ -69,8 +68,7 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
     following = Control(control.t + 1, boundaries, threshold or None, global_threshold or None)
     mean = replace(survivors, value=survivors.value / P)
-    errors = _unwritten_here(kept, survivors, bucket.grad.dtype, P)
-    return Update(mean, cleared, mine.index.numel(), errors, found, commit=lambda: control.become(following))
+    return Update(mean, cleared, mine.index.numel(), details=found, commit=lambda: control.become(following))
 
 
 def _local_threshold(acc: Tensor, k: int, control: Control, threshold_steps: int, scales: bool) -> float:
@@ -88,15 +86,6 @@ def _boundaries(mine: Sparse, control: Control, region_steps: int, comm: Comm) -
     # int64, because n * P may exceed an int32.
     total = all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device), comm)
     return (total // P).tolist()
-
-
-def _unwritten_here(kept: Sparse, survivors: Sparse, written: torch.dtype, P: int) -> Sequence[Sparse]:
-    """Return what the mean, in the type `written`, lacks of those of this rank's sums that survived."""
-    if written == kept.value.dtype:
-        return []
-    at = kernels.isin(kept.index, survivors.index)
-    here = Sparse(kept.index[at], kept.value[at], kept.length)
-    return [unwritten(here, here.value / P, written, P)]
 
 
 def _tightened(acc: Tensor, threshold: float, k: int) -> float:

@@ -91,7 +91,7 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""
-        mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, _SIGNS)
+        mean, error = quantized_all_reduce(acc.values, comm, _SIGNS)
         return DenseUpdate(mean, error, details={"warmup": False})
 
     def rollback(self, bucket: Bucket) -> None:

@@ -121,7 +121,7 @@ class PowerSGD(ErrorFeedbackScheme):
         """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
         if self.factors == "float32":
             return all_reduce(value, comm) / comm.size, torch.zeros_like(value)
-        return quantized_all_reduce(value, value.dtype, comm, ValueCodec(self.factors))
+        return quantized_all_reduce(value, comm, ValueCodec(self.factors))
 
     def _right(self, group: "_Group", like: Tensor) -> Tensor:
         """Return q of each matrix of a group, [count, b, r]: the last step's, or at first a random one, the same on every rank."""

@@ -48,5 +48,5 @@ class Quantized(ErrorFeedbackScheme):
         return cls(values)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
+        mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
         return DenseUpdate(mean, error)

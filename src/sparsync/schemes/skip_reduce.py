@@ -43,6 +43,7 @@ from sparsync.collectives.skip_plan import (
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
 from sparsync.feedback import ErrorFeedback, check_state_of, state_from
+from sparsync.kernels.rounding import lacking, rounded
 from sparsync.selection.parameters import SpanSet, matches
 
 Mode = Literal["random", "naive"]
@@ -115,26 +116,34 @@ class SkipReduce(Scheme):
         """Reduce as `reduce` does, with these parameters never skipped."""
         n, plan = bucket.grad.numel(), self._plan(bucket, comm)
         acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
-        sent = bucket.grad if acc is None or acc.values is bucket.grad else bucket.grad.copy_(acc.values)
+        sent, unit = bucket.grad, 1
+        if acc is not None and acc.values is not sent:
+            # In 16 bits, shares of the mean, whose sums overflow no sooner than the mean does.
+            unit = comm.size
+            sent.copy_(rounded(acc.values / unit, sent.dtype))
         names = {entry.name for entry in bucket.layout if matches(entry.name, protect)}
         dense = SpanSet.of(entry for entry in bucket.layout if entry.name in names)
         skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
         order = _by_chunk(dense, skipping, self.node_size, max(1, comm.size // self.node_size))
         mine = order.take(sent)
         # What rounding to the gradient's type drops, and then what is left out. Without rounding zero, but NaN where `mine` is not finite.
-        omitted = None if acc is None else mine - mine if sent is acc.values else order.take(acc.values).sub_(mine)
+        dropped = omitted = None
+        if acc is not None:
+            omitted = mine - mine if sent is acc.values else torch.zeros_like(mine, dtype=acc.values.dtype)
+            dropped = None if sent is acc.values else lacking(order.take(acc.values), mine, unit)
         with recorded_cost() as cost:
             self._all_reduce_(mine, comm, plan, omitted, len(dense))
         order.put_(sent, mine)
         if comm.size > 1:
-            by_ranks = self.divide_by == "ranks" or self.feedback
-            _divide_(sent, dense.spans, comm.size)
-            _divide_(sent, skipping.spans, comm.size if by_ranks else comm.size - plan.skip * self.node_size)
+            by_ranks, count = self.divide_by == "ranks" or self.feedback, comm.size // unit
+            _divide_(sent, dense.spans, count)
+            _divide_(sent, skipping.spans, count if by_ranks else comm.size - plan.skip * self.node_size)
         details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
         if acc is not None and omitted is not None:
             # A host sync; the same on all ranks.
             details["overflow"] = not kernels.all_finite(bucket.grad)
             if not details["overflow"]:
+                omitted = omitted if dropped is None else lacking(dropped, -omitted, unit)
                 if not kernels.all_finite(omitted):  # seldom, and it takes more memory
                     omitted = torch.where(omitted.isfinite(), omitted, order.take(acc.residual))
                 order.put_(acc.residual, omitted)
@@ -235,24 +244,30 @@ class SkipReduceScatter(ReduceScatterScheme):
         plan = self._plan(bucket, P)
         always, others = self._split(bucket.layout, P) if self.needs_layout else ((), (Span(0, out.numel()),))
         acc = self.feedback.accumulate(bucket, comm.rank) if config.feedback else None
-        sent = bucket.grad if acc is None else acc.values.to(out.dtype)
+        sent = bucket.grad if acc is None else rounded(acc.values, out.dtype)
+        # Sums in which a residual is are formed in its type.
+        total = out if acc is None or acc.values.dtype == out.dtype else torch.empty_like(out, dtype=acc.values.dtype)
         with recorded_cost() as cost:
             if acc is not None:
-                # float16 makes Inf of what is too large for it.
-                finite = acc.finite and (sent is acc.values or kernels.all_finite(sent))
-                flag = torch.tensor([not finite], dtype=torch.int32, device=out.device)
+                flag = torch.tensor([not acc.finite], dtype=torch.int32, device=out.device)
                 # A host sync: all ranks must decide the same.
                 if bool(torch.cat(all_gather(flag, [1] * P, comm)).any()):
                     return self.found_inf(bucket, out, cost.total)
-            reduce_scatter(sent, out, comm, plan, always)
+            reduce_scatter(sent, total, comm, plan, always)
         by_ranks = config.divide_by == "ranks" or config.feedback
-        _divide_chunk_(out, always, P, P, average)
-        _divide_chunk_(out, others, P if by_ranks else P - plan.skip, P, average)
+        _divide_chunk_(total, always, P, P, average)
+        _divide_chunk_(total, others, P if by_ranks else P - plan.skip, P, average)
+        if total is not out:
+            out.copy_(rounded(total, out.dtype))
         left_out = [_at(others, owner, len(out)) for owner in range(P) if skips(comm.rank, owner, P, plan)]
         if acc is not None:
             torch.sub(acc.values, sent, out=acc.residual)  # what rounding to the wire's type drops
             for span in (span for chunk in left_out for span in chunk):
                 span.of(acc.residual).copy_(span.of(acc.values))
+            if total is not out and kernels.all_finite(out):
+                # What its type drops of the result is this rank's, as the chunk is.
+                own = Span(comm.rank * len(out), (comm.rank + 1) * len(out))
+                own.of(acc.residual).add_(total - out.to(total.dtype), alpha=P if average else 1)
         lost = sum(len(span) for chunk in left_out for span in chunk)
         details = {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, always))}
         return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost.total, details=details)

@@ -18,6 +18,7 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.collectives.spar_reduce_scatter import all_gather_blocks, spar_reduce_scatter
 from sparsync.core import Bucket, Comm, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels.rounding import lacking
 from sparsync.schemes.gtopk import of_survivors
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.partition import by_rank
@@ -60,10 +61,8 @@ class SparDL(ErrorFeedbackScheme):
         own = Sparse(index, torch.cat([block.value for block in blocks]), n)
         sums, dropped = spar_reduce_scatter(blocks, counts, places, comm, codec)
         mean, decoded = all_gather_blocks(replace(sums, value=sums.value / P), counts, places, comm, codec)
-        written = bucket.grad.dtype
-        if not (codec.exact and written == x.dtype):
-            lacking = sums.value - P * decoded.to(written).to(x.dtype)
-            dropped.append(Sparse(sums.index + places[comm.rank].start, lacking, n))
+        if not codec.exact:
+            dropped.append(Sparse(sums.index + places[comm.rank].start, lacking(sums.value, decoded, P), n))
         return of_survivors(own, mean, dropped)
 
 

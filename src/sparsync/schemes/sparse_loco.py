@@ -8,7 +8,7 @@ parameter; a smaller tile sends the same share; and no rank's update is clipped 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.core import Bucket, Comm, Sparse, spans
+from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
 from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections
@@ -59,27 +59,25 @@ class SparseLoCo(ErrorFeedbackScheme):
         return cls(density=density)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        n, P, tiles, values = bucket.grad.numel(), comm.size, tiles_of(bucket.layout), acc.values
+        n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values
         codec = BinMeans(tiles.parameter_counts(self.density)) if self.values == "bins" else ValueCodec(self.values)
         with phase("select"):
             cut = tiles.take(values)
             index = tiles.largest(cut, self.density)
             own = Sparse(index.to(torch.int32), kernels.gather(cut.view(-1), index), cut.numel())
-        mean, decoded = mean_of_selections(own, codec, self.divide_by, comm)
+        mean, error = mean_of_selections(own, codec, self.divide_by, comm)
         place, inside = tiles.places(own.index)
-        place, sent = place[inside], decoded[inside]
-        errors = [Sparse(place, own.value[inside] - sent, n)]
+        place, error = place[inside], error[inside]
+        sent = own.value[inside] - error
         union = _ascending(*tiles.places(mean.index), mean.value, n)
-        if self.divide_by == "ranks":
-            # What the gradient's type drops of the mean, each rank adds to its residual for one chunk of the union.
-            mine = spans(union.value.numel(), P)[comm.rank]
-            dropped = P * (mine.of(union.value) - mine.of(union.value.to(bucket.grad.dtype)))
-            errors.append(Sparse(mine.of(union.index), dropped, n))
+        if self.divide_by == "contributors":
+            # What its type drops is of a mean over senders, which no residual holds.
+            union = replace(union, value=union.value.to(bucket.grad.dtype))
 
         def commit() -> None:
             self._sent[bucket.key] = Sparse(place, sent, n)
 
-        return Update(union, cleared=place, selected=place.numel(), errors=errors, commit=commit)
+        return Update(union, place, place.numel(), [Sparse(place, error, n)], commit=commit)
 
     def rollback(self, bucket: Bucket) -> None:
         if self.divide_by == "ranks":

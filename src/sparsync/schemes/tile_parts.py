@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.collectives.exchange import all_gather
 from sparsync.core import Comm, Sparse
+from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
 from sparsync.wire import indices
 
@@ -27,7 +28,7 @@ class ShareCodec(Protocol):
 
 
 def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
-    """Return the mean of what all ranks have selected, as many elements each, and this rank's values as all decode them, [k].
+    """Return the mean of what all ranks have selected, as many elements each, and what rounding drops of this rank's values, [k].
 
     With "contributors" the sum at a position is divided by the number of ranks that have sent it, with "ranks" by P.
     Steps: 1
@@ -52,7 +53,7 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
         else:
             senders = kernels.coalesce([replace(each, value=torch.ones_like(each.value)) for each in gathered])
             mean = replace(union, value=union.value * share / senders.value)
-        return mean, share * codec.decode(values, k, dtype)
+        return mean, lacking(own.value, codec.decode(values, k, dtype), share)
 
 
 def check_divisor(divide_by: str) -> None:

@@ -24,6 +24,7 @@ from sparsync.collectives.sparse_allreduce import all_gather_elements, split_and
 from sparsync.collectives.union_all_reduce import exchange_counts
 from sparsync.core import Bucket, Comm, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
 from sparsync.selection.density import check_density, count_for
 from sparsync.wire.elements import Elements
@@ -61,7 +62,7 @@ class TopKDSA(ErrorFeedbackScheme):
         return cls(density, dense_from=1 / 3)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        n, P, codec, written = bucket.grad.numel(), comm.size, Elements(self.values), bucket.grad.dtype
+        n, P, codec = bucket.grad.numel(), comm.size, Elements(self.values)
         own = acc.top_k(count_for(self.density, n))  # [k]
         regions = spans(n, P)
         mine = regions[comm.rank]
@@ -80,8 +81,8 @@ class TopKDSA(ErrorFeedbackScheme):
             shares = replace(sums, value=sums.value / P)
             mean, decoded = all_gather_elements(shares, held, regions, comm, codec)
         errors = [] if reduced.error is None else [Sparse(own.index, reduced.error, n)]
-        if not (codec.exact and written == region.dtype):
-            errors.append(Sparse(sums.index, sums.value - P * decoded.to(written).to(region.dtype), n))
+        if not codec.exact:
+            errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
         return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
 
     def _dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:

@@ -57,6 +57,6 @@ class TopKUnion(ErrorFeedbackScheme):
         with phase("decode"):
             union = torch.cat([indices.decode_fixed_length(each, own.numel(), n) for each in packets]).unique()  # [K]
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(values_or_nan(acc), union, bucket.grad.dtype, comm, quantizer)
+        mean = mean_at(values_or_nan(acc), union, comm, quantizer)
         errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
         return Update(Sparse(mean.index, mean.value, n), cleared=mean.index, selected=own.numel(), errors=errors)

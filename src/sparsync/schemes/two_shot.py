@@ -24,6 +24,7 @@ from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
 from sparsync.comm.cost import recorded_cost
 from sparsync.core import Bucket, Comm, Detail, Report, Rows, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
 from sparsync.schemes.tile_parts import Divisor, check_divisor
 from sparsync.selection.density import check_density, count_for
@@ -69,7 +70,7 @@ class TwoShot(ErrorFeedbackScheme):
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         self._lost.pop(bucket.key, None)
         if self.density == 1.0:
-            mean, error = quantized_all_reduce(acc.values, bucket.grad.dtype, comm, ValueCodec(self.values))
+            mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
         regions = BlockCyclic(n, P)
@@ -104,13 +105,15 @@ class TwoShot(ErrorFeedbackScheme):
                 _located(each, codec.decode(packet, k, each.length, dtype), n)
                 for packet, k, each in zip(gathered, counts, rows, strict=True)
             ]
-            # The difference to what is written, in the type of the gradient.
-            lost = Sparse(parts[rank].index, divisor * parts[rank].value.to(bucket.grad.dtype).to(dtype), n)
-            replaced.append(replace(lost, value=top.value - lost.value))
+            if contributors is not None:
+                # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
+                parts = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in parts]
+            error = lacking(top.value, parts[rank].value, divisor)
+            replaced.append(Sparse(parts[rank].index, error, n))
 
         def commit() -> None:
             if contributors is not None:
-                self._lost[bucket.key] = lost
+                self._lost[bucket.key] = Sparse(parts[rank].index, top.value - error, n)
 
         return Update(parts, None, sum(counts) - count + own.length, commit=commit, replaced=replaced)
 
@@ -182,8 +185,7 @@ class TwoShotReduceScatter(ReduceScatterScheme):
         chunks, count = [Span(owner * m, (owner + 1) * m) for owner in range(P)], count_for(self.config.density, m)
         others = [owner for owner in range(P) if owner != comm.rank]
         chosen = [acc.top_k_of(chunks[owner].of(acc.values), count, "sent") for owner in others]
-        fits = acc.finite and all(_fits(each.value, self.config.values) for each in chosen)
-        if not fits:
+        if not acc.finite:
             # So that every owner learns of it without another message.
             chosen = [Sparse(each.index, torch.full_like(each.value, torch.nan), m) for each in chosen]
         packets = [codec.encode(each) for each in chosen]
@@ -195,8 +197,8 @@ class TwoShotReduceScatter(ReduceScatterScheme):
             if source != comm.rank:
                 kernels.scatter_add_(region, codec.decode(packet, count, m, dtype))
         share = P if average else 1
-        out.copy_(region / share)
-        if not fits or not kernels.all_finite(out):
+        out.copy_(rounded(region / share, out.dtype))
+        if not acc.finite or not kernels.all_finite(out):
             return self.found_inf(bucket, out, cost.total)
         with phase("apply"):
             acc.keep()
@@ -204,11 +206,6 @@ class TwoShotReduceScatter(ReduceScatterScheme):
                 error = each.value - codec.decode_values(packets[owner], count, m, dtype)
                 kernels.put_(chunks[owner].of(acc.residual), each.index, error.to(acc.residual.dtype))
             # What rounding to its type drops.
-            own.of(acc.residual).copy_(region - out.to(dtype) * share)
+            own.of(acc.residual).copy_(lacking(region, out, share))
         details: dict[str, Detail] = {"overflow": False}
         return Report(self.name, bucket.key, bucket.step, n, count * (P - 1) + m, n, cost.total, details=details)
-
-
-def _fits(value: Tensor, values: Values) -> bool:
-    """Return whether values arrive finite: float16 makes Inf of what is too large for it, which only one owner would see."""
-    return values != "float16" or kernels.all_finite(value.to(torch.float16))

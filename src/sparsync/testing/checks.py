@@ -7,6 +7,8 @@ from torch import Tensor
 
 from sparsync.testing.world import Step, integer_sum, same_bits
 
+_SCALE = 2.0**-16
+
 
 def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
     """Check that every rank has written the same bits, in the type and length of its gradient."""
@@ -67,6 +69,63 @@ def check_conservation(
             (f"{_decayed(decay)}residuals before it + gradients", came_in),
             tolerance,
         )
+
+
+def check_rounding(
+    invariant: str, steps: Sequence[Step], tolerance: float = 0.0, decay: float = 1.0, in_gradient_type: bool = False
+) -> None:
+    """Check conservation of any finite gradients up to the rounding of additions, element by element, and that residuals are finite.
+
+    With u the unit roundoff of the residual's type, and M the sum over ranks of the magnitudes of residuals before and after, of the
+    gradients and of what was written, an element may be off by u M for each rounding that an addend passes. These are at most P + 6:
+
+        2      decay x residual + gradient
+        P - 1  the sum over ranks
+        2      divided by P, and times P again
+        1      what a rounded value lacks of the value
+        2      that, and what the gradient's type drops of the mean, added to the residual
+
+    What rounds in fewer bits than a residual has is exact there, so the gradient's type has no part in this; with `in_gradient_type` u is
+    that of the coarser of the two. `tolerance`, times the largest M, comes on top where elements are mixed. A step whose mean is
+    infinite leaves residuals as they were, or adds the gradients to them. Nothing is said of an element where sums over some
+    ranks are beyond the residual's type.
+    """
+    P = steps[0].size
+    before = [torch.zeros_like(residual).double() for residual in steps[0].residuals]
+    for step in steps:
+        for rank, residual in enumerate(step.residuals):
+            check_finite(invariant, step.where(rank), "the residual", residual)
+        after, grads = ([_scaled(each) for each in parts] for parts in (step.residuals, step.grads))
+        kept, came_in = integer_sum(after), decay * integer_sum(before) + integer_sum(grads)
+        finite = step.written[0].isfinite()
+        written = P * _scaled(step.written[0].where(finite, 0.0))
+        magnitude = sum((each.abs() for each in (*before, *after, *grads)), written.abs())
+        kinds = [torch.finfo(step.residuals[0].dtype)] + [torch.finfo(step.grads[0].dtype)] * in_gradient_type
+        # The last addends are the rounding of this account's own sums, and of quotients below the smallest normal numbers.
+        allowed = ((P + 6) * max(kind.eps for kind in kinds) / 2 + (3 * P + 3) * 2.0**-53) * magnitude
+        allowed += tolerance * magnitude.max() + P * max(kind.smallest_normal * kind.eps for kind in kinds)
+        off = (kept + written - came_in).abs()
+        if not finite.all():
+            off = torch.minimum((kept - integer_sum(before)).abs(), (kept - came_in).abs())
+        sums = torch.stack([decay * old + new for old, new in zip(before, grads, strict=True)])
+        most = torch.maximum(sums.clamp(min=0).sum(0), -sums.clamp(max=0).sum(0))
+        held = most <= kinds[0].max * _SCALE * (1 + kinds[0].eps)
+        if (off > allowed)[held].any():
+            at = int((off / allowed).where(held, 0.0).argmax())
+            fail(
+                invariant,
+                step.where(),
+                f"element {at}: residuals after the step + P x written, less what came in, is",
+                off[at] / _SCALE,
+                "the rounding of additions allows",
+                allowed[at] / _SCALE,
+            )
+        before = after
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """Return `x` in float64, so scaled that sums of the largest numbers are finite."""
+    return x.double() * _SCALE
 
 
 def _decayed(decay: float) -> str:

@@ -20,12 +20,13 @@ from sparsync.testing.checks import (
     check_equal,
     check_finite,
     check_replicas,
+    check_rounding,
     check_same,
     check_traffic,
     fail,
 )
 from sparsync.testing.subject import SchemeUnderTest
-from sparsync.testing.world import COUNT, Step, integer_sum, integers, reals, residual_of, run
+from sparsync.testing.world import COUNT, Step, extremes, integer_sum, integers, reals, residual_of, run
 
 SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
 SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
@@ -71,6 +72,17 @@ def conservation(subject: SchemeUnderTest) -> None:
     for P in subject.worlds:
         steps = subject.trace(P)[: subject.exact_steps]
         conserved("conservation", subject, steps, zeros(COUNT))
+
+
+def rounding(subject: SchemeUnderTest) -> None:
+    """Check that of gradients of any type, the largest numbers too, no more is lost than additions in the residual's type round."""
+    if not (subject.has_residual and subject.conserves):
+        return
+    P = subject.world(5)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        steps = run(subject.start(P), extremes(P, COUNT, dtype))
+        check_replicas("rounding", steps)
+        check_rounding("rounding", steps, subject.tolerance, subject.decay, subject.sums_in_gradient_type)
 
 
 def replicas(subject: SchemeUnderTest) -> None:
@@ -299,6 +311,7 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], None]] = {
     each.__name__: each
     for each in (
         conservation,
+        rounding,
         replicas,
         identity,
         one_rank,

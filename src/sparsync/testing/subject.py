@@ -28,6 +28,8 @@ class SchemeUnderTest:
     delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
+    # Some elements have no residual, and are summed in the gradient's type, whose rounding is lost.
+    sums_in_gradient_type: bool = False
     _traces: dict[int, list[Step]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

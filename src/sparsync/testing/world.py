@@ -107,6 +107,22 @@ def reals(P: int, n: int, steps: int) -> list[list[Tensor]]:
     return [[torch.randn(n, generator=source) for _ in range(P)] for _ in range(steps)]
 
 
+def extremes(P: int, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return gradients[step][rank] of magnitudes from 1/1000 to 1000, and in two of five steps of the largest finite numbers.
+
+    One rank has these, and another the negative ones of some of them, so that sums over ranks are finite.
+    """
+    source, scale = torch.Generator().manual_seed(0), torch.logspace(-3, 3, n, dtype=torch.float64)
+    grads = [
+        [(scale * torch.randn(n, generator=source, dtype=torch.float64)).to(dtype) for _ in range(P)] for _ in range(5)
+    ]
+    for step in (2, 3):
+        grads[step][P - 1][::10] = torch.finfo(dtype).max
+        if P > 1:
+            grads[step][0][::20] = -torch.finfo(dtype).max
+    return grads
+
+
 def integer_sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum over ranks in float64, which is exact for integers."""
     return torch.stack([part.double() for part in parts]).sum(dim=0)

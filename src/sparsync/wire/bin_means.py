@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsync.kernels.rounding import rounded
+
 BINS = 4
 WIDTH = 1.5  # of a bin, in standard deviations of the group: all four span 6
 _MEAN_NBYTES = 4
@@ -38,7 +40,7 @@ class BinMeans:
         bin = BINS * group + code
         held = torch.zeros(BINS * len(self.counts), dtype=torch.float64, device=value.device)
         sums, members = held.index_add(0, bin, wide), held.index_add(0, bin, torch.ones_like(wide))
-        means = (sums / members.clamp(min=1)).float()
+        means = rounded(sums / members.clamp(min=1), torch.float32)
         means[~means.isfinite()] = torch.nan
         pairs = pad(code.to(torch.uint8), (0, -code.numel() % 4)).view(-1, 4)
         packed = pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6

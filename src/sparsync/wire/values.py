@@ -1,7 +1,8 @@
 """Values on the wire: as they are, in 16 bits, or quantized to 8, 4, 3, 2 or 1 bits with a scale or two for each block of 256.
 
 The sender knows what the receiver decodes: decode(encode(x)). The difference belongs into the residual. In every format but float32 a
-decoded value has at most 15 significant bits, so it and its multiples by small integers are exact in float32.
+decoded value has at most 15 significant bits, so it and its multiples by small integers are exact in float32. Rounding makes no
+infinities: a finite value beyond the largest number of its format becomes that.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sparsync.kernels import codecs
+from sparsync.kernels.rounding import rounded
 
 Values = Literal[
     "float32", "bfloat16", "float16", "int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"
@@ -26,7 +28,7 @@ class ValueCodec:
     """One format of values.
 
     "float32"                   values as they are, float64 ones too
-    "bfloat16", "float16"       16 bits; float16 makes Inf of magnitudes above 65504
+    "bfloat16", "float16"       16 bits; at most 3.39e38 and 65504
     "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude, which is 127,
                                 7 or -4 times the scale; in int3 the scale has a sign
     "int8_stochastic", "int4_stochastic"
@@ -60,8 +62,8 @@ class ValueCodec:
         if self.exact:
             return value.contiguous().view(torch.uint8)
         if self.format in _FLOATS:
-            return value.to(_FLOATS[self.format]).contiguous().view(torch.uint8)
-        value = value.to(torch.float32)
+            return rounded(value, _FLOATS[self.format]).contiguous().view(torch.uint8)
+        value = rounded(value, torch.float32)
         if self.format in _MEANS:
             return codecs.means_encode(value, _BITS[self.format])
         noise = _noise(value) if self.format.endswith("_stochastic") else None

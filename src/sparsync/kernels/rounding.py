@@ -1,0 +1,41 @@
+"""Rounding that makes no infinities, and what it drops: of the codecs, of sums in 16 bits, and of what is written to a gradient."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsync.kernels import all_finite
+
+
+def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """Return `x` in `dtype`, rounded to nearest; finite numbers beyond its largest become that. NaN and Inf stay what they are."""
+    largest = torch.finfo(dtype).max
+    if not x.numel() or largest >= torch.finfo(x.dtype).max:
+        return x.to(dtype)
+    low, high = torch.aminmax(x)
+    if bool((low >= -largest) & (high <= largest)):  # a host sync on CUDA
+        return x.to(dtype)
+    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
+
+
+def lacking(
+    x: Float[Tensor, " n"], received: Float[Tensor, " n"], times: int | Float[Tensor, " n"] = 1
+) -> Float[Tensor, " n"]:
+    """Return `x` - `times` * `received` in the type of `x`, also where the product is beyond its largest number."""
+    received = received.to(x.dtype)
+    if isinstance(times, int) and times == 1:
+        return x - received
+    error = x - times * received
+    if all_finite(error):  # a host sync on CUDA
+        return error
+    return (x.double() - times * received.double()).to(x.dtype)
+
+
+def add_rounded_(x: Float[Tensor, " n"], addend: Float[Tensor, " n"], dropped: Float[Tensor, " n"] | None) -> None:
+    """Add `addend` to `x`, and what the type of `x` does not hold of the sum to `dropped`, if that is given and wider."""
+    if dropped is None or dropped.dtype == x.dtype:
+        x.add_(addend)
+        return
+    total = x.to(dropped.dtype) + addend.to(dropped.dtype)
+    x.copy_(rounded(total, x.dtype))
+    dropped.add_(total - x.to(dropped.dtype))
