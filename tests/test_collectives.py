@@ -77,7 +77,7 @@ def test_sums_stay_in_the_type_of_the_vector(dtype: torch.dtype) -> None:
 
         def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
             x = ramp(comm.rank, n).to(dtype)
-            all_reduce_(x, comm, SkipPlan(), None)
+            all_reduce_(x, comm, SkipPlan(), None, 0)
             return x
 
         for x in LocalWorld(P).run(lambda comm: body(MeteredComm(comm))):
@@ -93,7 +93,7 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
     def reduced(all_reduce_: hierarchical.AllReduce) -> Tensor:
         def body(comm: MeteredComm) -> Tensor:
             x = parts[comm.rank].clone()
-            all_reduce_(x, comm, SkipPlan(), None)
+            all_reduce_(x, comm, SkipPlan(), None, 0)
             return x
 
         return LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))[0]
@@ -117,7 +117,7 @@ def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
 
         def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
             kept = torch.full((n,), 0.5)
-            all_reduce_(ramp(comm.rank, n), comm, plan, kept)
+            all_reduce_(ramp(comm.rank, n), comm, plan, kept, 0)
             return kept
 
         for rank, kept in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
