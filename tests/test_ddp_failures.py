@@ -160,7 +160,7 @@ def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout() -> Non
     outcomes = run(train_with, 3, what=stall, ranks=(1,), timeout_s=2.0, steps=4, doomed=[1])
     for rank in (0, 2):
         error = outcomes[rank].errors[2]
-        assert f"rank {rank} of 3: send_recv" in str(error)
+        assert f"rank {rank} of 3: " in str(error)
         assert "(rank 1 does not answer)" in str(error)
         assert "rank 1 did not come" in str(outcomes[rank].errors[3])
 
@@ -168,7 +168,7 @@ def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout() -> Non
 def test_a_rank_that_is_killed_is_an_error_on_the_others() -> None:
     outcomes = run(train_with, 3, what=die, ranks=(1,), steps=3, doomed=[1])
     for rank in (0, 2):
-        assert f"rank {rank} of 3: send_recv" in str(outcomes[rank].errors[2])
+        assert f"rank {rank} of 3: " in str(outcomes[rank].errors[2])
         assert "(rank 1 does not answer)" in str(outcomes[rank].errors[2])
         assert not any(outcomes[rank].right[2:])
 
@@ -178,7 +178,7 @@ def test_after_a_failure_that_one_rank_did_not_see_every_step_says_that_a_checkp
     behind, ahead = run(train_with, 2, what=fail, ranks=(0,), after=True, timeout_s=2.0, buckets=2)
     assert "no luck today" in str(behind.errors[2])
     assert ahead.errors[2] is None
-    assert "rank 1 of 2: send_recv" in str(ahead.errors[3])
+    assert "rank 1 of 2: " in str(ahead.errors[3])
     for step in (3, 4):
         assert "step 1 as the last one before that was reduced and rank 1 has gradients" in str(behind.errors[step])
         assert "step 2 as the last one before that was reduced and rank 0 has gradients" in str(ahead.errors[step + 1])
@@ -322,7 +322,7 @@ def test_a_process_whose_peer_was_killed_can_exit(how: str, tmp_path: Path) -> N
     ]
     try:
         out, err = started[0].communicate(timeout=60)
-        assert "rank 0 of 2: send_recv" in out, err
+        assert "rank 0 of 2: " in out, err
         assert started[0].returncode == (1 if how == "uncaught" else 0)
         assert ("nobody catches this" in err) == (how == "uncaught")
         assert started[1].wait(timeout=10) == -signal.SIGKILL
