@@ -132,6 +132,42 @@ def test_a_failure_on_any_rank_fails_the_step_on_all_with_its_cause_and_the_next
         assert ("rank 1 reports ValueError: no luck today" in str(one_fails.errors[2])) == (rank != 1)
 
 
+def fail_outside_the_scheme() -> dict[str, list[str | None]]:
+    """The errors of 5 steps in which rank 0 fails once: before the first bucket is reduced, or in the hook itself."""
+    found: dict[str, list[str | None]] = {}
+    for name in ("prepare", "hook"):
+        training = Training(TopK(0.5), buckets=2, timeout_s=TIMEOUT_S)
+        errors: list[str | None] = []
+        for step in range(5):
+            if step == 2 and training.rank == 0:
+                handle = training.handle
+                fails_once(*((handle._rescaler, "rescale") if name == "prepare" else (handle, "_bucket")))
+            try:
+                training.step(training.model.inputs(training.rank, step))
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(str(error))
+        found[name] = errors
+    return found
+
+
+def fails_once(owner: object, name: str) -> None:
+    whole = getattr(owner, name)
+
+    def failing(*arguments: object) -> object:
+        setattr(owner, name, whole)
+        raise ValueError("no luck today")
+
+    setattr(owner, name, failing)
+
+
+def test_a_failure_outside_the_scheme_fails_the_step_on_all_ranks_and_the_next_one_works() -> None:
+    for found in run(fail_outside_the_scheme, 2):
+        for name, errors in found.items():
+            assert [error is None for error in errors] == [True, True, False, True, True], (name, errors)
+            assert "no luck today" in str(errors[2])
+
+
 def fail_and_go_back() -> tuple[str, list[bool]]:
     """The error of step 2, and which steps were right: the failed one is tried again from the state before it."""
     bad_luck = [fail]

@@ -11,8 +11,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Dense, ExDyna, GradientReducer, GroupComm, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from helpers.known_gradients import row, schemes
+from sparsync import (
+    Bucket,
+    Dense,
+    ExDyna,
+    GradientReducer,
+    GroupComm,
+    MiCRO,
+    OkTopk,
+    PowerSGD,
+    SkipReduce,
+    TopK,
+    TwoShot,
+)
 from sparsync.base.scheme import Scheme
+from sparsync.core import generator, laid_out
+from sparsync.integrations.connection import Connection
 
 pytestmark = pytest.mark.distributed
 
@@ -87,6 +102,41 @@ def test_a_shared_state_that_differs_is_an_error_that_names_it() -> None:
     for found in run(changed_state, 2):
         assert "rank 0 has state of micro: scaling: ThresholdScaling(" in found
         assert "rank 1 has state of micro: scaling: None" in found
+
+
+def every_scheme() -> list[str]:
+    comm, found = GroupComm.private(timeout_s=20), []
+    for name in schemes(comm.size):
+        scheme = row(name).make()
+        connection = Connection(scheme, comm)
+        try:
+            for step in range(3):
+                grad = torch.randn(300, generator=generator(comm.rank, name, step))
+                connection.reduce(
+                    Bucket("bucket", grad, step, laid_out([("a", (10, 20)), ("b", (100,))])), connection._scheme
+                )
+        except RuntimeError as error:
+            found.append(f"{name}: {error}")
+    return found
+
+
+def test_no_scheme_is_taken_for_one_that_differs_where_gradients_do() -> None:
+    for found in run(every_scheme, 2):
+        assert found == []
+
+
+def threads() -> str:
+    torch.set_num_threads(1 + dist.get_rank())
+    reducer = GradientReducer(nn.Linear(4, 20_000), PowerSGD(), timeout_s=20)
+    for _ in range(3):
+        for parameter in reducer.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        reducer.reduce()
+    return "no error"
+
+
+def test_ranks_with_different_numbers_of_threads_do_not_differ() -> None:
+    assert run(threads, 2) == ["no error"] * 2
 
 
 def different_models() -> dict[str, str]:
@@ -218,4 +268,4 @@ def closed_handle() -> str:
 
 def test_a_closed_handle_says_so_and_keeps_its_reports() -> None:
     for found in run(closed_handle, 2):
-        assert "this handle is closed; attach to the model again" in found
+        assert "this handle is closed; wrap the model again, and make a new one" in found

@@ -82,7 +82,7 @@ class Announcements:
     def differ(self) -> bool:
         """Wait for the announcements of the other ranks, and return whether any two differ. Raises RuntimeError as the group does."""
         works, self._works, self._receives = [*self._receives, *self._works], [], []
-        wait_each(works, (self._others * 2)[: len(works)])
+        wait_each(works, self._others * 2)
         rows = [row.tolist() for row in self._rows]  # a host sync on a GPU: nothing may be sent before it
         self._rows = []
         if not self._on_gpu:

@@ -291,7 +291,7 @@ class GroupComm:
             operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
             operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
             works = dist.batch_isend_irecv(operations)
-            peers = [rank for _, rank in receives + sends][: len(works)]  # NCCL has one work for all
+            peers = [rank for _, rank in receives + sends]
         wait_each(works, peers)
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:

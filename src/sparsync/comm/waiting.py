@@ -57,13 +57,17 @@ def was_interrupted(connected: Connected) -> bool:
 
 
 def wait_each(works: Sequence[dist.Work | None], peers: Sequence[int]) -> None:
-    """Wait for operations in their order; an error says which rank was waited for, `peers[i]` with work i."""
-    for work, peer in zip(works, peers, strict=True):
+    """Wait for operations in their order; an error says which rank was waited for: `peers[i]` with work i, if there are as many works.
+
+    NCCL has one work for all peers.
+    """
+    names = [f"rank {peer}" for peer in peers] if len(works) == len(peers) else ["all ranks"] * len(works)
+    for work, name in zip(works, names, strict=True):
         try:
             if work is not None:  # None only for a rank outside the group
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"waiting for rank {peer}: {error}") from error
+            raise RuntimeError(f"waiting for {name}: {error}") from error
 
 
 def _install() -> None:
@@ -105,14 +109,14 @@ def _interrupt() -> None:
     for connected, group in waiting:
         if group is not None:
             _interrupted[id(connected)] = connected
-            _abort(group)
+            abort(group)
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """Make everything that waits on the connections of `group` fail."""
+def abort(group: dist.ProcessGroup) -> None:
+    """Close the connections of `group`, and make everything that waits on them fail, on whatever thread."""
     with suppress(RuntimeError):
         group.abort()
-        if dist.get_backend(group) == "gloo":
+        if group._get_backend(torch.device("cpu")).name() == "gloo":
             # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
             # and wakes them. Price: it rests on what gloo does after a timeout, and on a tag that nobody else uses.
             other = (group.rank() + 1) % group.size()

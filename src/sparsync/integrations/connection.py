@@ -10,9 +10,10 @@ import torch
 from sparsync import phases
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
-from sparsync.comm.announcement import Announcement, announcement_cost
+from sparsync.comm.announcement import Announcement, RanksDifferError, announcement_cost
 from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
+from sparsync.comm.waiting import abort
 from sparsync.core import Bucket, Comm, Cost, Report, digest
 from sparsync.integrations.rollback import Rollback
 
@@ -44,17 +45,25 @@ class Connection:
         self._step: int | None = None  # the one under way, of which no bucket has failed
         self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # what a bucket was last time, and its digest
 
-    def reduce(self, bucket: Bucket, scheme: Scheme, written: Callable[[], Bucket] | None = None) -> Report:
+    def reduce(
+        self,
+        bucket: Bucket,
+        scheme: Scheme,
+        written: Callable[[], Bucket] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> Report:
         """Have `scheme` reduce `bucket` in place, and return its report with bytes and times as measured.
 
-        `written` returns the bucket that holds the result until the step ends, where that is not `bucket`. An error carries a note with
-        the scheme, the bucket and the step; `close` is to follow. Raises RanksDifferError, on all ranks, where they differ in what they
-        are about to reduce.
+        `prepare` is called first; where it raises, the step fails on all ranks. `written` returns the bucket that holds the result until
+        the step ends, where that is not `bucket`. An error carries a note with the scheme, the bucket and the step; `close` is to follow.
+        Raises RanksDifferError, on all ranks, where they differ in what they are about to reduce.
         """
         try:
             if self._shut:
-                raise RuntimeError("this handle is closed; attach to the model again")
+                raise RuntimeError("this handle is closed; wrap the model again, and make a new one")
             self._begin(bucket.step)
+            if prepare is not None:
+                prepare()
             if self._broken:
                 if isinstance(self._group, GroupComm):
                     self._group = self._group.reconnect(
@@ -88,6 +97,8 @@ class Connection:
         self._shut = self._broken = True
         if isinstance(self._group, GroupComm):
             with suppress(Exception):  # the process group may be gone already
+                if self._group.group is not None:
+                    abort(self._group.group)  # wakes another thread that waits
                 self._group.close()
 
     def _begin(self, step: int) -> None:
@@ -124,13 +135,15 @@ class Connection:
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
 
-        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank. After KeyboardInterrupt this
-        does not wait for the others.
+        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank, and neither is a difference
+        between ranks, which all know. After KeyboardInterrupt this does not wait for the others.
         """
         self._broken, self._step = True, None
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
         if isinstance(cause, BaseException):
-            cause = "" if isinstance(cause, ConnectionLostError) else f"{type(cause).__name__}: {cause}"
+            cause = (
+                "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else f"{type(cause).__name__}: {cause}"
+            )
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"

@@ -52,7 +52,16 @@ class DdpHandle(AttachedHandle):
             return self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
             self._joining.abandon(error)
-            return _failed(error)
+            return self._failed(bucket.index(), error)
+
+    def _failed(self, index: int, error: Exception) -> torch.futures.Future[Tensor]:
+        """Return a future that raises `error`, and fail the step on all ranks: on the thread that reduces, which closes connections."""
+        cause = f"{type(error).__name__}: {error}"
+
+        def fail() -> None:
+            raise RuntimeError(f"the hook failed with {cause}")
+
+        return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense(), fail)
 
     def _submit_sparse(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a sparse gradient, which DDP puts into a bucket of its own, in full."""
@@ -93,7 +102,8 @@ def attach(
     Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
     one works again, without what the failed step had taken from residuals. Where some ranks were through with it, their next step raises
     too, and so does every further one until a checkpoint was loaded on all ranks, because their weights differ.
-    Before each bucket the ranks compare step, layout, scheme and shared state: RanksDifferError, on all ranks, where they differ.
+    Before each bucket the ranks compare step, layout, scheme and shared state. Where they differ all ranks raise; the RuntimeError that
+    DDP makes of it has the text of the RanksDifferError.
     `join()`: a rank that has run out of data still sends its residual, and the mean still divides by all ranks.
     `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient as it was; what the scheme sent for it from
     its residual is lost.
@@ -125,14 +135,3 @@ def attach(
 def reduce_bucket(handle: DdpHandle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket: the hook, which DDP calls with each bucket that is complete, in order."""
     return handle.submit(bucket)
-
-
-def _failed(error: Exception) -> torch.futures.Future[Tensor]:
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-
-    def result(_: torch.futures.Future) -> Tensor:
-        raise error
-
-    failed = done.then(result)
-    done.set_result(torch.empty(0))
-    return failed

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from sparsync.base.scheme import Scheme
+from sparsync.comm.announcement import RanksDifferError
 from sparsync.comm.group import ConnectionLostError
 from sparsync.core import Bucket, Report
 from sparsync.integrations.connection import Connection
@@ -133,13 +134,11 @@ class Dispatcher:
             job.error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
             return
         try:
-            if job.prepare is not None:
-                job.prepare()
-            self._on_report(self._connection.reduce(bucket, job.scheme, job.written))
+            self._on_report(self._connection.reduce(bucket, job.scheme, job.written, job.prepare))
             self._failure = None
             return
         except BaseException as error:  # it becomes the error of this step, on the thread that waits for it
-            cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionLostError)
+            cause, lost = f"{type(error).__name__}: {error}", isinstance(error, (ConnectionLostError, RanksDifferError))
         # After the except clause: until there the error's traceback keeps the connections open.
         reported = self._connection.close("" if lost else cause)
         job.error.append(f"{job.scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}{reported}")

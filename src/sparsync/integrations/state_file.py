@@ -127,8 +127,8 @@ def content_of(tensor: Tensor) -> Any:
 def _unreadable(where: str, error: Exception) -> ValueError:
     reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
     return ValueError(
-        f"{where} is no state that can be loaded: {reason}; restore it from a copy, or remove all files of its step, so that the "
-        "checkpoint before is loaded"
+        f"{where} is no state that can be loaded: {reason}; restore it from a copy, load another checkpoint, or remove the "
+        "folder and start without"
     )
 
 

@@ -16,8 +16,8 @@ class Control:
 
     t: int = 0  # steps
     boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
-    # Of the published rules only; None: to be evaluated.
-    local_threshold: float | None = None
+    # Of the published rules only; None: to be evaluated. The local one is this rank's own, so it is left out where ranks are compared.
+    local_threshold: float | None = field(default=None, repr=False)
     global_threshold: float | None = None
 
     def regions(self, n: int, P: int) -> tuple[Span, ...]:

@@ -103,7 +103,9 @@ class PowerSGD(ErrorFeedbackScheme):
 
     def shared_text(self, bucket: Bucket) -> str:
         known = [self.right[entry.name] for entry in bucket.layout if entry.name in self.right]
-        return f"factors that add up to {[float(q.sum()) for q in known]}"
+        # Sums of whole numbers do not depend on their order, which differs with the number of threads.
+        sums = [q.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for q in known]
+        return f"factors whose bytes add up to {torch.stack(sums).tolist() if sums else []}"  # a host sync
 
     def reset_shared_state(self) -> None:
         super().reset_shared_state()
