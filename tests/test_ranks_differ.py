@@ -112,9 +112,7 @@ def every_scheme() -> list[str]:
         try:
             for step in range(3):
                 grad = torch.randn(300, generator=generator(comm.rank, name, step))
-                connection.reduce(
-                    Bucket("bucket", grad, step, laid_out([("a", (10, 20)), ("b", (100,))])), connection._scheme
-                )
+                connection.reduce(Bucket("bucket", grad, step, laid_out([("a", (10, 20)), ("b", (100,))])), scheme)
         except RuntimeError as error:
             found.append(f"{name}: {error}")
     return found
@@ -241,10 +239,10 @@ def opened(times: int, how: str) -> tuple[int, int]:
     return before, len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("how", ["ddp", "with", "function"])
+@pytest.mark.parametrize("how", ["ddp", pytest.param("with", marks=pytest.mark.slow), "function"])
 def test_models_that_are_gone_leave_no_connections_behind(how: str) -> None:
-    for before, after in run(opened, 2, times=20, how=how):
-        assert after <= before + 5
+    for before, after in run(opened, 2, times=6, how=how):
+        assert after <= before + 2
 
 
 @pytest.mark.slow
