@@ -38,7 +38,7 @@ for step in range(3):  # DDP exchanges its layout of buckets, by itself, in the 
 """
 
 
-@pytest.mark.parametrize("way", ["manual", "ddp"])
+@pytest.mark.parametrize("way", ["manual", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_rank_that_waits_for_another(way: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
@@ -59,9 +59,8 @@ def test_ctrl_c_ends_a_rank_that_waits_for_another(way: str, tmp_path: Path) -> 
         ranks[0].send_signal(signal.SIGINT)
         _, said = ranks[0].communicate(timeout=PATIENCE_S)
         assert "KeyboardInterrupt" in said
-        # Under DDP a thread of C++ is still there when the interpreter ends, which aborts the process after the traceback.
-        ends = (-signal.SIGINT,) if way == "manual" else (-signal.SIGINT, -signal.SIGABRT)
-        assert ranks[0].returncode in ends, said
+        # A thread of C++ may still be there when the interpreter ends, which aborts the process after the traceback.
+        assert ranks[0].returncode in (-signal.SIGINT, -signal.SIGABRT), said
     finally:
         for rank in ranks:
             rank.kill()

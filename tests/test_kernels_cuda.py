@@ -175,7 +175,10 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
 
 
 @pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("kind", ("normal", "special", "ties", "tiny", "equal", "zero"))
+@pytest.mark.parametrize(
+    "kind",
+    ("normal", "special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ties", "tiny", "equal", "zero"))),
+)
 def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each: int) -> None:
     for n in (0, 1, 255, 256, 261, 1283):
         x = made(kind, n) * (1e30 if kind == "normal" else 1.0)

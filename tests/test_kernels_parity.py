@@ -181,7 +181,7 @@ def layouts(n: int) -> list[list[Rows]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_of_elements_in_rows_are_the_reference(kind: str) -> None:
-    for n in (1, 15, 64, 1000, 70_003):
+    for n in (1, 15, 1000, 20_003):
         residual, grad, expected = made(kind, n), made("normal", n, 1), torch.empty(n)
         finite = reference.accumulate(residual, grad, expected)
         for regions in layouts(n):

@@ -30,7 +30,7 @@ def known_up_to(density: float, n: int, step: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("P", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("P", [1, 2, 5, *(pytest.param(P, marks=pytest.mark.slow) for P in (3, 8, 16))])
 def test_what_is_not_sent_stays_in_the_residual(kind: str, P: int) -> None:
     for n, density in ((1, 0.01), (4, 0.5), (97, 0.1), (500, 0.02), (97, 1.0)):
         steps = [whole_numbers(n, P, step) for step in range(3)]
@@ -202,6 +202,7 @@ def test_small_dense_parameters_are_sent_whole_out_of_the_same_budget() -> None:
             assert bool((shown.residual[988:] != 0).any())  # with the other bias it would be a fifth of the budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN)
 def test_traffic_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
     """10000 of 100000 elements: of what all receive a rank sends (P-1)/P, and that is at 256 ranks at most 1.1 times as much as at 8."""
