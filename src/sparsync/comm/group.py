@@ -98,8 +98,9 @@ class GroupComm:
             # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no bound of its own where the store hangs.
             made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
+            others = _reports(meeting, name, "", min(REPORTS_S, timeout_s))
             raise RuntimeError(
-                f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}"
+                f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}{others and f' ({others})'}"
             ) from error
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
@@ -137,15 +138,8 @@ class GroupComm:
             return ""
         self.close()
         assert self._meeting is not None
-        try:
-            wait_s = 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
-            reports = self._meeting.report(self._name, cause, wait_s)
-        except StoreSilentError as error:
-            return str(error)
-        others = [(rank, reported) for rank, reported in enumerate(reports) if rank != self.rank and reported != ""]
-        return "; ".join(
-            f"rank {rank} does not answer" if reported is None else f"rank {rank} reports {reported}"
-            for rank, reported in others
+        return _reports(
+            self._meeting, self._name, cause, 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
         )
 
     def announce(self, announcement: Announcement) -> None:
@@ -334,6 +328,19 @@ class GroupComm:
             others = "" if self._announced or self._meeting is None else self.close_and_report("")
             text = f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}{others and f' ({others})'}"
             raise ConnectionLostError(text) from error
+
+
+def _reports(meeting: Meeting, name: str, cause: str, wait_s: float) -> str:
+    """Tell the other ranks of the group called `name` why it failed here, and return what they tell within `wait_s` seconds."""
+    try:
+        reports = meeting.report(name, cause, wait_s)
+    except StoreSilentError as error:
+        return str(error)
+    others = [(rank, reported) for rank, reported in enumerate(reports) if rank != meeting.rank and reported != ""]
+    return "; ".join(
+        f"rank {rank} does not answer" if reported is None else f"rank {rank} reports {reported}"
+        for rank, reported in others
+    )
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
