@@ -321,6 +321,32 @@ def failing() -> None:
     assert equal(there_and_back(net, 2), whole(net))
 
 
+def interrupted() -> None:
+    """After Ctrl-C in a gather of one rank, passes begin anew on all of them."""
+    net = made()
+    handle, seen = gathering(net, "int8"), watched(net)
+    there_and_back(net, 0)
+    gather, rank = handle._gather, dist.get_rank()
+    assert gather is not None
+    plain = gather._shared.reduce
+
+    def unlucky(bucket: Any, comm: Any) -> Any:
+        if bucket.key == "middle" and rank == 1:
+            raise KeyboardInterrupt
+        return plain(bucket, comm)
+
+    gather._shared.reduce = unlucky  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(KeyboardInterrupt if rank == 1 else RuntimeError):
+        forward(net)
+    gather._shared.reduce = plain
+    as_fsdp(net).reset_iter_state()
+    for step in (1, 2):
+        assert equal(there_and_back(net, step), seen)
+        assert agreed(seen)
+        assert equal(seen, whole(net)) == (step == 1)
+        moved(net)
+
+
 def refusals() -> None:
     def refused(words: str, net: nn.Module, error: type[Exception], parameters: Any = "int8", **options: Any) -> None:
         with pytest.raises(error, match=words):
@@ -366,6 +392,7 @@ def pair() -> None:
         not_finite,
         loaded,
         failing,
+        interrupted,
         refusals,
     ):
         with case(part.__name__):

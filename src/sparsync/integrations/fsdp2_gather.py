@@ -87,19 +87,25 @@ class ParameterGather:
             return
         except Exception as error:
             cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionLostError)
+        except BaseException as error:
+            self._begin_anew(error)
+            raise
         # After the except clause: until there the error's traceback keeps the connections open.
-        failed, self._step = (
-            self._step,
-            -1,
-        )  # passes may differ between ranks from here on: they begin anew, with nothing held
-        self._seen.clear()
-        self.forget()
-        others = self._connection.close("" if lost else cause)
-        self._connection.continue_after(-1)
+        failed = self._step
+        others = self._begin_anew("" if lost else cause)
         raise RuntimeError(
             f"the parameters of module {unit.key!r} were not gathered in pass {failed}: {cause}{others}; "
             "call reset_iter_state() on the model, then continue"
         )
+
+    def _begin_anew(self, cause: BaseException | str) -> str:
+        """Close the connections, and hold nothing: passes may differ between ranks from here on. Return what the other ranks report."""
+        self._step = -1
+        self._seen.clear()
+        self.forget()
+        others = self._connection.close(cause)
+        self._connection.continue_after(-1)
+        return others
 
     def _forget_when_loaded(self, unit: Unit) -> list[Any]:  # Any: of torch's RemovableHandle
         forget = partial(_forget, weakref.ref(self), unit.key)
