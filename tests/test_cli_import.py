@@ -55,6 +55,10 @@ def test_every_public_name_is_there(name: str) -> None:
     assert found.__name__.rpartition(".")[2] == name
 
 
+def test_all_has_every_public_name() -> None:
+    assert set(sparsync.__all__) == {*sparsync._HOME, *sparsync._MODULES}
+
+
 def test_an_unknown_name_is_an_error_with_all_names() -> None:
     with pytest.raises(AttributeError, match=r"module 'sparsync' has no attribute 'Topk'; it has .*TopK"):
         _ = sparsync.Topk  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,6 +23,7 @@ from sparsync import (
 )
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
+from sparsync.core import laid_out
 from sparsync.selection.parameters import matches
 
 # ---- the registry
@@ -34,6 +35,18 @@ def test_every_name_makes_a_scheme_that_reduces() -> None:
         for variant in (name, f"{name}.published") if name != "two_shot" else (name,):
             step = run([schemes.get(variant) for _ in range(2)], reals(2, COUNT, 1))[0]
             assert same_bits(step.written[0], step.written[1])
+
+
+def test_what_the_schemes_of_parameters_share_is_told_without_copying_the_gradient() -> None:
+    class Told(Dense):
+        def shared_text(self, bucket: Bucket) -> str:
+            assert bucket.grad.is_meta
+            return f"{bucket.key} {bucket.grad.numel()} {bucket.grad.dtype} {[entry.name for entry in bucket.layout]}"
+
+    layout = laid_out([("a", (2, 3)), ("b", (4,)), ("c", (5,))])
+    bucket = Bucket("all", torch.zeros(15, dtype=torch.bfloat16), 0, layout)
+    text = PerParameter(Told(), {"b": Told()}).shared_text(bucket)
+    assert text == "b: all/b 4 torch.bfloat16 ['b'], default: all/ 11 torch.bfloat16 ['a', 'c']"
 
 
 def test_a_scheme_of_no_paper_has_no_published_setting() -> None:

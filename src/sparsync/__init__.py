@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
     from sparsync.schemes.sparse_loco import SparseLoCo as SparseLoCo
     from sparsync.schemes.topk_allgather import TopK as TopK
+    from sparsync.schemes.topk_dsa import TopKDSA as TopKDSA
     from sparsync.schemes.two_shot import TwoShot as TwoShot
 
 # Importing torch takes longer than `sparsync --help` may, so each name says where it lives and is fetched on first use.
@@ -92,6 +93,7 @@ _HOME = {
     "RandomK": "sparsync.schemes.random_k",
     "SparseLoCo": "sparsync.schemes.sparse_loco",
     "TopK": "sparsync.schemes.topk_allgather",
+    "TopKDSA": "sparsync.schemes.topk_dsa",
     "TwoShot": "sparsync.schemes.two_shot",
     "Update": "sparsync.base.error_feedback",
     "attach": "sparsync.integrations.attach",
@@ -143,6 +145,8 @@ __all__ = [
     "Sparse",
     "SparseLoCo",
     "TopK",
+    "TopKDSA",
+    "TwoShot",
     "Update",
     "attach",
     "checkpoint",

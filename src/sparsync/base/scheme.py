@@ -101,7 +101,10 @@ class Scheme(ABC):
         return
 
     def shared_text(self, bucket: Bucket) -> str:
-        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error."""
+        """Return what must agree across ranks before `bucket` is reduced, besides settings, as text: ranks that differ get an error.
+
+        The elements of `bucket.grad` may be missing (device "meta"); they differ between ranks anyway.
+        """
         return ""
 
     def reset_shared_state(self) -> None:

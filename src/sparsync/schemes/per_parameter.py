@@ -53,8 +53,12 @@ class PerParameter(Scheme):
         return self.report(bucket, cost, selected, union, details)
 
     def shared_text(self, bucket: Bucket) -> str:
-        own = {key: self._bucket_of(bucket, key, layout) for key, layout in self._layouts(bucket.layout).items()}
-        return ", ".join(f"{key or 'default'}: {self._schemes[key].shared_text(inner)}" for key, inner in own.items())
+        texts = []
+        for key, layout in self._layouts(bucket.layout).items():
+            # Without elements, which the text is not about: to copy them takes longer than all the rest.
+            missing = torch.empty(len(SpanSet.of(layout)), dtype=bucket.grad.dtype, device="meta")
+            texts.append(f"{key or 'default'}: {self._schemes[key].shared_text(_inner(bucket, key, layout, missing))}")
+        return ", ".join(texts)
 
     def reset_shared_state(self) -> None:
         for scheme in self._schemes.values():
@@ -134,5 +138,9 @@ class PerParameter(Scheme):
 
     def _bucket_of(self, bucket: Bucket, key: str, layout: Sequence[ParameterSpan]) -> Bucket:
         """Return the parameters of one pattern as a bucket, copied."""
-        own = laid_out((entry.name, entry.shape or len(entry.span)) for entry in layout)
-        return Bucket(f"{bucket.key}/{key}", SpanSet.of(layout).take(bucket.grad), bucket.step, own)
+        return _inner(bucket, key, layout, SpanSet.of(layout).take(bucket.grad))
+
+
+def _inner(bucket: Bucket, key: str, layout: Sequence[ParameterSpan], grad: Tensor) -> Bucket:
+    own = laid_out((entry.name, entry.shape or len(entry.span)) for entry in layout)
+    return Bucket(f"{bucket.key}/{key}", grad, bucket.step, own)
