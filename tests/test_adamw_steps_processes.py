@@ -1,6 +1,7 @@
 """Steps of AdamW between processes: the bits of a LocalWorld, also when resumed, failures and what is refused."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,36 @@ def test_when_a_step_fails_it_does_on_all_ranks_and_the_next_ones_agree_again() 
     first, second = run(failing, 2)
     assert (first[0], second[0]) == (["3 MemoryError"], ["3 ConnectionLostError"])
     assert all(map(torch.equal, first[1][-6:], second[1][-6:]))
+
+
+def apart() -> None:
+    """Have an error on rank 0 while it applies the mean of the third of five steps."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    rank = dist.get_rank()
+    whole, steps, seen = made(rank, TopK(0.25)), made(rank, TopK(0.25)), []
+    wanted = fit(whole, range(5))
+    fit(steps, range(2))
+    saved = deepcopy(steps.state_dict())
+    for step in (2, 3) if rank == 0 else (2, 3, 4):
+        if rank == 0 and step == 2:
+            vars(steps)["_apply"] = fail
+        try:
+            fit(steps, range(step, step + 1))
+        except (MemoryError, RuntimeError) as error:
+            seen.append(f"{step} {type(error).__name__}: {error}")
+        vars(steps).pop("_apply", None)
+    kinds = ["2 MemoryError", "3 RuntimeError"] if rank == 0 else ["3 ConnectionLostError", "4 RuntimeError"]
+    assert [each.split(":")[0] for each in seen] == kinds
+    assert "rank 0 has applied only a part of one" in seen[-1]
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="applied in part on this rank"):
+            steps.state_dict()
+    steps.load_state_dict(saved)
+    assert all(map(torch.equal, fit(steps, range(2, 5)), wanted))
+
+
+def test_after_an_error_while_one_rank_applies_the_mean_all_raise_until_a_checkpoint_is_loaded() -> None:
+    run(apart, 2)

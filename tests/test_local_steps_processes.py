@@ -1,5 +1,10 @@
 """Local steps between processes: the bits of a LocalWorld, exchanges in the background, failures and what is refused."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,7 @@ def made(rank: int, settings: dict[str, Any], comm: Comm | None = None) -> Local
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    return LocalSteps(model, optimizer, TopK(0.25), every=4, comm=comm, timeout_s=20.0, **settings)
+    return LocalSteps(model, optimizer, TopK(0.25), comm=comm, timeout_s=20.0, **{"every": 4, **settings})
 
 
 def fit(steps: LocalSteps, span: range) -> list[Tensor]:
@@ -87,10 +92,29 @@ class FailsOnce(TopK):
 _FAILED: list[bool] = []
 
 
-def failing(delay: int) -> list[str]:
-    """Four exchanges of two buckets, of which one fails; check that what all have learnt is in the common weights or in a residual."""
+@contextmanager
+def without_memory(owner: object, name: str, where: bool = True) -> Iterator[None]:
+    """A method that raises, where `where`."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    if where:
+        setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        if where:
+            delattr(owner, name)
+
+
+def failing(delay: int, before: bool) -> list[str]:
+    """Four exchanges of two buckets, of which one fails; check that what all have learnt is in the common weights or in a residual.
+
+    It fails on rank 0, `before` it has sent anything or after the first bucket.
+    """
     model = nn.ParameterDict({"a": torch.zeros(8), "b": torch.zeros(8)})
-    scheme, rank, seen = FailsOnce(0.25), dist.get_rank(), []
+    scheme, rank, seen = TopK(0.25) if before else FailsOnce(0.25), dist.get_rank(), []
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     steps = LocalSteps(model, optimizer, scheme, every=2, keep=0.0, delay=delay, bucket_mb=32 / 2**20, timeout_s=20.0)
     learnt = torch.zeros(16)
@@ -100,7 +124,8 @@ def failing(delay: int) -> list[str]:
         optimizer.step()
         learnt += torch.cat([each.grad for each in model.values() if each.grad is not None])
         try:
-            steps.step()
+            with without_memory(steps._fragments[0][1], "own", where=before and rank == 0 and step == 3):
+                steps.step()
         except (MemoryError, RuntimeError) as error:
             seen.append(f"{step} {type(error).__name__}")
             assert "no memory" in str(error)
@@ -114,13 +139,103 @@ def failing(delay: int) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
     ("delay", "step", "kinds"), [(0, 3, ("MemoryError", "ConnectionLostError")), (1, 4, ("RuntimeError",) * 2)]
 )
 def test_when_an_exchange_fails_it_does_on_all_ranks_and_the_next_one_makes_good_for_it(
-    delay: int, step: int, kinds: tuple[str, str]
+    delay: int, step: int, kinds: tuple[str, str], before: bool
 ) -> None:
-    assert run(failing, 2, delay=delay) == [[f"{step} {kind}"] for kind in kinds]
+    assert run(failing, 2, delay=delay, before=before) == [[f"{step} {kind}"] for kind in kinds]
+
+
+def raised(steps: LocalSteps, step: int) -> str:
+    try:
+        fit(steps, range(step, step + 1))
+    except (MemoryError, RuntimeError) as error:
+        return f"{step} {type(error).__name__}: {error}"
+    return ""
+
+
+def apart(name: str) -> list[Tensor]:
+    """Have an error on rank 0 only, in the third of five exchanges: after it was reduced, or while it is applied."""
+    rank, settings = dist.get_rank(), {"every": 1}
+    whole, steps = made(rank, settings), made(rank, settings)
+    wanted = fit(whole, range(5))
+    fit(steps, range(2))
+    saved = deepcopy(steps.state_dict())
+    with without_memory(steps if name == "_apply_to_common" else steps._exchanger, name, where=rank == 0):
+        seen = [raised(steps, 2)]
+    # The error is all that rank 0 sees of the third exchange, and rank 1 sees none of it.
+    seen += [raised(steps, step) for step in ((3,) if rank == 0 else (3, 4))]
+    assert [each.split(":")[0] for each in seen] == (
+        ["2 MemoryError", "3 RuntimeError"] if rank == 0 else ["", "3 ConnectionLostError", "4 RuntimeError"]
+    )
+    assert "load a checkpoint on all ranks, handle and model, or start again" in seen[-1]
+    if name == "_apply_to_common" and rank == 0:
+        with pytest.raises(RuntimeError, match="applied in part on this rank"):
+            steps.state_dict()
+    steps.load_state_dict(saved)
+    assert all(map(torch.equal, fit(steps, range(2, 5)), wanted))
+    return wanted
+
+
+def both_apart() -> None:
+    for name in ("_apply_to_common", "held"):
+        with case(name):
+            apart(name)
+
+
+def test_after_an_error_on_one_rank_in_what_all_have_exchanged_all_raise_until_a_checkpoint_is_loaded() -> None:
+    run(both_apart, 2)
+
+
+def pending_failure() -> None:
+    rank, settings = dist.get_rank(), {"every": 2, "delay": 1}
+    whole, steps, other = (made(rank, settings) for _ in range(3))
+    wanted = fit(whole, range(7))
+    fit(steps, range(3))
+    saved = deepcopy(steps.state_dict())
+    with without_memory(steps._fragments[0][0], "own", where=rank == 0):
+        fit(steps, range(3, 4))
+    other.load_state_dict(steps.state_dict())  # without the exchange that failed
+    assert not other._pending
+    steps.load_state_dict(saved)
+    assert all(map(torch.equal, fit(steps, range(3, 7)), wanted))
+    fit(steps, range(7, 8))
+    steps.close()
+    assert steps.state_dict()["step"] == 7
+    assert "closed" in raised(steps, 8) + raised(steps, 9) + raised(steps, 10)
+
+
+def test_a_failed_exchange_on_its_way_keeps_nobody_from_loading_or_saving_nor_does_closing() -> None:
+    run(pending_failure, 2)
+
+
+WAITING = """
+import threading
+import torch
+import torch.distributed as dist
+from torch import nn
+from sparsync import Dense, LocalSteps
+from sparsync.integrations import local_steps_exchange
+
+class Waits(Dense):
+    def reduce(self, bucket, comm):
+        print("waits", flush=True)
+        threading.Event().wait()
+
+local_steps_exchange.EXIT_S = 0.1
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(4, 2)
+steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1.0), Waits(), every=1, delay=1)
+steps.step()
+"""
+
+
+def test_a_process_ends_while_an_exchange_is_on_its_way() -> None:
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "waits\n", done.stderr
 
 
 def refusals() -> None:

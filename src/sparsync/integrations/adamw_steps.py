@@ -174,7 +174,8 @@ class AdamWSteps(Handle):
         momentum and the ratio stay as they are, and what was sent returns to the residuals. Second moments of ranks whose own gradient
         is finite may have taken it in.
         Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
-        connections. Where ranks cannot agree any more on what was applied, that one raises as well: continue from a checkpoint.
+        connections. Where ranks cannot agree any more on what was applied, or an error came while the mean was applied, that one raises as
+        well: continue from a checkpoint.
         """
         self._check_own()
         check_trained(self.model, self._trained, "AdamWSteps")
@@ -194,12 +195,15 @@ class AdamWSteps(Handle):
         self._reports += reports
         totals = self._progress.totals
         totals["bytes_sent"] += sum((report.sent or report.cost).nbytes for report in reports)
-        if means is None:
-            totals["skipped"] += 1
-        else:
-            self._apply(means)
-        for bucket in self._buckets:
-            self._write_own(bucket)  # after a skipped step too, for its residual may have changed
+        totals["skipped"] += means is None
+        try:
+            if means is not None:
+                self._apply(means)
+            for bucket in self._buckets:
+                self._write_own(bucket)  # after a skipped step too, for its residual may have changed
+        except BaseException as error:
+            self._connection.close_partly_applied(error)
+            raise
         return reports
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name

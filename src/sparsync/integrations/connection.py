@@ -43,6 +43,7 @@ class Connection:
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
+        self.partly_applied = False  # this rank has a part of a step: no state to continue from
         self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # what a bucket was last time, and its digest
 
     def reduce(
@@ -66,10 +67,12 @@ class Connection:
                 prepare()
             if self._broken:
                 if isinstance(self._group, GroupComm):
+                    reduced = f"step {self._reduced} as the last one before that was reduced{self._part()}"
                     self._group = self._group.reconnect(
-                        f"{self._what} of step {bucket.step}, and step {self._reduced} as the last one before that was reduced",
-                        _AFTER_FAILURE,
+                        f"{self._what} of step {bucket.step}, and {reduced}", _AFTER_FAILURE
                     )
+                if self.partly_applied:  # where there is no other rank to differ from, or nothing is compared
+                    raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
                 self._comm, self._broken = MeteredComm(self._group), False
                 self._scheme.reset_shared_state()
             began = time.perf_counter()
@@ -90,7 +93,15 @@ class Connection:
 
     def continue_after(self, step: int) -> None:
         """Take `step` for the last one that was reduced, because a checkpoint of it was loaded."""
-        self._reduced, self._step = step, None
+        self._reduced, self._step, self.partly_applied = step, None, False
+
+    def close_partly_applied(self, cause: BaseException) -> None:
+        """Close because what was reduced was not applied in full on this rank: all ranks raise until a checkpoint is loaded."""
+        self.partly_applied = True
+        self.close(cause)
+
+    def _part(self) -> str:
+        return f", but rank {self._group.rank} has applied only a part of one" if self.partly_applied else ""
 
     def shut(self) -> None:
         """Close for good, and give the connections back. Safe to call again, and while the process ends."""

@@ -82,9 +82,14 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint.
 
-        Raises TypeError inside torch.distributed.checkpoint, which would keep one rank's only; see sparsync.checkpoint.entries.
+        Raises TypeError inside torch.distributed.checkpoint, which would keep one rank's only; see sparsync.checkpoint.entries. Raises
+        RuntimeError where an error has left a step applied in part, until a state was loaded.
         """
         refuse_distributed_checkpoint()
+        if self._connection.partly_applied:
+            raise RuntimeError(
+                "an error has left a step applied in part on this rank, which is no state to continue from; load an older one on all ranks"
+            )
         self._flush()
         return {
             "version": VERSION,
@@ -104,20 +109,28 @@ class Handle:
 
         Settings of the scheme may have changed. Raises ValueError, and changes nothing, for a state of another scheme, model or format, for
         one that holds NaN or Inf, for another rank's, whose residual would count twice, and for one of another number of ranks. Copies
-        the present state once, to return to it.
+        the present state once, to return to it; where an error has left none that can be read, there is none to return to.
         """
         refuse_distributed_checkpoint()
         with _as_value_errors(self):
             self.check_state(state)
             self._check_place(state)
             self._check(state)
-        before = self.state_dict()
+        before = self._state_or_none()
         try:
             with _as_value_errors(self):
                 self._load(state)
         except BaseException:
-            self._load(before)
+            if before is not None:
+                self._load(before)
             raise
+
+    def _state_or_none(self) -> dict[str, Any] | None:  # Any: as state_dict
+        """Return the present state; None where it cannot be read, as after the failure that loading another one is to mend."""
+        try:
+            return self.state_dict()
+        except RuntimeError:
+            return None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is of this format, scheme and model, on whatever rank of how many it was made."""

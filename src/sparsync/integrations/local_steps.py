@@ -173,7 +173,9 @@ class LocalSteps(Handle):
         Differs from the paper: all of u is in what is sent next, and nothing that was sent is sent again, whatever `mixing` is.
         NaN or Inf in the weights of any rank: the exchange is dropped, of which all ranks warn. They return to the weights after the one
         before; on that rank all weights do, and those parts of the optimizer's state that are not finite start again.
-        When an exchange fails on a rank it raises on all ranks. The weights stay as they are, and what was not sent is in the next one.
+        When an exchange fails on a rank it raises on all ranks, with `delay` at the step that would have applied it. The weights stay as
+        they are, and what was not sent is in the next one. An error while it is applied leaves a part of it on this rank: from the next
+        exchange on all ranks raise, until a checkpoint was loaded on all of them.
         Raises RuntimeError, on all ranks, where ranks have made different numbers of steps.
         """
         self._check_own()
@@ -194,6 +196,10 @@ class LocalSteps(Handle):
         for fragment in range(len(self._fragments)):
             reports += self._start(fragment, 0)
         return reports
+
+    def close(self) -> None:
+        self._exchanger.stop()
+        super().close()
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
@@ -249,12 +255,11 @@ class LocalSteps(Handle):
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
         """Return this rank's state: own and common weights, that of the scheme and of both optimizers. Save each rank's; see Handle.
 
-        Waits for exchanges that are on their way. The model's own state needs no saving, but for a file of the common weights, made
-        inside `averaged`.
+        Waits for exchanges that are on their way; one that failed is not in the state, and `step` raises its error. The model's own state
+        needs no saving, but for a file of the common weights, made inside `averaged`.
         """
         self._check_own()
-        for exchange in self._pending.values():
-            exchange.wait()
+        pending = {fragment: exchange for fragment, exchange in self._pending.items() if not exchange.wait()}
         buckets = self._buckets
         return {
             **super().state_dict(),
@@ -263,7 +268,7 @@ class LocalSteps(Handle):
                 "start": _merged(each.by_name(each.start) for each in buckets if each.start is not each.common),
                 "own": _merged(each.by_name(each.own()) for each in buckets),
                 "applied": list(self._applied),
-                "pending": [_pending_state(fragment, exchange) for fragment, exchange in self._pending.items()],
+                "pending": [_pending_state(fragment, exchange) for fragment, exchange in pending.items()],
                 "buffers": {name: each.detach().clone() for name, each in self.model.named_buffers()},
                 "common_buffers": [each.clone() for each in self._common_buffers],
                 "outer": None if self._outer is None else self._outer.state_dict(),
@@ -305,7 +310,7 @@ class LocalSteps(Handle):
         saved = state["local_steps"]
         common = [each.from_names(saved["common"]) for each in self._buckets]
         for exchange in self._pending.values():
-            exchange.wait()
+            exchange.wait()  # its outcome does not matter any more
         super()._load(state)
         for bucket, weights in zip(self._buckets, common, strict=True):
             bucket.common.copy_(weights)
@@ -360,6 +365,19 @@ class LocalSteps(Handle):
 
     def _start(self, fragment: int, delay: int) -> list[Report]:
         """Send a fragment, and apply it if nothing is to come in between."""
+        try:
+            exchange = self._taken(fragment, delay)
+            self._exchanger.start(exchange, self._step)
+        except BaseException as error:
+            exchange = Exchange(
+                self._fragments[fragment], [], [], Agreement(self._step, 0, False), self._step + 1 + delay, delay > 0
+            )
+            self._exchanger.fail(exchange, self._step, error)
+        self._pending[fragment] = exchange
+        return [] if delay else self._finish(fragment)
+
+    def _taken(self, fragment: int, delay: int) -> Exchange:
+        """Return what this rank is to send of a fragment."""
         check_trained(self.model, self._trained, "LocalSteps")
         buckets, applied = self._fragments[fragment], self._applied[fragment]
         with torch.no_grad():
@@ -375,19 +393,33 @@ class LocalSteps(Handle):
             sent = torch.zeros(LENGTH, dtype=torch.float64) if self._sketch is None else self._sketch
             self._sketch = None
         agreement = Agreement(self._step, applied, finite, shared, self.buffers, sent)
-        exchange = Exchange(buckets, own, changes, agreement, self._step + 1 + delay, background=delay > 0)
-        self._exchanger.start(exchange, self._step)
-        self._pending[fragment] = exchange
-        return [] if delay else self._finish(fragment)
+        return Exchange(buckets, own, changes, agreement, self._step + 1 + delay, background=delay > 0)
 
     def _finish(self, fragment: int) -> list[Report]:
         """Apply what was sent of a fragment: to the common weights, and to the own ones."""
-        exchange = self._pending.pop(fragment)
-        exchange.wait()
-        self._applied[fragment] += 1
-        self._measured.observe(exchange.agreement.sketches)
-        with torch.no_grad():
-            self._drop(exchange) if exchange.dropped else self._apply(exchange)
+        exchange = self._pending[fragment]
+        try:
+            failure = exchange.wait()
+        except BaseException as error:
+            # Ctrl-C: this raises, so a failure of what is still on its way is not raised again. If it ends well, the next step applies it.
+            exchange.raised = True
+            self._connection.close(error)
+            raise
+        del self._pending[fragment]
+        if failure and exchange.raised:
+            return []
+        if failure:
+            raise RuntimeError(failure)
+        try:
+            with torch.no_grad():
+                self._drop(exchange) if exchange.dropped else self._apply(exchange)
+            self._measured.observe(exchange.agreement.sketches)
+            self._applied[fragment] += 1
+        except BaseException as error:
+            self._connection.close_partly_applied(error)
+            raise
+        if exchange.dropped:
+            _warn_of_drop(exchange)
         self._totals["dropped" if exchange.dropped else "exchanges"] += 1
         self._totals["bytes_sent"] += sum((report.sent or report.cost).nbytes for report in exchange.reports)
         self._reports += exchange.reports
@@ -422,16 +454,9 @@ class LocalSteps(Handle):
 
     def _drop(self, exchange: Exchange) -> None:
         """Return to the weights after the last exchange, for NaN or Inf were found in this one."""
-        ranks = exchange.agreement.not_finite
-        found = f"the weights of ranks {ranks} hold NaN or Inf" if ranks else "the mean over ranks holds NaN or Inf"
-        warnings.warn(
-            f"the exchange before step {exchange.due} was dropped, {found}; all ranks returned to the weights after the last one. "
-            "If this happens again, lower the learning rate or clip gradients",
-            stacklevel=4,
-        )
         for bucket, held in zip(exchange.buckets, exchange.held, strict=True):
             bucket.start = bucket.write(self._kept(bucket, held))
-        if self._place["rank"] in ranks:
+        if self._place["rank"] in exchange.agreement.not_finite:
             self._recover()
 
     def _recover(self) -> None:
@@ -491,6 +516,16 @@ def _pending_state(fragment: int, exchange: Exchange) -> dict[str, Any]:
         "buffers": [each.clone() for each in exchange.agreement.buffers],
         "sketches": [each.clone() for each in exchange.agreement.sketches],
     }
+
+
+def _warn_of_drop(exchange: Exchange) -> None:
+    ranks = exchange.agreement.not_finite
+    found = f"the weights of ranks {ranks} hold NaN or Inf" if ranks else "the mean over ranks holds NaN or Inf"
+    warnings.warn(
+        f"the exchange before step {exchange.due} was dropped, {found}; all ranks returned to the weights after the last one. "
+        "If this happens again, lower the learning rate or clip gradients",
+        stacklevel=4,
+    )
 
 
 def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
