@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsync.comm.announcement import announcement_cost
 from sparsync.lab.bench import overlap
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import percentiles
@@ -113,4 +114,5 @@ def test_a_run_over_loopback_has_a_row_for_each_case_and_says_that_its_times_pro
         assert row["limit_s"] is None
         assert all(earlier <= later for earlier, later in pairwise(row["step_s"].values()))
         assert {"torch", "commit", "machine", "ranks", "link", "buckets"} <= row.keys()
-    assert rows[0]["payload_bytes"] == rows[1]["payload_bytes"] > 10 * rows[2]["payload_bytes"]
+    announced = 3 * announcement_cost(2).nbytes  # one for each bucket
+    assert rows[0]["payload_bytes"] == rows[1]["payload_bytes"] - announced > 10 * rows[2]["payload_bytes"]

@@ -79,6 +79,12 @@ def mostly(usual: Strategy) -> Strategy:
     return st.integers(0, 7).flatmap(lambda draw: usual if draw else odd)
 
 
+def ascending(argument: Any) -> Any:
+    """Return positions in order, which some operations ask for and do not check; anything else as it is."""
+    whole = isinstance(argument, Tensor) and argument.dtype in (torch.int32, torch.int64) and argument.dim() == 1
+    return argument.sort().values if whole and type(argument) is Tensor and argument.device.type == "cpu" else argument
+
+
 vectors, index, number = mostly(floats), mostly(positions), mostly(whole)
 spans = st.builds(Span, st.integers(-1, 9), st.integers(-1, 9))
 skips = mostly(st.one_of(st.none(), spans))
@@ -115,7 +121,7 @@ ARGUMENTS: dict[str, tuple[Strategy, ...]] = {
     "clear_": (vectors, index),
     "coalesce": (parts,),
     "gather": (vectors, index),
-    "isin": (index, index),
+    "isin": (index, index.map(ascending)),
     "locate": (rows, index),
     "merge": (parts,),
     "move_": (vectors, vectors),

@@ -33,7 +33,7 @@ def check_vector(x: Any, name: str, dtypes: frozenset[torch.dtype] = FLOATING) -
         raise TypeError(
             f"{name} must be {allowed}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)"
         )
-    if x.numel() and not _has_memory(x):
+    if not _has_memory(x):
         raise ValueError(
             f"{name} must have memory for its {x.numel()} elements, got a {type(x).__name__} on {x.device} without; "
             "pass a plain tensor whose storage was not resized"
@@ -206,6 +206,10 @@ def _shown(argument: Any) -> str:
 def _has_memory(x: Tensor) -> bool:
     """Return whether the storage of `x` is there and long enough: torch itself ends the process where it is not."""
     try:
+        if not x.numel():
+            # What has no values to give, such as a fake tensor, is a subclass that dispatches by itself.
+            plain, own = (getattr(kind, "__torch_dispatch__", None) for kind in (Tensor, type(x)))
+            return own is plain and not x.is_meta
         storage = x.untyped_storage()
         last = x.storage_offset() + (x.numel() - 1) * x.stride(0) + 1
         return storage.nbytes() >= last * x.element_size() and x.data_ptr() != 0
