@@ -190,7 +190,9 @@ def _rounded_rows() -> list[Row]:
         ("exdyna", ExDyna, ("bfloat16", "int8")),
         ("oktopk", OkTopk, ("bfloat16", "float16", "int8", "int4")),
     ]
-    return [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
+    rows = [_rounded(make, name, values, density=0.1) for name, make, formats in makes for values in formats]
+    quick = ("topk-bfloat16", "topk-int4", "micro-int8", "exdyna-bfloat16", "oktopk-float16", "oktopk-int4")
+    return [replace(row, slow=row.id not in quick) for row in rows]
 
 
 def _low_rank(id: str, **config: Any) -> Row:  # Any: the fields of PowerSGD
