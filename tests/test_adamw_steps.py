@@ -283,7 +283,9 @@ def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["dense", "topk", "sign", "per_parameter"])
+@pytest.mark.parametrize(
+    "name", ["topk", "sign", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "per_parameter"))]
+)
 @pytest.mark.parametrize(("at", "value"), [(8, torch.nan), (11, torch.nan), (0, torch.inf), (11, 1e25), (10, 1.2e19)])
 def test_nan_inf_or_squares_that_overflow_on_one_rank_skip_the_step_on_all(name: str, at: int, value: float) -> None:
     ranks = LocalWorld(3).run(partial(poisoned, name=name, at=at, value=value))

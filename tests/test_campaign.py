@@ -191,6 +191,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_eight_trials_end_as_they_should() -> None:
     assert not tried(QUICK)

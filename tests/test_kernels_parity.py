@@ -93,7 +93,7 @@ def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bound", [None, 1.0, math.nan])
+@pytest.mark.parametrize("bound", [1.0, *(pytest.param(bound, marks=pytest.mark.slow) for bound in (None, math.nan))])
 def test_adding_and_selecting_outside_a_span_is_adding_and_then_selecting(kind: str, bound: float | None) -> None:
     for n in (0, 17, 1000, 70_000):
         residual, grad, out = made(kind, n), made("normal", n, 1), torch.empty(n)
@@ -179,7 +179,7 @@ def layouts(n: int) -> list[list[Rows]]:
     return [*cyclic, [Rows(starts, max(1, n // 3), min(n, 3 * (n // 3)))]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[3:])])
 def test_the_largest_of_elements_in_rows_are_the_reference(kind: str) -> None:
     for n in (1, 15, 1000, 20_003):
         residual, grad, expected = made(kind, n), made("normal", n, 1), torch.empty(n)

@@ -127,7 +127,10 @@ def test_nothing_and_all_alike_and_one_lonely_rank_are_no_exceptions(kind: str) 
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize(("P", "n"), [(1, 50), (4, 50), (4, 1550), (16, 100), (16, 1550), (64, 1550)])
+@pytest.mark.parametrize(
+    ("P", "n"),
+    [(1, 50), (4, 50), (4, 1550), (16, 100), *(pytest.param(P, 1550, marks=pytest.mark.slow) for P in (16, 64))],
+)
 def test_exactly_as_many_elements_as_asked_are_sent_at_any_scale(kind: str, P: int, n: int) -> None:
     """Also where every gradient is 10 times as large as the one before it, from 1e-8 to 1e8, or the other way."""
     scales = [10.0**power for power in (-8, 0, 8, 7, -8)]

@@ -130,6 +130,7 @@ def test_no_rank_ever_sends_more_than_6k_words_and_exactly_k_survive(P: int, nam
 
 
 @pytest.mark.parametrize("name", ["one region", "drifting"])
+@pytest.mark.slow
 def test_the_bound_holds_for_64_ranks(name: str) -> None:
     n, P, k = 4000, 64, 150
     assert k >= bound_holds_from(P)
