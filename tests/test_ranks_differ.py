@@ -191,7 +191,7 @@ def test_lengths_that_differ_between_the_ranks_are_an_error_before_anything_is_s
         assert "rank 0 has all_reduce of 3 elements of torch.float32, rank 1 has all_reduce of 4 elements" in found[0]
         assert "rank 0 has all_gather of [3, 3] elements" in found[1]
         assert "rank 0 has all_reduce of 9 elements of torch.float32, rank 1 has all_gather" in found[2]
-        assert "lengths [2, 2] where [2, 3] are expected" in found[3] or "lengths" in found[3]
+        assert "rank 0 has lengths [2, 2] where [2, 3] are expected, rank 1 has lengths as expected" in found[3]
         assert "torch.float32, rank 1 has all_gather of [9, 9] elements of torch.float64" in found[4]
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsync.lab import json_lines
 from sparsync.lab.campaign.trials import Trial
 from sparsync.lab.campaign.verdict import VERDICTS, Verdict
 
@@ -57,13 +58,4 @@ def append(folder: Path, finished: Finished) -> None:
 
     Raises RuntimeError where it cannot be written.
     """
-    path = folder / FILE_NAME
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
-            file.write(json.dumps(asdict(finished)).encode() + b"\n")
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+    json_lines.append(folder / FILE_NAME, asdict(finished))

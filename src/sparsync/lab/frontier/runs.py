@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsync.lab import json_lines
 from sparsync.lab.workloads.one_process import Trained
 
 FILE_NAME = "frontier.jsonl"
@@ -78,16 +79,7 @@ def append(folder: Path, finished: Finished, label: str) -> None:
     """
     content = {"label": label, **asdict(finished)}
     content["trained"]["quality"] = [[step, _plain(value)] for step, value in finished.trained.quality]
-    path = folder / FILE_NAME
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
-            file.write(json.dumps(content).encode() + b"\n")
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+    json_lines.append(folder / FILE_NAME, content)
 
 
 def _plain(value: float) -> float | str:
