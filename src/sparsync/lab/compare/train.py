@@ -4,8 +4,8 @@ import copy
 import hashlib
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, get_args
@@ -26,6 +26,7 @@ from sparsync.lab.scheme_choice import SchemeChoice
 from sparsync.lab.workers.process import Emit, Place
 from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload, bare
+from sparsync.lab.workloads.job_errors import naming
 from sparsync.phases import Phase
 
 COMPUTE_STEPS = 20  # without communication; their median is the limit every scheme is compared with
@@ -63,9 +64,13 @@ def train_all(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any
 def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Settings, place: Place, emit: Emit) -> None:
     """Train the workload's model for all steps, evaluate it at intervals, and emit the records and the progress.
 
-    Collective over the default process group. The clock stands still during evaluation. Raises RuntimeError when replicas differ.
+    Collective over the default process group. The clock stands still during evaluation. Replicas are the parameters: they must be the same
+    bits on all ranks. Buffers are as under DistributedDataParallel, where those of rank 0 count. Raises RuntimeError when replicas
+    differ at the end, or models at the start, and JobError where a method of the job fails.
     """
-    model = workload.model(seed)
+    with naming(workload.job_class(), "model"):
+        model = workload.model(seed)
+    _check_start(workload, model)
     about = {"scheme": choice.label, "seed": seed}
     compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
@@ -89,12 +94,12 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
             seconds += mean.step_s
             sent += mean.interface_bytes
             emit({"kind": "step", **about, "step": step + 1, "seconds": seconds, **_step_record(mean, place)})
-        with training.common_weights():
+        with training.common_weights(), _buffers_of_rank_0(bare(training.model)):
             value = _quality(workload, training.model, place)
         traffic = sent if place.own_interface else None
         emit({"kind": "quality", **about, "step": steps[-1] + 1, "seconds": seconds, "bytes": traffic, "value": value})
     with training.common_weights():
-        different = _different_replicas(bare(training.model))
+        different = _different_ranks(bare(training.model).parameters())
     status = f"failed: replicas of ranks {different} differ from rank 0's" if different else "finished"
     emit({"kind": "end", **about, "replicas_identical": not different, "status": status})
     if different:
@@ -122,23 +127,33 @@ class _Training:
 
 def _training(workload: Workload, model: nn.Module, choice: SchemeChoice, settings: Settings) -> _Training:
     if choice.local is not None:
-        optimizer, schedule = workload.optimizer(model, settings.steps)
+        optimizer, schedule = _optimizer(workload, model, settings.steps)
         where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb}
         local = choice.make_local(model, optimizer, **{key: where[key] for key in where if key not in choice.local})
         return _Training(model, optimizer, schedule, local, local)
     # No initial broadcast: the weights are the same by their seed.
     ddp = DistributedDataParallel(
-        model, bucket_cap_mb=settings.bucket_mb, init_sync=False, gradient_as_bucket_view=True
+        model,
+        bucket_cap_mb=settings.bucket_mb,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=workload.find_unused_parameters,
     )
-    optimizer, schedule = workload.optimizer(ddp, settings.steps)
+    optimizer, schedule = _optimizer(workload, ddp, settings.steps)
     return _Training(ddp, optimizer, schedule, attach(ddp, choice.make(), timeout_s=settings.timeout_s))
+
+
+def _optimizer(workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+    with naming(workload.job_class(), "optimizer"):
+        return workload.optimizer(model, steps)
 
 
 def _step(workload: Workload, training: _Training, seed: int, step: int, place: Place, exchange: bool) -> _Measured:
     """Take one step; with `exchange`, local steps exchange at its end whatever is left."""
     began = time.perf_counter()
     loss = _forward_backward(workload, training.model, training.optimizer, seed, step, place)
-    workload.clip(training.model, training.clip_factor)
+    with naming(workload.job_class(), "clip", step, place.rank, place.ranks):
+        workload.clip(training.model, training.clip_factor)
     if training.local is None or not training.local.replaces_optimizer:
         training.optimizer.step()
     if training.local is not None:
@@ -166,20 +181,23 @@ def _forward_backward(
     workload: Workload, model: nn.Module, optimizer: Optimizer, seed: int, step: int, place: Place
 ) -> Tensor:
     optimizer.zero_grad(set_to_none=True)
-    loss = workload.loss(model, workload.batch(seed, step, place.rank, place.ranks))
+    loss = one_process.loss_of(workload, model, seed, step, place.rank, place.ranks)
     loss.backward()
     return loss.detach()
 
 
 def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit) -> float:
-    """Return the median step, in seconds, of a copy that never communicates; the slowest rank counts, and all begin together."""
+    """Return the median step, in seconds, of a copy that never communicates; the slowest rank counts, and all begin together.
+
+    The job is asked for no batch beyond its `steps`, and for a schedule that is long enough.
+    """
     alone = copy.deepcopy(model)
-    optimizer, schedule = workload.optimizer(alone, steps)
+    optimizer, schedule = _optimizer(workload, alone, max(steps, COMPUTE_WARMUP + COMPUTE_STEPS))
     times: list[float] = []
     for step in range(COMPUTE_WARMUP + COMPUTE_STEPS):
         dist.barrier()
         began = time.perf_counter()
-        _forward_backward(workload, alone, optimizer, seed, step, place)
+        _forward_backward(workload, alone, optimizer, seed, step % steps, place)
         workload.clip(alone)
         optimizer.step()
         schedule.step()
@@ -191,7 +209,8 @@ def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, plac
 
 
 def _quality(workload: Workload, model: nn.Module, place: Place) -> float:
-    total, count = workload.evaluate(model, place.rank, place.ranks)
+    with naming(workload.job_class(), "evaluate", rank=place.rank, ranks=place.ranks):
+        total, count = workload.evaluate(model, place.rank, place.ranks)
     summed = torch.tensor([total, count], dtype=torch.float64)
     dist.all_reduce(summed)
     return workload.quality(float(summed[0]), int(summed[1]))
@@ -208,11 +227,34 @@ def _step_record(mean: _Measured, place: Place) -> dict[str, Any]:  # Any: numbe
     return {**asdict(mean), "interface_bytes": mean.interface_bytes if place.own_interface else None}
 
 
-def _different_replicas(model: nn.Module) -> list[int]:
-    """Return the ranks whose parameters and buffers are not, bit for bit, those of rank 0."""
+def _check_start(workload: Workload, model: nn.Module) -> None:
+    different = _different_ranks([*model.parameters(), *model.buffers()])
+    if different:
+        raise RuntimeError(
+            f"{workload.job_class().__qualname__}.model gave ranks {different} other parameters or buffers than rank 0; draw them from "
+            "torch's global generator, which has the same seed on all ranks, or take the seed: def model(self, seed)"
+        )
+
+
+@contextmanager
+def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """Have rank 0's buffers in the model of every rank until the block ends, and own ones afterwards. Collective."""
+    buffers = list(model.buffers())
+    own = [each.clone() for each in buffers]
+    for each in buffers:
+        dist.broadcast(each, src=0)
+    try:
+        yield
+    finally:
+        for each, value in zip(buffers, own, strict=True):
+            each.copy_(value)
+
+
+def _different_ranks(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the ranks whose tensors are not, bit for bit, those of rank 0. Collective."""
     digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_digests, mine)

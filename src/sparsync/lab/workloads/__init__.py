@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base.locate import installed, locate
+from sparsync.lab.workloads.job_errors import JobError as JobError
+from sparsync.lab.workloads.job_errors import naming
 from sparsync.lab.workloads.store import DataMissingError as DataMissingError
 
 if TYPE_CHECKING:
@@ -77,11 +79,12 @@ def summaries() -> dict[str, str]:
 
 
 def get(name: str, **options: Option) -> "Workload":
-    """Return a new workload with `options` in place of its defaults; no data is touched before its `prepare`.
+    """Return a new workload with `options` in place of its defaults; no data of the lab's jobs is touched before their `prepare`.
 
     `name` is one of `summaries`, "package.module:Class" or "path/to/file.py:Class". An option given as text is converted to the type
     of its default. Raises ValueError for an unknown name or option, with the nearest known one, for a value that the workload
-    refuses, and for a class that lacks a method of `sparsync.lab.workloads.base.Workload`.
+    refuses, and for a class that lacks a method. A class that is no subclass of `Workload` needs `model`, `batch` and `loss`, and what
+    is returned stands around it: see `sparsync.lab.workloads.plain`.
     """
     entry = WORKLOADS.get(name)
     if entry is None and ":" not in name and name not in installed("workload"):
@@ -91,19 +94,18 @@ def get(name: str, **options: Option) -> "Workload":
             "package.module:Class or path/to/file.py:Class"
         )
     kind = locate(entry.spec if entry else name, "workload")
-    import_module("sparsync.lab.workloads.base").check_class(kind, name)
+    plain = import_module("sparsync.lab.workloads.plain")
+    base = import_module("sparsync.lab.workloads.base")
+    is_workload = inspect.isclass(kind) and issubclass(kind, base.Workload)
+    (base if is_workload else plain).check_class(kind, name)
     defaults = _defaults(kind)
     for option in options:
         if option not in defaults:
             known = ", ".join(defaults) or "none"
             raise ValueError(f"workload {name!r} has no option {option!r}{_nearest(option, defaults)}; it has {known}")
     given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
-    try:
-        return kind(**{**(entry.options if entry else {}), **given})
-    except TypeError as error:
-        raise ValueError(
-            f"workload {name!r} cannot be made: {error}; give its options by --option KEY=VALUE"
-        ) from error
+    made = _made(kind, name, {**(entry.options if entry else {}), **given})
+    return made if is_workload else plain.adapted(made, name)
 
 
 def __getattr__(name: str) -> object:
@@ -113,13 +115,26 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _made(kind: type, name: str, options: Mapping[str, Option]) -> Any:  # Any: an object of that class
+    with naming(kind, "__init__"):
+        try:
+            return kind(**options)
+        except (TypeError, ValueError) as error:
+            refused = error
+    if isinstance(refused, ValueError):
+        raise refused
+    raise ValueError(
+        f"workload {name!r} cannot be made: {refused}; give its options by --option KEY=VALUE"
+    ) from refused
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean ...?" with the known name closest to `name`; empty when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def _defaults(kind: Callable[..., "Workload"]) -> dict[str, Any]:  # Any: defaults of any type
+def _defaults(kind: Callable[..., object]) -> dict[str, Any]:  # Any: defaults of any type
     return {
         name: parameter.default
         for name, parameter in inspect.signature(kind).parameters.items()

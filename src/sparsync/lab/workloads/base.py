@@ -33,16 +33,23 @@ class Batch:
 
 
 class Workload(ABC):
-    """A training job: subclass it, name its metric, and write `model`, `batch`, `loss`, `optimizer`, `evaluate` and `quality`.
+    """A training job as the lab uses it: `model`, `batch`, `loss`, `optimizer`, `evaluate` and `quality`.
 
-    Everything is a function of the options, the seed and the step; nothing communicates. Options are the arguments of the constructor,
-    such as the fields of a frozen dataclass. A job with an option `batch_size` is checked for equal shares before it starts.
+    A class of your own need not be a subclass: with `model`, `batch` and `loss` it is taken as `lab.workloads.plain` says. A subclass, as
+    the lab's own jobs are, promises more: everything is a function of the options, the seed and the step, and nothing communicates. Options
+    are the arguments of the constructor, such as the fields of a frozen dataclass. A subclass with an option `batch_size` is checked for
+    equal shares before it starts.
     """
 
     name: ClassVar[str] = ""  # in results; empty: the name of the class
     metric: ClassVar[str]  # of the quality, such as "perplexity"
     better: ClassVar[Better]  # which quality is better
     unit: ClassVar[str]  # the quality with its unit, as a label of an axis
+    find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
+
+    def job_class(self) -> type:
+        """Return the class that the user has written, for messages."""
+        return type(self)
 
     def prepare(self) -> None:
         """Check the data and put it in place. Called once, before any worker starts.
@@ -55,18 +62,19 @@ class Workload(ABC):
     def model(self, seed: int) -> nn.Module:
         """Return a new model in training mode, with the same weights for the same seed.
 
-        torch's global generator is neither used nor changed (see `seeded`). The model has no buffers: its parameters are all its state.
+        torch's global generator is neither used nor changed (see `seeded`). Buffers are as under DistributedDataParallel: those of
+        rank 0 count.
         """
 
     @abstractmethod
-    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: what `loss` takes
         """Return the share of rank `rank` of global batch `step`; all shares in rank order are the same batch for any number of ranks.
 
         Raises ValueError where the ranks cannot have equal shares (see `share`).
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of `batch`
         """Return the mean loss over the share, so that the mean over ranks is the mean over the global batch."""
 
     @abstractmethod
@@ -116,14 +124,11 @@ class Workload(ABC):
         }
 
 
-def check_class(kind: object, name: str) -> None:
-    """Raise ValueError unless `kind` is a subclass of Workload that has every method and attribute, with parameters in the same order.
+def check_class(kind: type[Workload], name: str) -> None:
+    """Raise ValueError unless the subclass `kind` has every method and attribute, with parameters in the same order.
 
     `name` is what the user gave, for the message.
     """
-    if not inspect.isclass(kind) or not issubclass(kind, Workload):
-        shown = f"class {kind.__qualname__}" if inspect.isclass(kind) else repr(kind)
-        raise ValueError(f"workload {name!r} must be a subclass of {Workload.__module__}.Workload, got {shown}")
     where = f"workload {name!r}: class {kind.__qualname__}"
     for method, function in vars(Workload).items():
         if method.startswith("_") or not inspect.isfunction(function):
@@ -216,14 +221,15 @@ def bare(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, without gradients, until the block ends; afterwards its mode is as before."""
-    training = model.training
+    """Put `model` into evaluation mode, without gradients, until the block ends; afterwards the mode of each module is as before."""
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, before in training.items():
+            module.training = before
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, laid_out
 from sparsync.integrations.residual_units import ResidualUnits
 from sparsync.lab.workloads.base import Workload
+from sparsync.lab.workloads.job_errors import naming
 
 KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
 
@@ -51,8 +52,8 @@ class Trained:
 
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
-    """Return the span of each parameter's gradient in the flat gradient of the model."""
-    return laid_out((name, parameter.shape) for name, parameter in model.named_parameters())
+    """Return the span of each trained parameter's gradient in the flat gradient of the model."""
+    return laid_out((name, each.shape) for name, each in model.named_parameters() if each.requires_grad)
 
 
 def train(
@@ -64,15 +65,19 @@ def train(
     reduce: Reduce,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken."""
+    """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken.
+
+    Buffers are as under DistributedDataParallel: every rank's forward pass begins with those that rank 0's left in the step before.
+    """
     optimizer, schedule = workload.optimizer(model, steps)
     spans = layout(model)
     for step in range(steps):
-        gradients = [_gradient(workload, model, seed, step, rank, ranks) for rank in range(ranks)]
+        gradients = _gradients(workload, model, seed, step, ranks)
         mean = reduce(step, gradients, float(optimizer.param_groups[0]["lr"]))
-        for each, parameter in zip(spans, model.parameters(), strict=True):
+        for each, parameter in zip(spans, _trained_parameters(model), strict=True):
             parameter.grad = each.span.of(mean).view_as(parameter).clone()
-        workload.clip(model)
+        with naming(workload.job_class(), "clip", step):
+            workload.clip(model)
         optimizer.step()
         schedule.step()
         after(step + 1)
@@ -145,8 +150,9 @@ def train_locally(
         reports: list[Report] = []
         for step in range(steps):
             model.zero_grad(set_to_none=True)
-            workload.loss(model, workload.batch(seed, step, comm.rank, ranks)).backward()
-            workload.clip(model, local.clip_factor)
+            loss_of(workload, model, seed, step, comm.rank, ranks).backward()
+            with naming(workload.job_class(), "clip", step, comm.rank, ranks):
+                workload.clip(model, local.clip_factor)
             if not local.replaces_optimizer:
                 optimizer.step()
             # After the step: the rate of this one has been used.
@@ -178,9 +184,32 @@ def _trained(
     )
 
 
-def _gradient(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
-    """Return the gradient [n] of one rank's share of the batch; zero for a parameter that was not used."""
-    model.zero_grad(set_to_none=True)
-    workload.loss(model, workload.batch(seed, step, rank, ranks)).backward()
-    zero_if_unused = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
-    return torch.cat([each.flatten() for each in zero_if_unused])
+def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    """Return the loss of one rank's share of the batch. Raises JobError with class, method, step and rank where the job fails."""
+    with naming(workload.job_class(), "batch", step, rank, ranks):
+        batch = workload.batch(seed, step, rank, ranks)
+    with naming(workload.job_class(), "loss", step, rank, ranks):
+        return workload.loss(model, batch)
+
+
+def _gradients(workload: Workload, model: nn.Module, seed: int, step: int, ranks: int) -> list[Tensor]:
+    """Return the gradient [n] of each rank's share of the batch; zero for a parameter that was not used. Buffers become rank 0's."""
+    buffers = list(model.buffers())
+    before, after = [each.clone() for each in buffers], buffers
+    gradients: list[Tensor] = []
+    for rank in range(ranks):
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        model.zero_grad(set_to_none=True)
+        loss_of(workload, model, seed, step, rank, ranks).backward()
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in _trained_parameters(model)]
+        gradients.append(torch.cat([each.flatten() for each in parts]))
+        if rank == 0:
+            after = [each.clone() for each in buffers]
+    for buffer, value in zip(buffers, after, strict=True):
+        buffer.copy_(value)
+    return gradients
+
+
+def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,47 @@
+"""Errors of a job's own methods, told with the class, the method, the place in the training and the line of the job's file."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
+
+
+class JobError(RuntimeError):
+    """A method of a job failed. The message names class and method, step and rank, the job's own error and the line in its file."""
+
+
+@contextmanager
+def naming(job: type, method: str, step: int | None = None, rank: int | None = None, ranks: int = 1) -> Iterator[None]:
+    """Turn an exception of the block into a JobError that names `method` of the class `job`; a JobError stays as it is.
+
+    So does an error of torch's own communication, as of buffers that DistributedDataParallel broadcasts before a forward pass: the job
+    has nothing to do with it.
+    """
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        frames = extract_tb(error.__traceback__)
+        if _is_communication(frames):
+            raise
+        place = ([] if step is None else [f"step {step}"]) + ([] if rank is None else [f"rank {rank} of {ranks}"])
+        where = f" ({', '.join(place)})" if place else ""
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise JobError(f"{job.__qualname__}.{method} failed{where}: {what}{_line(job, frames)}") from error
+
+
+def _is_communication(frames: list[FrameSummary]) -> bool:
+    innermost = Path(frames[-1].filename).as_posix() if frames else ""
+    return "/torch/distributed/" in innermost or innermost.endswith("/torch/nn/parallel/distributed.py")
+
+
+def _line(job: type, frames: list[FrameSummary]) -> str:
+    """Return the last line of the job's file that ran, in brackets; empty where none did."""
+    try:
+        file = inspect.getfile(job)
+    except (OSError, TypeError):  # a class that was typed in, not read from a file
+        return ""
+    own = [frame for frame in frames if frame.filename == file]
+    return f" ({file}, line {own[-1].lineno})" if own else ""
