@@ -4,71 +4,41 @@ Run: sparsync compare --workload examples/own_job.py:MyJob --ranks 2 --link none
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
-
-from sparsync.core import generator
-from sparsync.lab.workloads.base import (
-    Batch,
-    Better,
-    Workload,
-    bare,
-    chunks,
-    evaluating,
-    exactly_addable,
-    seeded,
-    share,
-)
-
-VALIDATION = 512  # samples
 
 
 @dataclass(frozen=True)
-class MyJob(Workload):
-    """Ten inputs, one output; the options below are those of `--option batch_size=64`."""
+class MyJob:
+    """Ten inputs, one output. A job needs `model`, `batch` and `loss`; the fields are options: --option width=128."""
 
-    batch_size: int = 32  # samples in all, over all ranks
+    batch_size: int = 16  # samples of one rank
     width: int = 64
     learning_rate: float = 0.05
 
-    name: ClassVar[str] = "my-job"
-    metric: ClassVar[str] = "error"  # pyright: ignore[reportIncompatibleVariableOverride]
-    better: ClassVar[Better] = "lower"
-    unit: ClassVar[str] = "validation mean squared error"
+    metric = "error"  # what `evaluate` returns; the lower the better, unless better = "higher"
 
-    def model(self, seed: int) -> nn.Module:
-        return seeded(lambda: nn.Sequential(nn.Linear(10, self.width), nn.Tanh(), nn.Linear(self.width, 1)), seed)
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, self.width), nn.Tanh(), nn.Linear(self.width, 1))
 
-    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
-        own = share(self.batch_size, rank, ranks)
-        x = torch.randn(self.batch_size, 10, generator=generator(seed, "my-job/batch", step))[own.start : own.stop]
-        return Batch(x, _target(x))
+    def batch(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        return _samples(self.batch_size)  # torch's random numbers are seeded by step and rank
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return mse_loss(model(batch.input), batch.target)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return mse_loss(model(x), y)
 
-    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-        optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
-        return optimizer, ConstantLR(optimizer, factor=1.0)
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
-    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        x = torch.randn(VALIDATION, 10, generator=generator(0, "my-job/validation", 0))
-        total, count = 0.0, 0
-        with evaluating(model):
-            for chunk in chunks(VALIDATION, 64, rank, ranks):
-                own = x[chunk.start : chunk.stop]
-                total += exactly_addable((bare(model)(own) - _target(own)).square().flatten())
-                count += len(own)
-        return total, count
-
-    def quality(self, total: float, count: int) -> float:
-        return total / count
+    def evaluate(self, model: nn.Module) -> float:
+        torch.manual_seed(0)
+        x, y = _samples(512)
+        return mse_loss(model(x), y).item()
 
 
-def _target(x: Tensor) -> Tensor:
-    return x.sin().sum(1, keepdim=True)
+def _samples(count: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 10)
+    return x, x.sin().sum(1, keepdim=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("signal_handlers_
 CLI = [sys.executable, "-m", "sparsync.lab.cli"]
 PATIENCE_S = 60.0  # for events that come at once unless the machine is busy
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
+PLAIN_JOBS = THIRD_PARTY.with_name("plain_jobs.py")
+EXAMPLES = Path(__file__).parent.parent / "examples"
 # Small enough to start fast; the batch of 4 windows gives each of 2 ranks two.
 SMALL = ["--option", "vocabulary=16", "--option", "width=4", "--option", "batch_size=4", "--option", "windows=4"]
 
@@ -184,6 +187,109 @@ def test_an_interrupted_comparison_leaves_nothing_running_and_no_folder(
     assert list(tmp_path.glob("sparsync-lab-*")) == []
     if sign != signal.SIGKILL:
         assert records(tmp_path)[-1]["status"] == "failed: interrupted"
+
+
+def compare_job(job: str, out: Path, *more: str, schemes: str = "dense", steps: int = 6) -> list[str]:
+    base = [*CLI, "compare", "--workload", job, "--out", str(out), "--ranks", "2", "--link", "none"]
+    return [*base, "--schemes", schemes, "--steps", str(steps), "--eval-every", "3", *more]
+
+
+@pytest.mark.slow
+def test_a_job_with_batch_normalisation_and_dicts_runs_with_gradients_and_with_steps(tmp_path: Path) -> None:
+    schemes = "dense,topk,local_steps(every=2)/topk,adamw_steps(keep=0.5)/topk"
+    done = run(compare_job(f"{EXAMPLES / 'own_job_batchnorm.py'}:Stripes", tmp_path, schemes=schemes))
+    assert done.returncode == 0, done.stderr
+    ends = [line for line in records(tmp_path) if line["kind"] == "end"]
+    assert [(end["scheme"], end["replicas_identical"]) for end in ends] == [(name, True) for name in schemes.split(",")]
+    assert records(tmp_path)[0]["workload"]["metric"] == "held-out loss"
+
+
+@pytest.mark.slow
+def test_an_installed_job_is_listed_and_runs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data end with the training, its schedule cannot be longer, and its quality is a buffer: that of rank 0, on all ranks."""
+    about = tmp_path / "site" / "their_jobs-1.0.dist-info"
+    about.mkdir(parents=True)
+    name = "a-name-that-is-longer-than-all-others"
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-jobs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[sparsync.workloads]\n{name} = their_jobs:Normalised\n")
+    (tmp_path / "site" / "their_jobs.py").write_text((THIRD_PARTY.parent / "plain_jobs.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    listed = run([*CLI, "workloads"]).stdout
+    assert f"{name}  installed, their_jobs:Normalised\n" in listed
+    assert f"{'gpt':<{len(name)}}  character-level transformer" in listed
+    schemes = "dense,local_steps(every=2)/dense"
+    done = run(compare_job(name, tmp_path / "out", schemes=schemes))
+    assert done.returncode == 0, done.stderr
+    ends = [line for line in records(tmp_path / "out") if line["kind"] == "end"]
+    assert [end["status"] for end in ends] == ["finished"] * 2
+
+
+@pytest.mark.slow
+def test_an_error_of_a_job_on_one_rank_ends_all_and_is_told_with_its_place(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        compare_job(f"{PLAIN_JOBS}:Unreadable", tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: len(workers(process.pid)) == 2)
+        started = children(process.pid)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    error = next(line for line in said.splitlines() if line.startswith("sparsync: error: "))
+    told = r"rank 1 failed: Unreadable.batch failed \(step 5, rank 1 of 2\): OSError: no sample 5 \(.*plain_jobs.py, line \d+\)"
+    assert re.fullmatch(f"sparsync: error: {told}", error)
+    wait_for(lambda: gone(started))
+
+
+@pytest.mark.slow
+def test_records_are_kept_until_a_job_fails(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(PLAIN_JOBS.parent)!r})\n"
+        "from plain_jobs import Least\n"
+        "class Third(Least):\n"
+        "    calls = 0\n"
+        "    def batch(self, step, rank, ranks):\n"
+        "        self.calls += 1\n"
+        "        if self.calls > 23 + 4 and rank == 1:\n"
+        "            raise KeyError('fifth')\n"
+        "        return super().batch(step, rank, ranks)\n"
+        "    def evaluate(self, model):\n"
+        "        return 0.0\n"
+    )
+    done = run(compare_job(f"{job}:Third", tmp_path / "out"))
+    assert done.returncode == 1
+    assert "rank 1 failed: Third.batch failed (step 4, rank 1 of 2): KeyError: 'fifth'" in done.stderr
+    kept = records(tmp_path / "out")
+    assert [line["step"] for line in kept if line["kind"] == "step"] == [1, 2, 3]
+    assert kept[-1]["status"].startswith("failed: rank 1 failed: Third.batch failed (step 4")
+
+
+@pytest.mark.slow
+def test_weights_that_differ_between_ranks_are_found_before_the_training(tmp_path: Path) -> None:
+    done = run(compare_job(f"{PLAIN_JOBS}:OwnWeights", tmp_path))
+    assert done.returncode == 1
+    assert (
+        "OwnWeights.model gave ranks [1] other parameters or buffers than rank 0; draw them from torch's" in done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_the_command_that_a_new_job_comes_with_runs_as_written(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*CLI, "workloads", "--new", "my_job.py"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+    )
+    said, command = done.stdout.splitlines()
+    assert said == "Written to my_job.py. Try it:"
+    program, *arguments = shlex.split(command)
+    assert program == "sparsync"
+    again = subprocess.run([*CLI, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=90, check=False)
+    assert again.returncode == 0, again.stderr
+    ends = [line["value"] for line in records(tmp_path / "results") if line["kind"] == "quality" and line["step"] == 50]
+    assert len(ends) == 2
+    assert min(ends) > 70
 
 
 @pytest.mark.parametrize(

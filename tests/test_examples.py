@@ -18,6 +18,8 @@ import sparsync
 from helpers import distributed
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
+from sparsync.lab import workloads
+from sparsync.lab.workloads import one_process
 
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
@@ -91,19 +93,9 @@ def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(m
     assert LocalWorld(2).run(reduce) == [([3.0, -3.0], True)] * 2
 
 
-def test_a_job_of_your_own_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from own_job import MyJob  # pyright: ignore[reportMissingImports]
-
-    job = MyJob()
-    model = job.model(0)
-    optimizer, schedule = job.optimizer(model, 50)
-    before = job.quality(*job.evaluate(model, 0, 1))
-    for step in range(50):
-        optimizer.zero_grad()
-        job.loss(model, job.batch(0, step, 0, 1)).backward()
-        optimizer.step()
-        schedule.step()
-    assert job.quality(*job.evaluate(model, 0, 1)) < before / 2
-    halves = [job.evaluate(model, rank, 2) for rank in (0, 1)]
-    assert tuple(map(sum, zip(*halves, strict=True))) == job.evaluate(model, 0, 1)
+@pytest.mark.parametrize("name", ["own_job.py:MyJob", "own_job_batchnorm.py:Stripes"])
+def test_a_job_of_your_own_learns(name: str) -> None:
+    job = workloads.get(str(EXAMPLES / name))
+    before = job.quality(*job.evaluate(job.model(0), 0, 1))
+    trained = one_process.train_with_scheme(job, sparsync.Dense, 0, 30, 2, {30})
+    assert trained.quality[-1][1] < before / 2

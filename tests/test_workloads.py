@@ -173,7 +173,7 @@ class ClipsOnce(Shakespeare):
         ("test_workloads:NoLoss", "class NoLoss has no method 'loss'; write it as: def loss(self, model:"),
         (
             "test_workloads:NotDerived",
-            "must be a subclass of sparsync.lab.workloads.base.Workload, got class NotDerived",
+            "class NotDerived has no method 'model'; write it as: def model(self) -> nn.Module",
         ),
         (
             "test_workloads:OtherParameters",
@@ -184,7 +184,7 @@ class ClipsOnce(Shakespeare):
             "class ClipsOnce has a method 'clip' with other parameters; write it as: def clip(self, model:",
         ),
         ("test_workloads:NoUnit", "class NoUnit has no text 'unit'; write it in the class, such as: unit ="),
-        ("test_workloads:weights", "must be a subclass of sparsync.lab.workloads.base.Workload, got <function"),
+        ("test_workloads:weights", "must be a class with the methods model, batch and loss, got <function"),
         (
             "test_workloads:Missing",
             "has no 'Missing'; classes defined there are: ClipsOnce, NoLoss, NoUnit, NotDerived",

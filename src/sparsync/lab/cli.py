@@ -104,7 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     schemes.set_defaults(run=_schemes)
 
-    workloads = commands.add_parser("workloads", help="list the workloads")
+    workloads = commands.add_parser("workloads", help="list the workloads, or begin one of your own")
+    workloads.add_argument(
+        "--new",
+        type=Path,
+        default=None,
+        metavar="FILE.py",
+        help="write a job there that runs as it is, to put yours in",
+    )
     workloads.set_defaults(run=_workloads)
     return parser
 
@@ -330,9 +337,13 @@ def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
 def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab import workloads
 
+    if options.new is not None:
+        print(f"Written to {options.new}. Try it:\n{workloads.write_new(options.new)}")
+        return
     _print_aligned(workloads.summaries())
     print(
-        "\nA job of your own: package.module:Class or path/to/file.py:Class, a subclass of sparsync.lab.workloads.Workload."
+        "\nA job of your own: package.module:Class or path/to/file.py:Class, a class with the methods model, batch and loss.\n"
+        "`sparsync workloads --new my_job.py` writes one to begin with."
     )
 
 

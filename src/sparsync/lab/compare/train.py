@@ -25,7 +25,7 @@ from sparsync.lab.netlab import interface_counters
 from sparsync.lab.scheme_choice import SchemeChoice
 from sparsync.lab.workers.process import Emit, Place
 from sparsync.lab.workloads import one_process
-from sparsync.lab.workloads.base import Workload, bare
+from sparsync.lab.workloads.base import Workload, bare, loss_of
 from sparsync.lab.workloads.job_errors import naming
 from sparsync.phases import Phase
 
@@ -181,7 +181,7 @@ def _forward_backward(
     workload: Workload, model: nn.Module, optimizer: Optimizer, seed: int, step: int, place: Place
 ) -> Tensor:
     optimizer.zero_grad(set_to_none=True)
-    loss = one_process.loss_of(workload, model, seed, step, place.rank, place.ranks)
+    loss = loss_of(workload, model, seed, step, place.rank, place.ranks)
     loss.backward()
     return loss.detach()
 

@@ -52,10 +52,10 @@ class WorkerGroup:
             if message is None:
                 running -= 1
                 if worker.process.wait() != 0:
-                    self._fail()
+                    self._fail(worker)
             elif message["kind"] == "error":
                 worker.error = message["message"]
-                self._fail()
+                self._fail(worker)
             else:
                 yield message
 
@@ -74,7 +74,7 @@ class WorkerGroup:
                 self._inbox.put((worker, json.loads(line)))
         self._inbox.put((worker, None))
 
-    def _fail(self) -> None:
+    def _fail(self, first: _Worker) -> None:
         """Give the other ranks a moment to report their errors, then raise for the rank that failed first."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(worker.process.poll() is None for worker in self.workers):
@@ -84,7 +84,7 @@ class WorkerGroup:
                 continue
             if message is not None and message["kind"] == "error":
                 worker.error = message["message"]
-        raise RankFailedError(_diagnosis(self.workers))
+        raise RankFailedError(_diagnosis(self.workers, first))
 
 
 @contextmanager
@@ -149,20 +149,23 @@ def _stop(workers: Sequence[_Worker]) -> None:
             worker.process.stdin.close()
 
 
-def _diagnosis(workers: Sequence[_Worker]) -> str:
-    """Return which ranks failed first and why: killed ones before those that report errors, which follow from the loss of a rank."""
+def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
+    """Return which ranks failed first and why: killed ones before those that report errors, which follow from the loss of a rank.
+
+    `first`: the one that was heard of first; where all report errors, the others' follow from its error, or are the same.
+    """
     ended = [worker for worker in workers if worker.process.poll() not in (None, 0)]
     killed = [worker for worker in ended if worker.process.returncode < 0]
     silent = [worker for worker in ended if worker.error is None]
-    culprits = killed or silent or [worker for worker in workers if worker.error is not None]
-    first = [f"rank {worker.rank} {_outcome(worker)}" for worker in culprits]
+    culprits = killed or silent or [first]
+    outcomes = [f"rank {worker.rank} {_outcome(worker)}" for worker in culprits]
     others = [
         f"rank {worker.rank}: {worker.error}"
         for worker in workers
         if worker.error is not None and worker not in culprits
     ]
     tails = [_tail(worker) for worker in culprits if worker.error is None]
-    return "\n".join(["; ".join(first), *others, *tails])
+    return "\n".join(["; ".join(outcomes), *others, *tails])
 
 
 def _outcome(worker: _Worker) -> str:

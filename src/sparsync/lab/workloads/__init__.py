@@ -2,9 +2,11 @@
 
 import difflib
 import inspect
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base.locate import installed, locate
@@ -106,6 +108,27 @@ def get(name: str, **options: Option) -> "Workload":
     given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
     made = _made(kind, name, {**(entry.options if entry else {}), **given})
     return made if is_workload else plain.adapted(made, name)
+
+
+def write_new(path: Path) -> str:
+    """Write a job to begin with, `MyJob`, to a new file, and return the command that compares schemes on it.
+
+    Raises ValueError where there is something already or the name does not end in .py, and RuntimeError where it cannot be written.
+    """
+    if path.suffix != ".py":
+        raise ValueError(f"--new takes the name of a file that ends in .py, got {path}")
+    text = Path(__file__).with_name("starting_point.py").read_text("utf-8")
+    text = text.replace("my_job.py:MyJob", shlex.quote(f"{path}:MyJob"))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{path} is there already and stays as it is; give another name, or move it away") from None
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write {path}: {error}; choose a folder that exists and can be written to"
+        ) from error
+    return next(line.removeprefix("Run: ") for line in text.splitlines() if line.startswith("Run: "))
 
 
 def __getattr__(name: str) -> object:

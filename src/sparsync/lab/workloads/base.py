@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Span, generator, spans
+from sparsync.lab.workloads.job_errors import naming
 
 Better = Literal["lower", "higher"]
 
@@ -166,6 +167,34 @@ def check_momentum(workload: Workload, label: str, scheme: Scheme) -> None:
             f"{label!r} has a momentum of its own, for plain SGD to apply; this job has {type(optimizer).__name__}"
             f"{' with momentum' if isinstance(optimizer, SGD) else ''}; leave it out, or write a job with plain SGD"
         )
+
+
+def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    """Return the loss of one rank's share of the batch, whose tensors are moved to the model's device.
+
+    Raises JobError with class, method, step and rank where the job fails.
+    """
+    with naming(workload.job_class(), "batch", step, rank, ranks):
+        batch = moved(workload.batch(seed, step, rank, ranks), next(model.parameters()).device)
+    with naming(workload.job_class(), "loss", step, rank, ranks):
+        return workload.loss(model, batch)
+
+
+def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form
+    """Return the batch with all that has a method `to`, in dicts, tuples, lists and dataclasses, on the device; the rest as it is."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if type(batch) is dict:
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [moved(each, device) for each in batch]
+        make: Any = getattr(type(batch), "_make", type(batch))  # _make: of a named tuple
+        return make(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(
+            batch, **{each.name: moved(getattr(batch, each.name), device) for each in fields(batch) if each.init}
+        )
+    return batch
 
 
 def share(batch: int, rank: int, ranks: int) -> Span:

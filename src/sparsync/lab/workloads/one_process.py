@@ -18,7 +18,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, laid_out
 from sparsync.integrations.residual_units import ResidualUnits
-from sparsync.lab.workloads.base import Workload
+from sparsync.lab.workloads.base import Workload, loss_of
 from sparsync.lab.workloads.job_errors import naming
 
 KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
@@ -182,14 +182,6 @@ def _trained(
         messages=mean(lambda report: report.cost.messages),
         union=mean(lambda report: report.union) / elements,
     )
-
-
-def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
-    """Return the loss of one rank's share of the batch. Raises JobError with class, method, step and rank where the job fails."""
-    with naming(workload.job_class(), "batch", step, rank, ranks):
-        batch = workload.batch(seed, step, rank, ranks)
-    with naming(workload.job_class(), "loss", step, rank, ranks):
-        return workload.loss(model, batch)
 
 
 def _gradients(workload: Workload, model: nn.Module, seed: int, step: int, ranks: int) -> list[Tensor]:

@@ -15,7 +15,16 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from sparsync.core import generator
-from sparsync.lab.workloads.base import Better, Workload, bare, evaluating, exactly_addable, parameter_count, seeded
+from sparsync.lab.workloads.base import (
+    Better,
+    Workload,
+    bare,
+    evaluating,
+    exactly_addable,
+    loss_of,
+    parameter_count,
+    seeded,
+)
 from sparsync.lab.workloads.job_errors import naming
 
 HELD_OUT = 1_000_000  # the first step of the batches of the default evaluation, beyond the end of trainings
@@ -62,10 +71,10 @@ def check_class(kind: object, name: str) -> None:
     for method, form in METHODS.items():
         function = inspect.getattr_static(kind, method, None)
         if function is None and method in REQUIRED:
-            raise ValueError(f"{where} has no method {method!r}; write it as: {form.wanted}")
+            raise ValueError(f"{where} has no method {method!r}; {_written_as(method)}")
         if function is not None and not _fits(kind, method, form):
             more = ", with a parameter seed where it needs one" if "seed" in form.named else ""
-            raise ValueError(f"{where} has a {method!r} with other parameters; write it as: {form.wanted}{more}")
+            raise ValueError(f"{where} has a {method!r} with other parameters; {_written_as(method)}{more}")
     for other in vars(kind):
         near = difflib.get_close_matches(other, METHODS, n=1, cutoff=ALIKE)
         if near and other not in METHODS and not hasattr(kind, near[0]) and callable(getattr(kind, other)):
@@ -87,7 +96,7 @@ def adapted(job: object, name: str) -> "PlainJob":
         raise ValueError(f"{where} has better {better!r}; write one of {', '.join(get_args(Better))}")
     if not hasattr(job, "evaluate") and any(hasattr(job, each) for each in ("metric", "better", "quality")):
         raise ValueError(
-            f"{where} names a quality of its own and has no method 'evaluate'; write it as: {METHODS['evaluate'].wanted}, or leave "
+            f"{where} names a quality of its own and has no method 'evaluate'; {_written_as('evaluate')}, or leave "
             "metric, better and quality out: then the quality is the mean loss of held-out batches"
         )
     return PlainJob(job)
@@ -108,8 +117,8 @@ class PlainJob(Workload):
 
     @property
     def metric(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # a class attribute elsewhere
-        """Return the name of the quality: "loss", where the job does not name its own."""
-        return getattr(self.job, "metric", "loss")
+        """Return the name of the quality: "loss" where the job does not name its own, "held-out loss" where it has no `evaluate`."""
+        return getattr(self.job, "metric", "loss") if self._has("evaluate") else "held-out loss"
 
     @property
     def better(self) -> Better:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -141,7 +150,7 @@ class PlainJob(Workload):
         with naming(self.job_class(), "model"):
             if not isinstance(made, nn.Module) or not parameter_count(made):
                 got = type(made).__name__ if not isinstance(made, nn.Module) else "one without a parameter to train"
-                raise TypeError(f"it must return an nn.Module to train, got {got}")
+                raise TypeError(f"it must return an nn.Module to train, got {got}; {_written_as('model')}")
         return made if made.training else made.train()
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: whatever the job's loss takes
@@ -154,12 +163,13 @@ class PlainJob(Workload):
         return self._call("batch", step=step, rank=rank, ranks=ranks, seed=seed)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of the job's `batch`
-        """Return the job's loss of a batch, whose tensors are moved to the model's device."""
-        device = next(model.parameters()).device
-        loss = self._call("loss", model, _moved(batch, device))
+        """Return the job's loss of a batch. Raises TypeError where it is no mean that depends on the model."""
+        loss = self._call("loss", model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TypeError(f"it must return the mean loss as a tensor with one element, got {got}")
+            raise TypeError(
+                f"it must return the mean loss as a tensor with one element, got {got}; {_written_as('loss')}"
+            )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise TypeError(
                 "the loss does not depend on the model's parameters; compute it from what the model returns"
@@ -180,7 +190,9 @@ class PlainJob(Workload):
         optimizer, schedule = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         with naming(self.job_class(), "optimizer"):
             if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"it must return an optimizer, or an optimizer and its schedule, got {made!r}")
+                raise TypeError(
+                    f"it must return an optimizer, or an optimizer and its schedule, got {made!r}; {_written_as('optimizer')}"
+                )
             if schedule is not None and self.rate != 1:
                 raise ValueError(
                     "the rate of an optimizer that comes with its schedule cannot be scaled; write a method "
@@ -219,7 +231,7 @@ class PlainJob(Workload):
                 return float(total), int(count)
             except (TypeError, ValueError):
                 wanted = "the sum and the count over the share of `rank`" if shared else "the quality as one number"
-                raise TypeError(f"it must return {wanted}, got {found!r}") from None
+                raise TypeError(f"it must return {wanted}, got {found!r}; {_written_as('evaluate')}") from None
 
     def quality(self, total: float, count: int) -> float:
         """Return the job's quality of the sum and count of all ranks; their quotient, where it has none of its own."""
@@ -242,11 +254,7 @@ class PlainJob(Workload):
     def _held_out(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
         total, count = 0.0, 0
         for number in range(rank, HELD_OUT_BATCHES, ranks):
-            step = HELD_OUT + number
-            with naming(self.job_class(), "batch", step, 0, 1):
-                batch = self.batch(-1, step, 0, 1)
-            with naming(self.job_class(), "loss", step, 0, 1):
-                total += exactly_addable(self.loss(model, batch).flatten())
+            total += exactly_addable(loss_of(self, model, -1, HELD_OUT + number, 0, 1).flatten())
             count += 1
         return total, count
 
@@ -264,6 +272,10 @@ class PlainJob(Workload):
             return getattr(self.job, method)(*given, **taken)
         with naming(self.job_class(), method):
             return getattr(self.job, method)(*given, **taken)
+
+
+def _written_as(method: str) -> str:
+    return f"write it as: {METHODS[method].wanted}"
 
 
 def _taken(function: Any, form: _Method) -> frozenset[str]:  # Any: a method
@@ -285,19 +297,6 @@ def _fits(kind: type, method: str, form: _Method) -> bool:
     except (TypeError, ValueError):
         return False
     return set(form.needs) <= taken
-
-
-def _moved(batch: Any, device: torch.device) -> Any:  # Any: as it is
-    """Return the batch with what has a method `to`, in dicts, tuples and lists, on the device; anything else as it is."""
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if type(batch) is dict:
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [_moved(each, device) for each in batch]
-        make: Any = getattr(type(batch), "_make", type(batch))  # _make: of a named tuple
-        return make(parts)
-    return batch
 
 
 def _fingerprint(kind: type) -> str:

@@ -1,0 +1,67 @@
+"""Jobs as users write them, plain classes in a file outside the package. Tests name them by the path of this file."""
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+
+class Least:
+    """No more than a job needs: the sum of four numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def batch(self, step: int, rank: int, ranks: int) -> Tensor:
+        return torch.randn(8, 4)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+class Normalised:
+    """Batch normalisation, and as many batches as a training of six steps needs: an index beyond them is an error."""
+
+    metric = "running mean"
+
+    def __init__(self, samples: int = 6) -> None:
+        self.samples = [{"x": torch.full((8, 4), 1.0 + step).cumsum(0), "name": "ones"} for step in range(samples)]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
+
+    def batch(self, step: int, rank: int, ranks: int) -> dict[str, object]:
+        return {**self.samples[step], "nested": (self.samples[step]["x"] + rank, [ranks])}
+
+    def loss(self, model: nn.Module, batch: dict) -> Tensor:
+        return model(batch["nested"][0]).square().mean()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Return what depends on the running mean alone."""
+        return float(dict(model.named_buffers())["1.running_mean"].sum())
+
+
+class Unreadable(Least):
+    """A sample that one rank cannot read."""
+
+    def batch(self, step: int, rank: int, ranks: int) -> Tensor:
+        if (step, rank) == (5, 1):
+            raise OSError("no sample 5")
+        return super().batch(step, rank, ranks)
+
+
+class OwnWeights(Least):
+    """Weights that differ from process to process."""
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        nn.init.constant_(model.bias, os.getpid())
+        return model
