@@ -277,6 +277,22 @@ def test_weights_that_differ_between_ranks_are_found_before_the_training(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ("Unused", None),
+        ("Inside", "no attribute 'halves'; it is around the model: call model(...), and put what you need into its"),
+    ],
+)
+def test_a_job_may_leave_parameters_out_but_not_reach_into_the_model(
+    tmp_path: Path, job: str, said: str | None
+) -> None:
+    done = run(compare_job(f"{PLAIN_JOBS}:{job}", tmp_path))
+    assert done.returncode == (1 if said else 0), done.stderr
+    assert (said or "") in done.stderr
+
+
+@pytest.mark.slow
 def test_the_command_that_a_new_job_comes_with_runs_as_written(tmp_path: Path) -> None:
     done = subprocess.run(
         [*CLI, "workloads", "--new", "my_job.py"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True

@@ -65,3 +65,30 @@ class OwnWeights(Least):
         model = nn.Linear(4, 1)
         nn.init.constant_(model.bias, os.getpid())
         return model
+
+
+class Unused(Least):
+    """A model of which each step leaves one half out."""
+
+    find_unused_parameters = True
+
+    def model(self) -> nn.Module:
+        return Halves()
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.halves[self.calls % 2](x)
+
+
+class Inside(Unused):
+    """A loss that reaches into the model, which DistributedDataParallel is around."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model.halves[0](batch).square().mean()  # pyright: ignore[reportIndexIssue, reportCallIssue]

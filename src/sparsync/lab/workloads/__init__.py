@@ -41,7 +41,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "gpt": Entry(
         "sparsync.lab.workloads.gpt:Gpt",
-        "character-level transformer on Shakespeare's works, 1.02 M parameters, AdamW, perplexity",
+        "character-level transformer on Shakespeare's works, 1.01 M parameters, AdamW, perplexity",
     ),
     "gpt-tiny": Entry(
         "sparsync.lab.workloads.gpt:Gpt",

@@ -164,7 +164,14 @@ class PlainJob(Workload):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of the job's `batch`
         """Return the job's loss of a batch. Raises TypeError where it is no mean that depends on the model."""
-        loss = self._call("loss", model, batch)
+        try:
+            loss = self._call("loss", model, batch)
+        except AttributeError as error:
+            if model is not bare(model) and hasattr(bare(model), error.name or ""):
+                error.args = (
+                    f"{error}; it is around the model: call model(...), and put what you need into its `forward`",
+                )
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TypeError(
