@@ -305,10 +305,13 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
 
 def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab import workloads
+    from sparsync.lab.progress import progress
     from sparsync.lab.traffic.record import record, save
 
     workload = workloads.get(options.workload, **_workload_options(options))
-    recorded = record(workload, options.seed, options.ranks, options.steps, options.every, options.precision)
+    asked = (options.seed, options.ranks, options.steps, options.every, options.precision)
+    with progress("training steps", options.steps) as shown:
+        recorded = record(workload, *asked, after=shown.at)
     save(recorded, options.out)
     T, P, n = recorded["gradients"].shape
     print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")
