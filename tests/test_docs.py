@@ -139,7 +139,7 @@ def _check_target(arguments: list[str]) -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done. JOB stands for any job."""
+    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done. JOB and C stand for any job and number."""
     if arguments == ["--version"]:
         return
     options = cli._parser().parse_args(arguments)
@@ -149,7 +149,7 @@ def _check_command(arguments: list[str]) -> None:
         skip = getattr(options, "skip", None)
         parse_schemes(schemes, getattr(options, "density", 0.01), skip, ORACLE)
     workload = getattr(options, "workload", None)
-    if workload and workload != "JOB":
+    if workload and workload != "JOB" and "clip_norm=C" not in arguments:
         workloads.get(workload, **cli._workload_options(options))
     if page := getattr(options, "page", None):
         replaced(page, getattr(options, "part", None) or getattr(options, "workload", "campaign"), "")
