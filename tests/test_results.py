@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.made_results import DENSE, RUN, SPARSE, run, write
+from helpers.made_results import DENSE, NETWORK, RUN, SPARSE, UNLIMITED, run, write
 from sparsync.lab.report.results import FILE_NAME, Quality, Run, append, read
 
 
@@ -172,6 +172,22 @@ def test_a_run_that_could_not_be_reported_is_refused_when_made(
         replace(RUN, **{where: {**getattr(RUN, where), key: value}})
     with pytest.raises(ValueError, match=f"'{key}'\\] is missing"):
         replace(RUN, **{where: {name: each for name, each in getattr(RUN, where).items() if name != key}})
+
+
+def test_fields_that_older_records_lack_have_their_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, SPARSE) / FILE_NAME
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.pop("network", None)
+        line.pop("own_compute_s", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = read(tmp_path).runs
+    assert (found.run.network, found.traces["topk", 0].start.own_compute_s) == ("", None)
+
+
+def test_times_count_over_limited_links_and_over_a_real_network(tmp_path: Path) -> None:
+    assert [each.times_count for each in (RUN, NETWORK, UNLIMITED)] == [True, True, False]
+    assert read(write(tmp_path, run=NETWORK)).runs[0].run == NETWORK
 
 
 def test_a_run_reads_its_settings() -> None:

@@ -144,16 +144,41 @@ def test_the_components_of_a_step_are_medians_and_its_bytes_are_means(tmp_path: 
     changed = Trace(trace.start, [slow, *trace.steps[1:]], trace.quality, trace.end)
     (found,) = summarise(replace(records, traces={("dense", 0): changed})).schemes
     (seed,) = found.seeds
-    assert (seed.step_s, seed.compute_s, seed.scheme_s, seed.wait_s, seed.rest_s) == (4.0, 0.25, 0.5, 3.0, 0.25)
+    assert (seed.step_s, seed.compute_s, seed.scheme_s, seed.wait_s, seed.other_s) == (4.0, 0.25, 0.5, 3.0, 0.25)
+    assert seed.hidden_s == 0.0
     assert (seed.sent_bytes, seed.interface_bytes, seed.messages) == (2.5e6, 937.5, 6.0)
     assert found.step_over_compute == Spread(16.0, 16.0, 16.0)
     assert found.interface_ratio == Spread(0.000375, 0.000375, 0.000375)
     assert seed.union_density == 0.5
 
 
-def test_a_reduction_beside_the_computation_leaves_less_than_nothing_of_a_step(tmp_path: Path) -> None:
-    (seed,) = scheme(tmp_path, replace(SPARSE, step_s=0.75)).seeds
-    assert seed.rest_s == -0.125
+@pytest.mark.parametrize("step_s", [0.5, 0.75, 0.875, 1.0, 4.0])
+def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path, step_s: float) -> None:
+    """Of 0.25 s of computing and 0.625 s of reduction, what the step does not show was hidden, and what it shows beyond them is other."""
+    (seed,) = scheme(tmp_path, replace(SPARSE, step_s=step_s)).seeds
+    assert seed.reduce_s is not None and seed.hidden_s is not None and seed.other_s is not None
+    assert seed.own_compute_s + seed.reduce_s - seed.hidden_s + seed.other_s == step_s
+    assert (seed.hidden_s, seed.other_s) == (max(0.0, 0.875 - step_s), max(0.0, step_s - 0.875))
+    assert seed.hidden_share == seed.hidden_s / 0.625
+
+
+def test_a_rank_that_waits_for_a_slower_one_hides_nothing_by_it(tmp_path: Path) -> None:
+    """Two ranks compute for 1 s and 3 s, and exchange for 4 s: the step takes 7 s, and the mean in the communicator is 5 s."""
+    made = replace(SPARSE, step_s=7.0, wait_s=5.0, reduce_s=5.0, compute_s=3.0, own_compute_s=2.0)
+    (seed,) = scheme(tmp_path / "own", made).seeds
+    assert (seed.hidden_s, seed.other_s) == (0.0, 0.0)
+    (older,) = scheme(tmp_path / "older", replace(made, own_compute_s=None)).seeds
+    assert older.hidden_s == 1.0
+
+
+def test_the_noise_is_the_range_of_the_computing_steps(tmp_path: Path) -> None:
+    assert summary(tmp_path / "a", DENSE, replace(SPARSE, compute_s=0.375)).noise_s == 0.125
+    assert summary(tmp_path / "b", DENSE).noise_s == 0.0
+
+
+def test_bits_are_those_of_the_payload_for_each_parameter(tmp_path: Path) -> None:
+    found = scheme(tmp_path, replace(SPARSE, sent_bytes=250_000.0))
+    assert found.over_seeds("bits") == Spread(4.0, 4.0, 4.0)  # of 500,000 parameters
 
 
 def test_the_link_needs_its_bytes_over_its_rate(tmp_path: Path) -> None:

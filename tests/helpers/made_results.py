@@ -30,6 +30,9 @@ RUN = Run(
     machine={"cpu": "a processor", "cores": 2},
     limited=True,
 )
+NETWORK = replace(
+    RUN, config={**RUN.config, "link": "none", "rate_bits_per_s": None}, limited=False, network="4 hosts, TCP over eth0"
+)
 UNLIMITED = replace(RUN, config={**RUN.config, "link": "none", "rate_bits_per_s": None}, limited=False)
 
 
@@ -48,6 +51,7 @@ class Made:
     step_s: float = 1.0
     seed: int = 0
     compute_s: float = 0.25
+    own_compute_s: float | None = None
     wait_s: float = 0.5
     reduce_s: float = 0.625
     select_s: float = 0.0
@@ -59,7 +63,8 @@ class Made:
 
     def records(self, run_id: str = "one") -> list[Record]:
         who: dict[str, Any] = {"run": run_id, "scheme": self.scheme, "seed": self.seed}
-        made: list[Record] = [SchemeStart(**who, config={"name": self.scheme}, compute_s=self.compute_s)]
+        times = {"compute_s": self.compute_s, "own_compute_s": self.own_compute_s}
+        made: list[Record] = [SchemeStart(**who, config={"name": self.scheme}, **times)]
         for step, value in enumerate(self.values, start=1):
             seconds = step * self.step_s
             traffic = None if self.interface_bytes is None else step * self.interface_bytes

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="make tables, pictures and report.html again from a results folder")
     report.add_argument("folder", type=Path, help="the folder a comparison wrote")
+    _add_within(report)
     report.set_defaults(run=_report)
 
     bench = commands.add_parser(
@@ -139,6 +140,12 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
     add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
+    _add_within(parser)
+
+
+def _add_within(parser: argparse.ArgumentParser) -> None:
+    near = "how far behind dense's quality the report's choice may be (default: 2)"
+    parser.add_argument("--within", type=float, default=2.0, metavar="PERCENT", help=near)
 
 
 def _add_frontier_options(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +232,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
     if settings.rate_bits_per_s is not None:
         restart_with_rights("sparsync.lab.cli", arguments)
     compare(settings, options.out, ["sparsync", *arguments])
-    _report(argparse.Namespace(folder=options.out), arguments)
+    _report(argparse.Namespace(folder=options.out, within=options.within), arguments)
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -258,14 +265,14 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
     for chosen in demo.commands(options.out, options.steps):
         half = _parser().parse_args(chosen)
         compare(_settings(half), half.out, ["sparsync", *chosen])
-        _report(argparse.Namespace(folder=half.out), chosen)
+        _report(argparse.Namespace(folder=half.out, within=half.within), chosen)
     demo.summary(options.out)
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.report.page import report
 
-    report(options.folder)
+    report(options.folder, within=options.within)
 
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -298,10 +305,13 @@ def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
 
 def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab import workloads
+    from sparsync.lab.progress import progress
     from sparsync.lab.traffic.record import record, save
 
     workload = workloads.get(options.workload, **_workload_options(options))
-    recorded = record(workload, options.seed, options.ranks, options.steps, options.every, options.precision)
+    asked = (options.seed, options.ranks, options.steps, options.every, options.precision)
+    with progress("training steps", options.steps) as shown:
+        recorded = record(workload, *asked, after=shown.at)
     save(recorded, options.out)
     T, P, n = recorded["gradients"].shape
     print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")

@@ -93,13 +93,21 @@ def summary(out: Path, halves: Sequence[Half] = HALVES) -> Path:
 def _table(title: str, found: Summary) -> Table:
     run = found.run
     target = "no target" if run.target is None else target_text(run)
-    heads = ("scheme", "a rank sends\nin a step", "ms of\na step", f"seconds to\n{target}", "as fast\nas bf16")
+    heads = (
+        "scheme",
+        "a rank sends\nin a step",
+        "bits per parameter\nand step",
+        "ms of\na step",
+        f"seconds to\n{target}",
+        "as fast\nas bf16",
+    )
     rows = tuple((scheme.label, *_cells(found, scheme)) for scheme in found.schemes)
     return Table(title, (*heads, f"{run.metric}\nat the end", "% behind\ndense"), rows)
 
 
 def _cells(found: Summary, scheme: SchemeFigures) -> Iterator[str]:
     yield _text(scheme.over_seeds("sent_bytes"), bytes_text)
+    yield _text(scheme.over_seeds("bits"), significant)
     yield _text(scheme.over_seeds("step_s"), lambda step_s: significant(1e3 * step_s))
     yield "not reached" if scheme.target_s is None else significant(scheme.target_s.median)
     ratio = scheme.speedup["bf16"]

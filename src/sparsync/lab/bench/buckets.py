@@ -5,7 +5,7 @@
 `--join 4,0`: with buckets joined up to 4 MB, as `attach` does, and as DDP makes them. Needs root or a user namespace. One JSON line a case.
 The cases of one number of buckets are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of
 DDP's own all-reduce in the same round, `to_dense` to those of `attach` with Dense. `limit_s` is the least time that the link needs for the
-payload of a rank, without framing.
+payload of a rank, without framing; `bits` is that payload per parameter and step.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from sparsync.core import generator
 from sparsync.integrations.handle import Handle
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
-from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks
+from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks, telling
 from sparsync.lab.netlab import parse_rate, restart_with_rights
 from sparsync.lab.scheme_choice import parse_schemes
 from sparsync.lab.workers.process import Emit, Place
@@ -124,14 +124,13 @@ def _rows(
     sent = {id(case): [0, 0] for case in cases}  # payload bytes and reductions of the last step
 
     def once(case: Case, number: int) -> float:
-        emit({"kind": "alive"})
         seconds, _ = clocked(case.run, place)
         if case.handle is not None:
             reports = case.handle.take_reports()
             sent[id(case)] = [sum(report.cost.nbytes for report in reports), len(reports)]
         return seconds
 
-    found = interleaved(cases, once, options.pairs, WARMUP)
+    found = interleaved(cases, once, options.pairs, WARMUP, telling(emit, f"{cases[0].buckets} buckets"))
     own = found[0]
     dense = next((each for case, each in zip(cases, found, strict=True) if case.name == DENSE), own)
     rows = []
@@ -146,6 +145,7 @@ def _rows(
             "ratio": statistics.median(a / b for a, b in zip(seconds, own, strict=True)),
             "to_dense": statistics.median(a / b for a, b in zip(seconds, dense, strict=True)),
             "payload_bytes": nbytes,
+            "bits": nbytes * 8 / options.elements,
             "reductions": reductions,
         }
         rows.append(row | {name: getattr(options, name) for name in ("ranks", "link", "elements", "pairs")})

@@ -4,8 +4,8 @@
 
 Needs root or a user namespace, as `sparsync compare` does. One JSON line per case. The cases are interleaved, in changing order; `ratio`
 is the median over rounds of a case's seconds to those of `ratio_to` in the same round, and `bound` is where it must lie. `limit_s` is the
-least time that the link needs for the payload of a rank, without framing. A wrong result ends the run; a ratio out of bounds gives exit
-status 1.
+least time that the link needs for the payload of a rank, without framing; `bits` is that payload per parameter and step. A wrong result
+ends the run; a ratio out of bounds gives exit status 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
-from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks
+from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks, telling
 from sparsync.lab.netlab import parse_rate, restart_with_rights
 from sparsync.lab.workers.process import Emit, Place
 
@@ -41,6 +41,7 @@ class Case:
     """
 
     name: str
+    elements: int  # of the gradient
     prepare: Callable[[], None]
     run: Callable[[], object]
     finish: Callable[[], int]
@@ -72,9 +73,9 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
     """Measure all cases on this rank; the task of every worker."""
     options = argparse.Namespace(**spec)
     steps, check_steps = _steps(options)
-    rows = _measured(steps, options, place, emit)
+    rows = _measured(steps, "steps", options, place, emit)
     check_steps()
-    rows += _measured(_reductions(options), options, place, emit)
+    rows += _measured(_reductions(options), "reductions", options, place, emit)
     for row in rows:
         emit({"kind": "row", "row": row})
 
@@ -109,8 +110,8 @@ def _steps(options: argparse.Namespace) -> tuple[list[Case], Callable[[], None]]
 
     base = "step, DDP's own all-reduce"
     cases = [
-        Case(base, _nothing, _stepper(own), lambda: sent, base),
-        Case("step, attach(Dense())", _nothing, _stepper(hooked), counted, base, (0.0, HOOK_BOUND)),
+        Case(base, n, _nothing, _stepper(own), lambda: sent, base),
+        Case("step, attach(Dense())", n, _nothing, _stepper(hooked), counted, base, (0.0, HOOK_BOUND)),
     ]
     return cases, check
 
@@ -173,7 +174,7 @@ def _reduction(
         torch.testing.assert_close(bucket.grad, whole, rtol=2**-7 if "bf16" in name else 1e-6, atol=0)
         return comm.take()[0].nbytes
 
-    return Case(name, prepare, lambda: scheme.reduce(bucket, comm), finish, "ring", bound)
+    return Case(name, whole.numel(), prepare, lambda: scheme.reduce(bucket, comm), finish, "ring", bound)
 
 
 def _selection(scheme: Scheme, comm: MeteredComm, options: argparse.Namespace) -> Case:
@@ -196,19 +197,18 @@ def _selection(scheme: Scheme, comm: MeteredComm, options: argparse.Namespace) -
         return comm.take()[0].nbytes
 
     name = f"{scheme.name}, density {options.density}"
-    return Case(name, prepare, lambda: scheme.reduce(bucket, comm), finish, "ring")
+    return Case(name, n, prepare, lambda: scheme.reduce(bucket, comm), finish, "ring")
 
 
 def _measured(
-    cases: Sequence[Case], options: argparse.Namespace, place: Place, emit: Emit
+    cases: Sequence[Case], what: str, options: argparse.Namespace, place: Place, emit: Emit
 ) -> list[dict[str, Any]]:  # Any: JSON
     def once(case: Case, number: int) -> Measurement:
-        emit({"kind": "alive"})
         case.prepare()
         seconds, sent = clocked(case.run, place)
         return Measurement(seconds, case.finish(), sent)
 
-    found = interleaved(cases, once, options.pairs, WARMUP)
+    found = interleaved(cases, once, options.pairs, WARMUP, telling(emit, what))
     by_name = {case.name: measurements for case, measurements in zip(cases, found, strict=True)}
     return [_row(case, by_name, options) for case in cases]
 
@@ -232,6 +232,7 @@ def _row(case: Case, by_name: Mapping[str, Sequence[Measurement]], options: argp
     row |= {
         "ratios": ratios,
         "payload_bytes": payload,
+        "bits": payload * 8 / case.elements,
         "interface_per_payload": statistics.median(each.interface_bytes for each in own) / payload,
     }
     about = {name: getattr(options, name) for name in ("ranks", "link", "mbytes", "pairs", "density")}

@@ -7,8 +7,16 @@ Case = TypeVar("Case")
 Measured = TypeVar("Measured")
 
 
+Tell = Callable[[int, int], None]
+"""(how many measurements are done, of how many) is called after each of them."""
+
+
 def interleaved(
-    cases: Sequence[Case], measure: Callable[[Case, int], Measured], rounds: int, warmup: int
+    cases: Sequence[Case],
+    measure: Callable[[Case, int], Measured],
+    rounds: int,
+    warmup: int,
+    tell: Tell = lambda done, total: None,
 ) -> list[list[Measured]]:
     """Return the measurements of each case, in the order of `cases`: one for each of `rounds` rounds, after `warmup` more.
 
@@ -17,10 +25,13 @@ def interleaved(
     warm-up included.
     """
     found: list[list[Measured]] = [[] for _ in cases]
+    done, total = 0, (warmup + rounds) * len(cases)
     for number in range(warmup + rounds):
         order = [(number + place) % len(cases) for place in range(len(cases))]
         for place in order if number % 2 else reversed(order):
             measured = measure(cases[place], number)
+            done += 1
+            tell(done, total)
             if number >= warmup:
                 found[place].append(measured)
     return found

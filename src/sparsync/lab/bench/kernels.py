@@ -26,9 +26,10 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels import dispatch, reference, sparse_reference
-from sparsync.lab.bench.interleave import interleaved
+from sparsync.lab.bench.interleave import Tell, interleaved
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
+from sparsync.lab.progress import progress
 from sparsync.selection.partition import BlockCyclic
 
 WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str]) -> None:
     context = {"backend": kernels.backend(), **versions(), **machine(), **_device(options)}
     rows: list[dict[str, Any]] = []  # Any: JSON
     for n, density, kind in product(options.n, options.density, options.gradient):
-        data = _data(n, density, TYPES[kind], options.device)
-        rows += [row | context for row in _measured(_cases(data), data, density, options)]
+        with progress(f"n {n:g}, density {density:g}, {kind}") as shown:
+            data = _data(n, density, TYPES[kind], options.device)
+            rows += [row | context for row in _measured(_cases(data), data, density, options, shown.measured)]
     write(rows, options.json)
 
 
@@ -297,7 +299,9 @@ def _same(result: Sparse, expected: Sparse) -> bool:
     return torch.equal(result.index, expected.index) and torch.equal(result.value, expected.value)
 
 
-def _measured(cases: list[Case], data: Data, density: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(
+    cases: list[Case], data: Data, density: float, options: argparse.Namespace, tell: Tell
+) -> list[dict[str, Any]]:
     """Run all cases interleaved, and return a JSON row for each."""
     kind, clock = _clock(options)
 
@@ -310,7 +314,7 @@ def _measured(cases: list[Case], data: Data, density: float, options: argparse.N
             raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
         return taken
 
-    found = interleaved(cases, measure, options.rounds, warmup=1)
+    found = interleaved(cases, measure, options.rounds, 1, tell)
     seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
     return [_row(case, seconds, data, density, kind) for case in cases]
 

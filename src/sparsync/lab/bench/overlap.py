@@ -13,7 +13,7 @@ step_s) over the smaller of the first two, as it comes out: noise may put it bey
 be the time if everything were hidden. It cannot be: the last bucket is complete when the backward pass ends, and before the first there
 is nothing to send. With B equal layers and buckets, one after the other, that leaves max(backward_s + reduction_s/B, reduction_s +
 backward_s/B), `bound_s`, and of the smaller 1 - 1/B hidden, `hideable`. `limit_s` is the least time that the link needs for rank 0's
-payload, without framing.
+payload, without framing; `bits` is that payload per parameter and step.
 
 The cases are interleaved, in changing order; p20, p50 and p80 over rounds. One JSON line per case, and a table on standard error. A run
 ends when replicas differ, when the two ways to reduce differ in any bit, or when a mean is wrong.
@@ -39,9 +39,10 @@ from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import percentiles, write
-from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks
+from sparsync.lab.bench.ranks import TIMEOUT_S, clocked, rows_of_ranks, telling
 from sparsync.lab.environment import machine, versions
 from sparsync.lab.netlab import MAX_RANKS, parse_link, restart_with_rights
+from sparsync.lab.report.format import significant
 from sparsync.lab.scheme_choice import SchemeChoice, check_labels, parse_schemes, try_out
 from sparsync.lab.workers.process import Emit, Place
 
@@ -107,10 +108,9 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
     cases = [_own(options), *(_attached(choice, options) for choice in choices)]
 
     def once(case: Case, number: int) -> Round:
-        emit({"kind": "alive"})
         return _round(case, number, _width(options), place)
 
-    found = interleaved(cases, once, options.rounds, WARMUP)
+    found = interleaved(cases, once, options.rounds, WARMUP, telling(emit, "backward passes"))
     if place.rank == 0:
         for case, rounds in zip(cases, found, strict=True):
             emit({"kind": "row", "row": _row(case, rounds, options)})
@@ -298,6 +298,7 @@ def _row(case: Case, rounds: Sequence[Round], options: argparse.Namespace) -> di
         "bound_s": percentiles([each.bound_s(options.buckets) for each in rounds]),
         "hideable": 1 - 1 / options.buckets,
         "payload_bytes": payload,
+        "bits": payload * 8 / (_width(options) ** 2 * options.buckets),
         "limit_s": None if rate is None else payload * 8 / rate,
         "slept_s": options.backward_s,
         **about,
@@ -310,14 +311,17 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:  # Any: JSON
     """Return a table of the medians in milliseconds."""
     columns = ("backward_s", "reduction_s", "step_s", "bound_s", "all_hidden_s")
     heads = ("backward", "reduction", "step", "bound", "all hidden")
-    lines = [f"{'':<16}" + "".join(f"{head:>12}" for head in heads) + f"{'hidden':>10}{'p20..p80':>14}"]
+    lines = [f"{'':<16}" + "".join(f"{head:>12}" for head in heads) + f"{'hidden':>10}{'p20..p80':>14}{'bits':>8}"]
     for row in rows:
         times = "".join(f"{1e3 * row[name]['p50']:>9.0f} ms" for name in columns)
         hidden = row["hidden"]
         lines.append(
-            f"{row['case']:<16}{times}{hidden['p50']:>10.2f}" + f"{hidden['p20']:.2f}..{hidden['p80']:.2f}".rjust(14)
+            f"{row['case']:<16}{times}{hidden['p50']:>10.2f}"
+            + f"{hidden['p20']:.2f}..{hidden['p80']:.2f}".rjust(14)
+            + f"{significant(row['bits']):>8}"
         )
     first = rows[0]
     unlimited = " Without a limited link this says nothing about a network." if first["limit_s"] is None else ""
+    lines.append("bits: what a rank sends per parameter and step, as payload.")
     lines.append(f"Of {first['buckets']} equal buckets {first['hideable']:.3f} can be hidden.{unlimited}")
     return "\n".join(lines)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparsync.lab.bench.interleave import Tell
 from sparsync.lab.netlab import interface_counters, network, parse_link
+from sparsync.lab.progress import progress
 from sparsync.lab.workers.group import worker_group
-from sparsync.lab.workers.process import Place
+from sparsync.lab.workers.process import Emit, Place
 
 TIMEOUT_S = 120.0  # for one operation of a rank, and for the time between two messages
 
@@ -18,15 +20,25 @@ TIMEOUT_S = 120.0  # for one operation of a rank, and for the time between two m
 def rows_of_ranks(task: str, options: argparse.Namespace) -> list[dict[str, Any]]:  # Any: JSON
     """Run `task` with `options` on `options.ranks` ranks over `options.link`; return the rows that rank 0 emits.
 
-    A row is the "row" of a message of kind "row"; messages of other kinds show that the ranks are alive. Raises RankFailedError.
+    A row is the "row" of a message of kind "row"; messages of `telling` show how far the ranks are. Raises RankFailedError.
     """
     rows: list[dict[str, Any]] = []
     with (
+        progress("ranks") as shown,
         network(options.ranks, parse_link(options.link)) as links,
         worker_group(task, vars(options), links, TIMEOUT_S) as workers,
     ):
-        rows += [message["row"] for message in workers.messages() if message["kind"] == "row"]
+        for message in workers.messages():
+            if message["kind"] == "row":
+                rows.append(message["row"])
+            elif message["kind"] == "measured":
+                shown.at(message["done"], message["what"], message["total"])
     return rows
+
+
+def telling(emit: Emit, what: str) -> Tell:
+    """Return a function that sends how many measurements of `what` are done."""
+    return lambda done, total: emit({"kind": "measured", "what": what, "done": done, "total": total})
 
 
 def clocked(run: Callable[[], object], place: Place) -> tuple[float, int]:

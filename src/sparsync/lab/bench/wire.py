@@ -25,6 +25,7 @@ from sparsync.kernels.codec_reference import PositionCodec
 from sparsync.lab.bench.interleave import interleaved
 from sparsync.lab.bench.output import write
 from sparsync.lab.environment import machine, versions
+from sparsync.lab.progress import progress
 from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values
 
@@ -170,7 +171,9 @@ def _copy(raw: Tensor, facts: dict[str, Any]) -> Case:
 
 def _measured(cases: Sequence[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
     # The first round touches the memory and does not count.
-    found = interleaved(cases, lambda case, _: case.measure(), options.rounds, warmup=1)
+    facts = cases[0].facts
+    with progress(f"{facts['kind']}, k {facts['k']}") as shown:
+        found = interleaved(cases, lambda case, _: case.measure(), options.rounds, 1, shown.measured)
     about = {"bench": "wire", "backend": backend(), "rounds": options.rounds, **versions(), "machine": machine()}
     return [case.row(each) | about for case, each in zip(cases, found, strict=True)]
 

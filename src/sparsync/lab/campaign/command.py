@@ -16,6 +16,7 @@ from sparsync.lab.campaign.records import Finished
 from sparsync.lab.campaign.supervisor import observe
 from sparsync.lab.campaign.trials import FAULTS, INTEGRATIONS, Trial, drawn
 from sparsync.lab.campaign.verdict import VERDICTS, Verdict, judged
+from sparsync.lab.progress import progress
 from sparsync.lab.report.parts import replaced
 from sparsync.lab.report.tables import Table, lines_of
 
@@ -51,10 +52,12 @@ def campaign(
     trials, commit = drawn(seed, count, only), environment.versions()["commit"]
     done = {each.key: each for each in records.read(out) if each.verdict != "missed"}
     missing = [trial for trial in trials if (trial, timeout_s, commit) not in done]
-    for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs), start=1):
-        done[finished.key] = finished
-        records.append(out, finished)
-        print(f"[{number}/{len(missing)}] {finished.verdict}: {finished.trial.label}", file=sys.stderr, flush=True)
+    with progress("trials", len(missing)) as shown:
+        for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs), start=1):
+            done[finished.key] = finished
+            records.append(out, finished)
+            print(f"[{number}/{len(missing)}] {finished.verdict}: {finished.trial.label}", file=sys.stderr, flush=True)
+            shown.advance()
     found = [done[trial, timeout_s, commit] for trial in trials]
     below = [(line, "dim") for line in (slowest(found), *remarks(found))]
     print(lines_of(tables(found), below=below, width=WIDTH, ascii_only=not _utf8()))

@@ -10,6 +10,7 @@ from sparsync.lab import environment
 from sparsync.lab.compare import progress
 from sparsync.lab.compare.settings import Settings
 from sparsync.lab.netlab import network
+from sparsync.lab.progress import progress as waiting
 from sparsync.lab.report import results
 from sparsync.lab.workers.group import RankFailedError, worker_group
 from sparsync.lab.workers.process import Message
@@ -29,18 +30,19 @@ def compare(settings: Settings, out: Path, command: Sequence[str]) -> None:
     Raises ValueError for settings that cannot run, and RuntimeError when the network cannot be built, a rank ends early or replicas
     differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
     """
-    workload = settings.check()
+    with waiting("checking the schemes and reading the data", announced=True):
+        workload = settings.check()
     run = _run_record(settings, workload, command)
     results.append(out, run)
     current: Message | None = None  # the start of the scheme that trains now
     trainings = len(settings.schemes) * len(settings.seeds)
     try:
         with (
+            progress.shown(trainings, settings.steps, workload.metric) as display,
             network(settings.ranks, settings.rate_bits_per_s) as links,
             worker_group(
                 "sparsync.lab.compare.train:train_all", asdict(settings), links, settings.timeout_s
             ) as workers,
-            progress.shown(trainings, settings.steps, workload.metric) as display,
         ):
             for message in workers.messages():
                 display.update(message)

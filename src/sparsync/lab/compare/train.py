@@ -72,8 +72,9 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
         model = workload.model(seed)
     _check_start(workload, model)
     about = {"scheme": choice.label, "seed": seed}
-    compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
-    emit({"kind": "scheme", **about, "config": _described(choice), "compute_s": compute_s})
+    compute_s, own_compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
+    times = {"compute_s": compute_s, "own_compute_s": own_compute_s}
+    emit({"kind": "scheme", **about, "config": _described(choice), **times})
     training = _training(workload, model, choice, settings)
     seconds = sent = 0.0
     for start in range(0, settings.steps, settings.eval_every):
@@ -186,10 +187,12 @@ def _forward_backward(
     return loss.detach()
 
 
-def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit) -> float:
-    """Return the median step, in seconds, of a copy that never communicates; the slowest rank counts, and all begin together.
+def _compute_s(
+    workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit
+) -> tuple[float, float]:
+    """Return the median step, in seconds, of a copy that never communicates: of the slowest rank, and of the mean of the ranks.
 
-    The job is asked for no batch beyond its `steps`, and for a schedule that is long enough.
+    All ranks begin each step together. The job is asked for no batch beyond its `steps`, and for a schedule that is long enough.
     """
     alone = copy.deepcopy(model)
     optimizer, schedule = _optimizer(workload, alone, max(steps, COMPUTE_WARMUP + COMPUTE_STEPS))
@@ -204,8 +207,10 @@ def _compute_s(workload: Workload, model: nn.Module, seed: int, steps: int, plac
         times.append(time.perf_counter() - began)
         emit({"kind": "alive"})
     slowest = torch.tensor(times[COMPUTE_WARMUP:], dtype=torch.float64)
+    mean = slowest / place.ranks
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    dist.all_reduce(mean)
+    return statistics.median(slowest.tolist()), statistics.median(mean.tolist())
 
 
 def _quality(workload: Workload, model: nn.Module, place: Place) -> float:

@@ -16,6 +16,7 @@ import torch
 from sparsync.lab import workloads
 from sparsync.lab.frontier import runs
 from sparsync.lab.frontier.runs import Finished, Key
+from sparsync.lab.progress import progress
 from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
 from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload, check_momentum, parameter_count, share
@@ -128,14 +129,16 @@ def complete(study: Study, folder: Path, jobs: int, tell: Callable[[str], None])
     workload = study.check()
     lower, finished = workload.better == "lower", runs.read(folder)
     while missing := study.missing(finished, lower):
-        for number, (choice, done) in enumerate(_trained(study, missing, jobs), start=1):
-            finished[done.key] = done
-            runs.append(folder, done, choice.label)
-            key = done.key
-            tell(
-                f"[{number}/{len(missing)}] {choice.label}, {key.ranks} ranks, {key.steps} steps, seed {key.seed}, "
-                f"rate {key.rate:g}: {workload.metric} {done.end:.4g}, {done.bits:.3g} bits, {done.seconds:.0f} s"
-            )
+        with progress("trainings", len(missing)) as shown:
+            for number, (choice, done) in enumerate(_trained(study, missing, jobs), start=1):
+                finished[done.key] = done
+                runs.append(folder, done, choice.label)
+                key = done.key
+                tell(
+                    f"[{number}/{len(missing)}] {choice.label}, {key.ranks} ranks, {key.steps} steps, seed {key.seed}, "
+                    f"rate {key.rate:g}: {workload.metric} {done.end:.4g}, {done.bits:.3g} bits, {done.seconds:.0f} s"
+                )
+                shown.advance()
     return finished
 
 

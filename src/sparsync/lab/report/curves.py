@@ -28,12 +28,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """The curve of one scheme: the medians over its seeds and, where there are several, each seed."""
+    """The curve of one scheme: the medians over its seeds and, where there are several, the lowest and highest at the same places."""
 
     name: str
     hue: str
     middle: tuple[Point, ...]
-    seeds: tuple[tuple[Point, ...], ...]
+    band: tuple[tuple[float, float], ...]  # as long as `middle`, or empty
 
     @property
     def end(self) -> Point:
@@ -41,8 +41,7 @@ class Curve:
 
     def divided(self, size: float) -> "Curve":
         """Return the curve with x in another unit."""
-        middle, *seeds = (tuple((x / size, y) for x, y in row) for row in (self.middle, *self.seeds))
-        return replace(self, middle=middle, seeds=tuple(seeds))
+        return replace(self, middle=tuple((x / size, y) for x, y in self.middle))
 
 
 def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str, hue: str) -> Curve:
@@ -53,8 +52,9 @@ def curve(scheme: SchemeFigures, position: Callable[[Quality], float], name: str
         (median(position(points[step]) for points in by_step), median(points[step].value for points in by_step))
         for step in shared
     )
-    seeds = tuple(tuple((position(point), point.value) for point in points.values()) for points in by_step if points)
-    return Curve(name, hue, middle, seeds if len(seeds) > 1 else ())
+    values = [[points[step].value for points in by_step] for step in shared]
+    band = tuple((min(each), max(each)) for each in values) if len(by_step) > 1 else ()
+    return Curve(name, hue, middle, band)
 
 
 def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
@@ -71,8 +71,9 @@ def draw(axes: Axes, run: Run, curves: Sequence[Curve]) -> None:
     spacing = _LINE * max(height for _, height in sizes)
     _set_y(axes, run, curves, spacing * (max(rows) + 1.8))
     for each in curves:
-        for points in each.seeds:
-            axes.plot(*zip(*points, strict=True), color=each.hue, linewidth=0.8, alpha=0.4)
+        if each.band:
+            places, (low, high) = [x for x, _ in each.middle], zip(*each.band, strict=True)
+            axes.fill_between(places, low, high, color=each.hue, alpha=0.15, linewidth=0)
         crossing = _crossing(each.middle, run)
         # On logarithmic axes the straight line between two evaluations is not the linear one, so it is drawn through the dot.
         line = each.middle if crossing is None else sorted([*each.middle, crossing])

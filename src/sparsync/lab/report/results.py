@@ -7,7 +7,7 @@ under its own id. summary.py makes numbers from the records.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,8 +28,10 @@ class Run:
     workload: Mapping[str, Any]
     versions: Mapping[str, Any]
     machine: Mapping[str, Any]
-    # True where the links were in fact rate-limited; if not, no time in this run says anything about a network.
+    # True where the links were in fact rate-limited.
     limited: bool
+    # A real network between the hosts of the run, in words; "" where all ranks were on one machine.
+    network: str = ""
 
     def __post_init__(self) -> None:
         for where, key, convert in (
@@ -61,6 +63,11 @@ class Run:
         return None if rate is None else float(rate)
 
     @property
+    def times_count(self) -> bool:
+        """Whether the times say something about a network: its links were limited, or there was a real one."""
+        return self.limited or bool(self.network)
+
+    @property
     def target(self) -> float | None:
         """The quality to reach, in the unit of the metric; None in a run without target."""
         target = self.config["target"]
@@ -77,7 +84,11 @@ class Run:
 
 @dataclass(frozen=True)
 class SchemeStart:
-    """One scheme begins to train, with one seed. `compute_s`: median step without communication, in the same run."""
+    """One scheme begins to train, with one seed.
+
+    `compute_s`: median step without communication, in the same run, up to the end of the slowest rank. `own_compute_s`: the same as a
+    mean over the ranks, each up to its own end; None where it was not measured.
+    """
 
     kind: ClassVar[str] = "scheme"
     run: str
@@ -85,6 +96,7 @@ class SchemeStart:
     config: Mapping[str, Any]  # Any: shown as it is
     seed: int
     compute_s: float
+    own_compute_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -313,10 +325,12 @@ def _plain(value: Any) -> Any:  # Any: JSON
 
 
 def _from_json(kind: type[Record], data: Mapping[str, Any]) -> Record:
+    """Return the record; a field that the line lacks has its default where it has one."""
     return kind(
         **{
             field.name: _checked(f"{kind.kind} record: {field.name!r}", data, field.name, _CONVERT[field.type])
             for field in fields(kind)
+            if field.name in data or field.default is MISSING
         }
     )
 

@@ -50,9 +50,11 @@ class SeedFigures:
     target_s: float | None  # None: not reached
     target_bytes: float | None
     sent_bytes: float | None  # payload, a step
+    bits: float | None  # payload, a parameter and step
     interface_bytes: float | None  # all that left the interface, a step
     step_s: float | None
-    compute_s: float
+    compute_s: float  # up to the end of the slowest rank
+    own_compute_s: float  # a mean over the ranks, each up to its own end; as compute_s where it was not measured
     scheme_s: float | None  # in the scheme but not in the communicator
     wait_s: float | None  # in the communicator
     messages: float | None  # a step
@@ -68,11 +70,34 @@ class SeedFigures:
         return self.status == "finished"
 
     @property
-    def rest_s(self) -> float | None:
-        """The rest of a step; negative where the scheme ran while the model computed."""
-        if self.step_s is None or self.scheme_s is None or self.wait_s is None:
+    def reduce_s(self) -> float | None:
+        """The reduction: the time in the scheme and in the communicator."""
+        return None if self.scheme_s is None or self.wait_s is None else self.scheme_s + self.wait_s
+
+    @property
+    def hidden_s(self) -> float | None:
+        """The part of the reduction that did not make the step longer, because the model computed meanwhile; with `other_s`
+        step_s == own_compute_s + reduce_s - hidden_s + other_s.
+
+        The waiting of a rank that computes faster is in the reduction, so computing counts up to each rank's own end.
+        """
+        return None if (rest := self._rest_s) is None else max(0.0, -rest)
+
+    @property
+    def other_s(self) -> float | None:
+        """The part of the step that is neither computing nor reduction; 0 where computing and reduction overlapped by more."""
+        return None if (rest := self._rest_s) is None else max(0.0, rest)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The hidden share of the reduction; None without a reduction."""
+        return None if self.hidden_s is None or not self.reduce_s else self.hidden_s / self.reduce_s
+
+    @property
+    def _rest_s(self) -> float | None:
+        if self.step_s is None or self.reduce_s is None:
             return None
-        return self.step_s - self.compute_s - self.scheme_s - self.wait_s
+        return self.step_s - self.own_compute_s - self.reduce_s
 
 
 @dataclass(frozen=True)
@@ -132,6 +157,7 @@ class Summary:
     schemes: tuple[SchemeFigures, ...]
     dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
     interface_counted: bool  # True: bytes over a run are those of the interface; False: of the payload
+    noise_s: float  # by how much the computing steps of the trainings differ, though all compute the same
     notes: tuple[str, ...]
 
     def scheme(self, label: str) -> SchemeFigures | None:
@@ -158,7 +184,7 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> Summary:
         )
         for label, traces in by_label.items()
     )
-    return Summary(run, schemes, _dense_link_s(run), counted, (*notes, *_notes(schemes)))
+    return Summary(run, schemes, _dense_link_s(run), counted, _noise_s(schemes), (*notes, *_notes(schemes)))
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -226,9 +252,11 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
         target_s=None if arrival is None else arrival[0],
         target_bytes=None if arrival is None else arrival[1],
         sent_bytes=fmean(step.sent_bytes for step in steps) if steps else None,
+        bits=fmean(step.sent_bytes for step in steps) * 8 / run.workload["parameters"] if steps else None,
         interface_bytes=fmean(interface) if steps and len(interface) == len(steps) else None,
         step_s=_middle([step.step_s for step in steps], every),
         compute_s=trace.start.compute_s,
+        own_compute_s=trace.start.compute_s if trace.start.own_compute_s is None else trace.start.own_compute_s,
         scheme_s=_middle([step.reduce_s - step.wait_s for step in steps], every),
         wait_s=_middle([step.wait_s for step in steps], every),
         messages=fmean(step.messages for step in steps) if steps else None,
@@ -291,6 +319,11 @@ def _dense_link_s(run: Run) -> float | None:
     """Return the least time of a dense step: in a ring each rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
     nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
     return _link_s(run, Spread(nbytes, nbytes, nbytes))
+
+
+def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
+    compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
+    return max(compute) - min(compute) if compute else 0.0
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:

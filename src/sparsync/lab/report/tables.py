@@ -10,17 +10,19 @@ from sparsync.lab.report.format import (
     banner,
     behind_text,
     byte_unit,
-    paragraph,
     percent,
     quality_text,
     ratio_text,
     seconds_text,
     significant,
 )
+from sparsync.lab.report.lead import details, lead
 from sparsync.lab.report.summary import SchemeFigures, Spread, Summary
+from sparsync.lab.report.verdict import WITHIN
 from sparsync.phases import Phase
 
 WIDTH = 120  # columns
+WIDE = 100  # from so many on there is room for all columns
 NOTHING = "-"
 
 Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell of a scheme under it
@@ -29,6 +31,13 @@ Column = tuple[str, Callable[[SchemeFigures], str]]  # a heading, and the cell o
 _BEHIND: Column = (
     "% behind\ndense",
     lambda scheme: NOTHING if scheme.label == "dense" else _cell(scheme.behind_dense, behind_text),
+)
+
+
+# Beside every number of bytes: what it is for a model of any size.
+_BITS: Column = (
+    "bits per\nparameter\nand step",
+    lambda scheme: _middle(scheme.over_seeds("bits"), 1.0),
 )
 
 
@@ -41,10 +50,13 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def tables(summary: Summary) -> tuple[Table, ...]:
-    """Return the tables of quality, traffic and time, and of the phases where any were recorded."""
-    inside = _inside(summary)
-    return (_reached(summary), _sent(summary), _spent(summary), *([inside] if inside else []))
+def tables(summary: Summary, narrow: bool = False) -> tuple[Table, ...]:
+    """Return the tables of quality, traffic and time, and of the phases where any were recorded.
+
+    `narrow`: bits per parameter and step in the table of traffic alone, so that all fit on 80 columns.
+    """
+    bits, inside = [] if narrow else [_BITS], _inside(summary)
+    return (_reached(summary, bits), _sent(summary), _spent(summary, bits), *([inside] if inside else []))
 
 
 def remarks(summary: Summary) -> tuple[str, ...]:
@@ -63,21 +75,33 @@ def remarks(summary: Summary) -> tuple[str, ...]:
         lines.append(
             "With local steps the times are means over the steps of a round, from exchange to exchange; medians over the rounds."
         )
+    if any(scheme.over_seeds("hidden_s") for scheme in summary.schemes):
+        lines.append(
+            "hidden: the share of scheme and communicate that did not make the step longer, because the model computed meanwhile. "
+            f"< marks one that may as well be noise: computing steps differed by up to {seconds_text(summary.noise_s)} in this run."
+        )
     if any(len(scheme.seeds) > 1 for scheme in summary.schemes):
         lines.append("Over several seeds: the median, and under it the lowest and the highest.")
     return (*lines, *summary.notes)
 
 
-def as_text(summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False) -> str:
-    """Return paragraph, tables and remarks in lines of at most `width` columns, of which the tables need about 90.
+def as_text(
+    summary: Summary, width: int = WIDTH, colour: bool = False, ascii_only: bool = False, within: float = WITHIN
+) -> str:
+    """Return the choice, tables and remarks in lines of at most `width` columns, of which the tables need about 90.
 
-    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters.
+    `colour`: with a terminal's escape sequences. `ascii_only`: with no line-drawing characters. `within`: as in `verdict`.
     """
     warning = banner(summary.run)
     above = [] if warning is None else [(f"!!! {warning} !!!", "bold white on red")]
     below = [(remark, "yellow" if remark in summary.notes else "dim") for remark in remarks(summary)]
     return lines_of(
-        tables(summary), [*above, (paragraph(summary) + "\n", "")], [*below, *above], width, colour, ascii_only
+        tables(summary, narrow=width < WIDE),
+        [*above, (lead(summary, within), "bold"), (details(summary) + "\n", "")],
+        [*below, *above],
+        width,
+        colour,
+        ascii_only,
     )
 
 
@@ -115,11 +139,8 @@ def lines_of(
     return lines.getvalue()
 
 
-def _reached(summary: Summary) -> Table:
+def _reached(summary: Summary, bits: Sequence[Column]) -> Table:
     run, schemes = summary.run, summary.schemes
-    target = "the target" if run.target is None else f"{run.target:g}{percent(run)}"
-    unit, size = byte_unit(spread.high for scheme in schemes if (spread := scheme.target_bytes) is not None)
-    counted = "interface" if summary.interface_counted else "payload"
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.label),
         (
@@ -127,16 +148,23 @@ def _reached(summary: Summary) -> Table:
             lambda scheme: _cell(scheme.over_seeds("quality"), lambda x: quality_text(run, x)),
         ),
         _BEHIND,
-        (f"seconds\nto {target}", lambda scheme: _arrival(summary, scheme, scheme.target_s, 1.0)),
-        ("as fast\nas dense", lambda scheme: _speedup(scheme, "dense")),
-        ("as fast\nas bf16", lambda scheme: _speedup(scheme, "bf16")),
-        (
-            f"{unit} to {target}\n({counted})",
-            lambda scheme: _arrival(summary, scheme, scheme.target_bytes, size),
-        ),
+        *bits,
+        *([] if run.target is None else _to_target(summary, run.target)),
         ("steps\ntaken", lambda scheme: _range(seed.steps for seed in scheme.seeds)),
     ]
-    return _table("What each scheme reached, and when", columns, schemes)
+    return _table("What each scheme reached" + ("" if run.target is None else ", and when"), columns, schemes)
+
+
+def _to_target(summary: Summary, target: float) -> list[Column]:
+    goal = f"{target:g}{percent(summary.run)}"
+    unit, size = byte_unit(spread.high for scheme in summary.schemes if (spread := scheme.target_bytes) is not None)
+    counted = "interface" if summary.interface_counted else "payload"
+    return [
+        (f"seconds\nto {goal}", lambda scheme: _arrival(scheme, scheme.target_s, 1.0)),
+        ("as fast\nas dense", lambda scheme: _speedup(scheme, "dense")),
+        ("as fast\nas bf16", lambda scheme: _speedup(scheme, "bf16")),
+        (f"{unit} to {goal}\n({counted})", lambda scheme: _arrival(scheme, scheme.target_bytes, size)),
+    ]
 
 
 def _sent(summary: Summary) -> Table:
@@ -147,6 +175,7 @@ def _sent(summary: Summary) -> Table:
         ("scheme", lambda scheme: scheme.label),
         (f"payload\n{unit}", lambda scheme: _middle(scheme.over_seeds("sent_bytes"), size)),
         (f"interface\n{unit}", lambda scheme: _middle(scheme.over_seeds("interface_bytes"), size)),
+        _BITS,
         ("interface\n/ payload", lambda scheme: _times(scheme.interface_ratio, 3)),
         ("\nmessages", lambda scheme: _middle(scheme.over_seeds("messages"), 1.0)),
         ("density of\nthe union", lambda scheme: _middle(scheme.over_seeds("union_density"), 1.0)),
@@ -154,15 +183,17 @@ def _sent(summary: Summary) -> Table:
     return _table("What a rank sends in a step (means over the steps)", columns, schemes)
 
 
-def _spent(summary: Summary) -> Table:
+def _spent(summary: Summary, bits: Sequence[Column]) -> Table:
     columns: list[Column] = [
         ("scheme", lambda scheme: scheme.label),
         ("\nstep", lambda scheme: _middle(scheme.over_seeds("step_s"), 1e-3)),
         _BEHIND,
-        ("\ncompute", lambda scheme: _middle(scheme.over_seeds("compute_s"), 1e-3)),
+        *bits,
+        ("\ncompute", lambda scheme: _middle(scheme.over_seeds("own_compute_s"), 1e-3)),
         ("\nscheme", lambda scheme: _middle(scheme.over_seeds("scheme_s"), 1e-3)),
-        ("\ncommunicate", lambda scheme: _middle(scheme.over_seeds("wait_s"), 1e-3)),
-        ("\nother", lambda scheme: _middle(scheme.over_seeds("rest_s"), 1e-3)),
+        ("commu-\nnicate", lambda scheme: _middle(scheme.over_seeds("wait_s"), 1e-3)),
+        ("hidden\n%", lambda scheme: _hidden(summary, scheme)),
+        ("\nother", lambda scheme: _middle(scheme.over_seeds("other_s"), 1e-3)),
         ("link\nneeds", lambda scheme: _middle(_exactly(scheme.link_s), 1e-3)),
         ("step /\ncompute", lambda scheme: _times(scheme.step_over_compute, 2)),
     ]
@@ -216,15 +247,22 @@ def _times(spread: Spread | None, digits: int) -> str:
     return NOTHING if spread is None else significant(spread.median, digits) + "x"
 
 
+def _hidden(summary: Summary, scheme: SchemeFigures) -> str:
+    """Return the hidden share of the reduction in percent; "<" before one that is not above the noise."""
+    share, hidden_s = scheme.over_seeds("hidden_share"), scheme.over_seeds("hidden_s")
+    if share is None or hidden_s is None:
+        return NOTHING
+    text = f"{100 * share.median:.0f}"
+    return f"< {text}" if 0 < hidden_s.median <= summary.noise_s else text
+
+
 def _range(values: Iterable[int]) -> str:
     ordered = sorted(values)
     return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}"
 
 
-def _arrival(summary: Summary, scheme: SchemeFigures, spread: Spread | None, size: float) -> str:
+def _arrival(scheme: SchemeFigures, spread: Spread | None, size: float) -> str:
     """Return when the target was reached, in `size`s; how many seeds did so where not all did."""
-    if summary.run.target is None:
-        return NOTHING
     if scheme.reached == len(scheme.seeds):
         return _cell(spread, lambda value: significant(value / size))
     middle = "not reached" if spread is None else significant(spread.median / size)

@@ -3,11 +3,12 @@
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from sparsync.lab.extra import lab_extra
+from sparsync.lab.progress import progress
 from sparsync.lab.report.format import significant
 from sparsync.lab.report.tables import NOTHING, WIDTH
 from sparsync.lab.traffic.observe import Record
@@ -20,6 +21,7 @@ _COLUMNS = (  # heading, name of the value in a window, and its unit
     ("%\nworst", "density_error_worst", 0.01),
     ("kB a rank\nmean", "bytes_mean", 1e3),
     ("\nmax", "bytes_max", 1e3),
+    ("bits per parameter\nand step", "bits_mean", 1.0),
     ("imbalance\nmean", "imbalance_mean", 1.0),
     ("energy %\nwritten", "captured_mean", 0.01),
     ("longest\nwait", "staleness_max", 1),
@@ -91,16 +93,11 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def _with_progress(study: Study) -> Iterator[Record]:
-    """Yield the records; show a bar on standard error where that is a terminal."""
-    records: Iterable[Record] = study.records()
-    if not sys.stderr.isatty():
-        yield from records
-        return
-    with lab_extra("rich"):
-        from rich.console import Console
-        from rich.progress import track
-    total = study.steps * len(study.schemes)
-    yield from track(records, "traffic", total=total, console=Console(stderr=True), transient=True)
+    """Yield the records, and show how many there are."""
+    with progress("steps of all schemes", study.steps * len(study.schemes)) as shown:
+        for record in study.records():
+            yield record
+            shown.advance()
 
 
 def _cell(value: int | float | None, unit: int | float) -> str:

@@ -1,5 +1,6 @@
 """Every rank's gradient of a training, written to a file for later study; the ranks are shares of the batch on one model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,11 +15,18 @@ Precision = Literal["bfloat16", "float32"]
 
 
 def record(
-    workload: Workload, seed: int, ranks: int, steps: int, every: int = 1, precision: Precision = "bfloat16"
+    workload: Workload,
+    seed: int,
+    ranks: int,
+    steps: int,
+    every: int = 1,
+    precision: Precision = "bfloat16",
+    after: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:  # Any: a tensor and its description, as torch.load(weights_only=True) accepts them
     """Return the gradients [T, P, n] of every `every`-th of `steps` training steps, as the ranks have them before they are averaged.
 
     The training is that of `ranks` ranks with the dense mean: each step computes every rank's share of the batch on the same weights.
+    `after` is called with the steps taken.
     """
     for name, value in (("ranks", ranks), ("steps", steps), ("every", every)):
         if value < 1:
@@ -37,7 +45,7 @@ def record(
             recorded[step // every].copy_(stacked)
         return stacked.mean(0)
 
-    one_process.train(workload, model, seed, steps, ranks, reduce)
+    one_process.train(workload, model, seed, steps, ranks, reduce, after)
     spans = [(each.name, each.span.start, each.span.stop) for each in layout]
     name = workload.describe()["workload"]
     about = {"workload": name, "seed": seed, "ranks": ranks, "steps": steps, "every": every}

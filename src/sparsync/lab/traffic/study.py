@@ -101,6 +101,7 @@ def _window(records: Sequence[Record]) -> Record | None:
         "density_error_worst": max(off, default=None),
         "bytes_mean": statistics.fmean(nbytes),
         "bytes_max": max(nbytes),
+        "bits_mean": statistics.fmean(nbytes) * 8 / records[0]["elements"],
         "messages_max": max(each for record in records for each in record["messages"]),
         "padding_mean": _mean(records, "padding"),
         "imbalance_mean": _mean(records, "imbalance"),

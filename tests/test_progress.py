@@ -1,0 +1,134 @@
+"""Progress: nothing for what is short, lines at intervals where there is no terminal, and a bar on one."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from sparsync.lab import progress as module
+from sparsync.lab.bench.interleave import interleaved
+from sparsync.lab.compare import progress as comparison
+from sparsync.lab.progress import progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_without_a_terminal_the_first_line_comes_after_two_seconds_and_then_one_every_five(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("steps", 20) as shown:
+        for _ in range(20):
+            clock.now += 1.0
+            shown.advance()
+    assert capsys.readouterr().err.splitlines() == [
+        *("steps: 2/20  0:18 left", "steps: 7/20  0:13 left", "steps: 12/20  0:08 left", "steps: 17/20  0:03 left")
+    ]
+
+
+def test_what_takes_less_than_two_seconds_prints_nothing_unless_it_is_announced(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("steps", 20) as shown:
+        clock.now += 1.9
+        shown.at(19)
+    with progress("reading", announced=True):
+        pass
+    assert capsys.readouterr().err == "reading\n"
+
+
+def test_a_total_may_come_later_and_a_note_stands_behind_the_time_left(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("ranks") as shown:
+        clock.now += 3.0
+        shown.at(1, "reductions", total=3)
+        clock.now += 6.0
+        shown.at(2)
+    assert capsys.readouterr().err.splitlines() == ["ranks: 1/3  0:06 left  reductions", "ranks: 2/3  0:04 left"]
+
+
+def test_interleaved_measurements_are_counted() -> None:
+    told: list[tuple[int, int]] = []
+    interleaved(
+        "ab", lambda case, number: case, rounds=2, warmup=1, tell=lambda done, total: told.append((done, total))
+    )
+    assert told == [(done, 6) for done in range(1, 7)]
+
+
+def test_a_terminal_gets_a_bar_that_vanishes() -> None:
+    code = (
+        "from sparsync.lab.progress import progress\n"
+        "import sys\n"
+        "with progress('steps [of 2]', 2) as shown:\n"
+        "    shown.at(1, 'note'); print('a line', file=sys.stderr); shown.at(2)\n"
+    )
+    shown = on_a_terminal(code)
+    assert "steps [of 2]" in shown and "2/2" in shown
+    assert shown.count("a line") == 1
+
+
+def test_a_comparison_shows_its_phases_on_a_terminal() -> None:
+    messages = [
+        {"kind": "alive"},
+        {"kind": "scheme", "scheme": "topk[a]"},
+        {"kind": "progress", "step": 3, "loss": 1.5},
+        {"kind": "quality", "value": 7.25},
+        {"kind": "alive"},
+        {"kind": "scheme", "scheme": "dense"},
+    ]
+    code = (
+        "from sparsync.lab.compare import progress\nimport time\n"
+        "with progress.shown(2, 4, 'perplexity') as display:\n"
+        f"    for message in {messages!r}:\n        time.sleep(0.15); display.update(message)\n"
+    )
+    shown = on_a_terminal(code)
+    for text in ("starting the ranks", "1/2 computing alone", "1/2 topk[a]", "3/4", "7.25", "2/2 computing alone"):
+        assert text in shown
+
+
+def test_a_comparison_without_a_terminal_prints_a_line_for_each_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    with comparison.shown(1, 4, "perplexity") as display:
+        display.update({"kind": "alive"})
+        display.update({"kind": "scheme", "scheme": "topk"})
+        display.update({"kind": "progress", "step": 4, "loss": 1.5})
+        display.update({"kind": "quality", "scheme": "topk", "step": 4, "value": 7.25, "seconds": 2.0})
+    assert capsys.readouterr().err.splitlines() == [
+        "starting the ranks",
+        "[1/1] topk  step 4/4  loss 1.500  perplexity 7.25  2.0 s trained  0:00 left",
+    ]
+
+
+def on_a_terminal(code: str) -> str:
+    """Run the code with standard error on a terminal of its own, and return what it shows there."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = io.BytesIO()
+    while True:
+        try:
+            found = os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not found:
+            break
+        shown.write(found)
+    os.close(ours)
+    assert process.wait(60) == 0, shown.getvalue()
+    return shown.getvalue().decode()

@@ -1,0 +1,195 @@
+"""The choice of a report: what to use at these ranks and links, why, with its quality, and when the plain all-reduce is better."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.made_results import BF16, DENSE, NETWORK, RUN, SPARSE, UNLIMITED, Made, run, write
+from sparsync.lab.report.format import banner
+from sparsync.lab.report.lead import behind_words, headline, lead
+from sparsync.lab.report.results import Run, read
+from sparsync.lab.report.summary import Summary, summarise
+from sparsync.lab.report.tables import as_text
+from sparsync.lab.report.verdict import verdict
+
+HERE = "On shakespeare (4 ranks, 8 Mbit/s links)"
+NO_TARGET = run(target=None)
+BEHIND = replace(SPARSE, values=(400.0, 200.0, 100.0, 99.0))  # 10 % behind dense at the end
+
+
+def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
+    return summarise(read(write(folder, *made, run=run)).runs[-1])
+
+
+def chosen(found: Summary) -> str | None:
+    scheme = verdict(found).chosen
+    return None if scheme is None else scheme.label
+
+
+def test_with_a_target_the_scheme_that_reaches_it_soonest_is_chosen_and_its_quality_stands_beside_the_time(
+    tmp_path: Path,
+) -> None:
+    found = summary(tmp_path, DENSE, BF16, SPARSE, replace(SPARSE, scheme="slower", step_s=1.5))
+    assert lead(found) == (
+        f"{HERE} choose topk: it reached perplexity 150 after 2.50 s of training, 2.0 times as fast as bf16 (5.00 s), and sends "
+        "0.0160 bits per parameter and step instead of 24.0; after 4 steps its perplexity is as good as dense (one seed: its spread "
+        "is unknown). Use dense bf16 where links are so fast that a step takes hardly longer than computing."
+    )
+    assert headline(found) == "perplexity 150: topk in 2.50 s, bf16 in 5.00 s (2.0x), as good as dense"
+
+
+def test_a_speed_up_never_stands_without_the_quality_that_it_costs(tmp_path: Path) -> None:
+    found = summary(tmp_path / "a", DENSE, BF16, BEHIND)
+    said = lead(found)
+    assert "choose topk if only the target counts: it reached perplexity 150 after 2.50 s" in said
+    assert "its perplexity is 10.0 % behind dense" in said
+    assert said.endswith("To end within 2 % of dense use dense bf16: no faster scheme came so near.")
+    assert headline(found) == "perplexity 150: topk in 2.50 s, bf16 in 5.00 s (2.0x), 10.0 % behind dense"
+    near = summary(tmp_path / "b", DENSE, BF16, BEHIND, replace(SPARSE, scheme="near", step_s=1.25))
+    assert "To end within 2 % of dense choose near: it reached perplexity 150 after 3.12 s" in lead(near)
+    assert lead(near, within=10.0).startswith(f"{HERE} choose topk: ")
+
+
+def test_without_a_target_the_shortest_step_near_dense_is_chosen(tmp_path: Path) -> None:
+    faster = replace(BEHIND, scheme="worse", step_s=0.875)
+    found = summary(tmp_path / "a", DENSE, BF16, SPARSE, faster, run=NO_TARGET)
+    assert lead(found).startswith(
+        f"{HERE} choose topk: a step takes 1.00 s, 2.0 times as fast as bf16 (2.00 s), and sends"
+    )
+    assert headline(found) == "topk: 1.00 s a step, bf16 2.00 s (2.0x), as good as dense"
+    only = summary(tmp_path / "b", DENSE, BF16, faster, run=NO_TARGET)
+    assert lead(only) == (
+        f"{HERE} use dense bf16: no scheme was faster by more than the noise (0 ms a step) and within 2 % of dense's perplexity. "
+        "The fastest other one is worse: a step takes 875 ms, 2.3 times as fast as bf16 (2.00 s), and sends 0.0160 bits per "
+        "parameter and step instead of 24.0; after 4 steps its perplexity is 10.0 % behind dense (one seed: its spread is unknown)."
+    )
+    assert headline(only) is None
+
+
+@pytest.mark.parametrize(
+    ("step_s", "compute_s", "expected"),
+    [
+        (1.95, 0.25, None),  # 2.6 %, less than counts as a difference
+        (1.9, 0.25, "topk"),
+        (1.5, 1.25, None),  # the computing steps of the run differ by half of a step of bf16
+        (0.5, 0.5, "topk"),
+        (2.0, 0.25, None),
+        (3.0, 0.25, None),
+    ],
+)
+def test_what_is_not_faster_than_bf16_beyond_the_noise_is_not_chosen(
+    tmp_path: Path, step_s: float, compute_s: float, expected: str | None
+) -> None:
+    made = (DENSE, BF16, replace(SPARSE, step_s=step_s, compute_s=compute_s))
+    for at, where in enumerate((RUN, NO_TARGET)):
+        found = summary(tmp_path / str(at), *made, run=where)
+        assert chosen(found) == expected
+        if expected is None:
+            assert lead(found).startswith(f"{HERE} use dense bf16: no scheme ")
+
+
+def test_it_must_be_faster_with_every_seed_and_the_range_is_told(tmp_path: Path) -> None:
+    seeds = [replace(each, seed=seed) for each in (DENSE, BF16) for seed in (0, 1, 2)]
+    mixed = [replace(SPARSE, seed=seed, step_s=step_s) for seed, step_s in enumerate((1.0, 1.25, 2.5))]
+    assert chosen(summary(tmp_path / "a", *seeds, *mixed)) is None
+    always = [*mixed[:2], replace(mixed[2], step_s=1.0, values=(400.0, 200.0, 100.0, 91.8))]
+    said = lead(summary(tmp_path / "b", *seeds, *always))
+    assert "2.0 times as fast as bf16 (5.00 s; 1.6 to 2.0 over 3 seeds)" in said
+    assert "is as good as dense (median of 3 seeds; from as good as dense to 2.0 % behind dense)" in said
+
+
+def test_schemes_that_failed_or_missed_the_target_with_a_seed_are_not_chosen(tmp_path: Path) -> None:
+    fast = replace(SPARSE, scheme="fast", step_s=0.5)
+    for at, bad in enumerate(
+        (
+            replace(fast, status="failed: rank 1 went away"),
+            replace(fast, status=None),
+            replace(fast, replicas_identical=False),
+            replace(fast, values=(400.0, 300.0)),
+            replace(fast, values=()),
+        )
+    ):
+        assert chosen(summary(tmp_path / str(at), DENSE, BF16, SPARSE, bad)) == "topk"
+    seeds = [replace(each, seed=seed) for each in (DENSE, BF16, SPARSE) for seed in (0, 1)]
+    partly = [fast, replace(fast, seed=1, values=(400.0, 300.0))]
+    assert chosen(summary(tmp_path / "partly", *seeds, *partly)) == "topk"
+    failed = [replace(each, status="failed: x") for each in (DENSE, BF16, SPARSE)]
+    assert lead(summary(tmp_path / "none", *failed)) == (
+        f"{HERE} there is nothing to choose from: no scheme finished with every seed."
+    )
+
+
+def test_where_no_scheme_reached_the_target_steps_are_compared(tmp_path: Path) -> None:
+    late = [replace(each, values=(400.0, 300.0)) for each in (DENSE, BF16, SPARSE)]
+    assert lead(summary(tmp_path, *late)).startswith(
+        f"{HERE} choose topk: a step takes 1.00 s, 2.0 times as fast as bf16"
+    )
+
+
+def test_a_plain_all_reduce_that_missed_the_target_bounds_the_ratio(tmp_path: Path) -> None:
+    late = [replace(each, values=(400.0, 300.0, 290.0, 280.0)) for each in (DENSE, BF16)]
+    found = summary(tmp_path, *late, SPARSE)
+    assert "more than 3.2 times as fast as bf16 (not in 8.00 s)" in lead(found)
+    assert headline(found) == "perplexity 150: topk in 2.50 s, bf16 not in 8.00 s (> 3.2x), 67.9 % ahead of dense"
+
+
+def test_dense_is_the_plain_all_reduce_where_bf16_is_slower_worse_or_not_there(tmp_path: Path) -> None:
+    for at, bf16 in enumerate((replace(BF16, step_s=5.0), replace(BF16, values=BEHIND.values))):
+        assert "4.0 times as fast as dense (10.0 s)" in lead(summary(tmp_path / str(at), DENSE, bf16, SPARSE))
+    alone = summary(tmp_path / "alone", DENSE, SPARSE)
+    assert lead(alone).endswith("bf16, which sends half of it, has not run: add it to --schemes.")
+    slow = summary(tmp_path / "slow", DENSE, replace(SPARSE, step_s=4.0))
+    assert lead(slow).startswith(f"{HERE} use dense: no scheme reached perplexity 150 sooner by more than the noise")
+
+
+def test_without_dense_the_quality_is_unknown_and_said_to_be(tmp_path: Path) -> None:
+    found = summary(tmp_path / "a", BF16, SPARSE)
+    assert "how far its perplexity is behind dense is unknown: dense has not run" in lead(found)
+    assert lead(summary(tmp_path / "b", BF16, SPARSE, run=NO_TARGET)) == (
+        f"{HERE} nothing can be chosen by time alone: dense has not run, so no loss of quality is known; add it to --schemes."
+    )
+    assert lead(summary(tmp_path / "c", SPARSE)).endswith(
+        "Neither bf16 nor dense finished in this run: add them to --schemes before you choose."
+    )
+
+
+def test_times_that_prove_nothing_choose_nothing(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=UNLIMITED)
+    assert lead(found) == (
+        "The links of this run had no limit, so its times prove nothing about a network, and it does not show what to choose. "
+        "Of the schemes within 2 % of dense, topk sent the least, 0.0160 bits per parameter and step: after 4 steps its perplexity "
+        "is as good as dense (one seed: its spread is unknown)."
+    )
+    assert headline(found) is None
+
+
+def test_times_over_a_real_network_count(tmp_path: Path) -> None:
+    found = summary(tmp_path, DENSE, BF16, SPARSE, run=NETWORK)
+    assert lead(found).startswith("On shakespeare (4 ranks, 4 hosts, TCP over eth0) choose topk: ")
+    assert banner(NETWORK) is None
+    assert "PROVE NOTHING" not in as_text(found)
+    assert found.dense_link_s is None
+
+
+def test_one_rank_has_nothing_to_choose(tmp_path: Path) -> None:
+    one = replace(RUN, config={**RUN.config, "ranks": 1})
+    assert "one rank sends nothing" in lead(summary(tmp_path, DENSE, SPARSE, run=one))
+
+
+def test_the_rate_from_which_on_bf16_is_as_fast_makes_both_steps_equal(tmp_path: Path) -> None:
+    """On links of 8 Mbit/s: bf16 takes 1 s for 1 MB and 1 s besides, the scheme 0.125 s and 1.375 s; both take 1.4375 s at 16 / 7 of it."""
+    bf16 = replace(BF16, step_s=2.0, sent_bytes=1e6, interface_bytes=1e6)
+    sparse = replace(SPARSE, step_s=1.5, sent_bytes=125_000.0, interface_bytes=125_000.0)
+    rate = verdict(summary(tmp_path, DENSE, bf16, sparse, run=NO_TARGET)).enough_from
+    assert rate == pytest.approx(8e6 / 0.375 * 0.875)
+    for step_s, nbytes in ((2.0, 1e6), (1.5, 125_000.0)):
+        assert step_s - 8 * nbytes / 8e6 + 8 * nbytes / rate == pytest.approx(1.0 + 8e6 / rate)
+    said = lead(summary(tmp_path / "b", DENSE, bf16, sparse, run=NO_TARGET))
+    assert said.endswith("Use dense bf16 where links are faster than about 20 Mbit/s (extrapolated from these times).")
+
+
+def test_percent_behind_in_words() -> None:
+    assert [behind_words(gap) for gap in (3.0, -0.44, 0.04, float("inf"))] == [
+        *("3.0 % behind dense", "0.4 % ahead of dense", "as good as dense", "diverged")
+    ]
