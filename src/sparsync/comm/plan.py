@@ -5,14 +5,16 @@ seconds.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sparsync.core import Cost
+import torch
+
+from sparsync.core import Cost, ParameterSpan, Span
 
 Kind = Literal["send_recv", "all_gather", "all_to_all", "all_reduce"]
-Peers = Literal["all", "ring", "pair"]
+Peers = Literal["all", "ring", "pair", "node", "nodes"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Exchange:
     messages: float  # of the rank that sends the most messages; those without payload are not sent
     rounds: float  # dependent steps inside it, as Cost.steps: 1, or 2 (P-1) for an all_reduce
     received: float  # payload of the rank that receives the most
-    peers: Peers = "all"  # to whom a rank sends: all others, the next in a ring, or one in each round
+    # To whom a rank sends: all others, the next in a ring, one in each round; the next in its node, or in the next node.
+    peers: Peers = "all"
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,54 @@ class Plan:
             math.ceil(sum(exchange.messages for exchange in self.exchanges)),
             math.ceil(sum(exchange.nbytes for exchange in self.exchanges)),
         )
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a plan is for: a bucket of `n` elements of `itemsize` bytes on `P` ranks, and what its traffic depends on besides.
+
+    Where a scheme finds at run time how much it sends, the figures of a step can be given: then the plan is what that step sends. None
+    stands for an estimate, which the scheme's form says. Sequences are in rank order. `layout` cuts the bucket into parameters, for
+    schemes that treat matrices, layers or names; without one it is a single parameter of no known shape.
+    """
+
+    n: int
+    P: int
+    itemsize: int = 4
+    layout: tuple[ParameterSpan, ...] = ()
+    step: int = 0  # fractions of an element, and roles in turn, fall differently from step to step
+    union: int | None = None  # K, of how many positions anybody sends something
+    selected: Sequence[int] | None = None  # how many elements each rank selected, in its partition where it has one
+    lengths: Sequence[int] | None = None  # elements of the partition that each rank examines, or of the region that it owns
+    outgoing: Sequence[Sequence[int]] | None = None  # [P][P] elements that each rank sends to the region of each
+    held: Sequence[int] | None = None  # sums that survive in each rank's region
+    wanted: Sequence[int] | None = None  # of these, how many each rank gathers once they are balanced; None: as held
+    protected: int | None = None  # elements that are never skipped
+    offsets: Sequence[int] | None = None  # ranks that are left out of a chunk, counted from its owner
+
+    def __post_init__(self) -> None:
+        if self.n < 0 or self.P < 1:
+            raise ValueError(f"a plan needs n >= 0 elements and P >= 1 ranks, got n = {self.n}, P = {self.P}")
+        if self.itemsize not in (2, 4, 8):
+            raise ValueError(f"itemsize must be 2, 4 or 8, the bytes of a gradient's element, got {self.itemsize}")
+        for name in ("selected", "lengths", "outgoing", "held", "wanted"):
+            figures = getattr(self, name)
+            if figures is not None and len(figures) != self.P:
+                raise ValueError(f"{name} needs a figure for each of {self.P} ranks, got {len(figures)}")
+        if self.layout and self.layout[-1].span.stop != self.n:
+            raise ValueError(f"the layout has {self.layout[-1].span.stop} elements, n is {self.n}; they must agree")
+
+    @property
+    def value_nbytes(self) -> int:
+        """Return the bytes of a value with error feedback, which is added up in float32 or better."""
+        return max(4, self.itemsize)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of a value with error feedback."""
+        return torch.float64 if self.itemsize == 8 else torch.float32
+
+    @property
+    def parameters(self) -> tuple[ParameterSpan, ...]:
+        """Return the layout, of one parameter where none was given."""
+        return self.layout or (ParameterSpan("", Span(0, self.n)),)
