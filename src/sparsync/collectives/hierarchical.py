@@ -52,7 +52,7 @@ def hierarchical_all_reduce_cost(
 def hierarchical_exchanges(
     count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
 ) -> list[Exchange]:
-    """Return the exchanges of `hierarchical_all_reduce_`, with `form` "ring" or "direct" between nodes: each what its busiest rank sends."""
+    """Return the exchanges of `hierarchical_all_reduce_`: each what its busiest rank sends; `form` is that between nodes."""
     nodes = P // node_size
     first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
     # Of the chunks that the ranks of a node hold, the first is the longest in both its parts.

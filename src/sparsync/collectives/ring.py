@@ -51,7 +51,8 @@ def ring_exchanges(
     gathered = busiest_of(ring_all_gather_cost(count, element_nbytes, P, rank, 0, always) for rank in ranks)
     # A rank receives what its neighbour sends.
     return [
-        Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers) for cost in (reduced, gathered)
+        Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
+        for cost in (reduced, gathered)
     ]
 
 

@@ -5,6 +5,7 @@ Then, where the survivors lie very unevenly, some move to other ranks. Then all 
 of the first travel in a round of their own. Messages go out in rotated order where the transport does so (gloo and NCCL do).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.comm.busiest import all_to_all_exchange, near_equal, to_owners_exchange
+from sparsync.comm.busiest import all_gather_exchange, all_to_all_exchange, near_equal, to_owners_exchange
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
 from sparsync.comm.plan import Exchange
@@ -86,7 +87,10 @@ def even_split_exchanges(k: int, n: int, P: int, dtype: torch.dtype, codec: Elem
     sent = sum(codec.nbytes(count, max(lengths), dtype) * ranks for count, ranks in counts.items())
     if P == 1:
         return [split_counts_exchange(P), Exchange("all_to_all", 0, 0, 0, 0)]
-    return [split_counts_exchange(P), Exchange("all_to_all", sent, min(P - 1, k), 1, (P - 1) * longest if k >= P else sent)]
+    return [
+        split_counts_exchange(P),
+        Exchange("all_to_all", sent, min(P - 1, k), 1, (P - 1) * longest if k >= P else sent),
+    ]
 
 
 def split_counts_exchange(P: int) -> Exchange:
@@ -257,6 +261,17 @@ def balance(
     received = zip(comm.all_to_all(packets, sizes), counts, regions, strict=True)
     moved = [_in_whole(packet, k, span, mine.length, dtype, codec) for packet, k, span in received]
     return kernels.merge([kept, *moved])
+
+
+def gather_elements_exchange(
+    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
+    pairs = Counter(zip(held, lengths, strict=True))
+    sizes: Counter[int] = Counter()
+    for (count, length), ranks in pairs.items():
+        sizes[codec.nbytes(count, length, dtype)] += ranks
+    return all_gather_exchange(sizes)
 
 
 def all_gather_elements_cost(

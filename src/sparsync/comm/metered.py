@@ -49,7 +49,9 @@ def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
     if P == 1:
         return Cost()
     # P-1 chunks from rank + 1 on, then P-1 from rank + 2 on: all but the own one, and all but the next.
-    sent, full = (adjacent(each, P, rank + 1, P - 1) + adjacent(each, P, rank + 2, P - 1) for each in (count, min(count, P)))
+    sent, full = (
+        adjacent(each, P, rank + 1, P - 1) + adjacent(each, P, rank + 2, P - 1) for each in (count, min(count, P))
+    )
     return Cost(2 * (P - 1), full, element_nbytes * sent)
 
 

@@ -5,6 +5,7 @@ seconds.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,6 +50,20 @@ class Plan:
     beside: tuple[Exchange, ...] = ()  # exchanges that nothing waits for: they travel at the same time
     state_nbytes: float = 0.0  # what the scheme keeps of this bucket between steps, on one rank
 
+    def __add__(self, other: "Plan") -> "Plan":
+        """Return the plan that does the one, then the other."""
+        kernels, calls = Counter(self.kernels), Counter(self.calls)
+        kernels.update(other.kernels)
+        calls.update(other.calls)
+        return Plan(
+            self.exchanges + other.exchanges,
+            self.passes + other.passes,
+            dict(kernels),
+            dict(calls),
+            self.beside + other.beside,
+            self.state_nbytes + other.state_nbytes,
+        )
+
     def cost(self) -> Cost:
         """Return steps, messages and bytes sent, added up over the exchanges; each counts its busiest rank.
 
@@ -74,10 +89,13 @@ class Given:
     P: int
     itemsize: int = 4
     layout: tuple[ParameterSpan, ...] = ()
-    step: int = 0  # fractions of an element, and roles in turn, fall differently from step to step
+    # Fractions of an element, and roles in turn, fall differently from step to step. None: a step without anything special.
+    step: int | None = None
     union: int | None = None  # K, of how many positions anybody sends something
     selected: Sequence[int] | None = None  # how many elements each rank selected, in its partition where it has one
-    lengths: Sequence[int] | None = None  # elements of the partition that each rank examines, or of the region that it owns
+    lengths: Sequence[int] | None = (
+        None  # elements of the partition that each rank examines, or of the region that it owns
+    )
     outgoing: Sequence[Sequence[int]] | None = None  # [P][P] elements that each rank sends to the region of each
     held: Sequence[int] | None = None  # sums that survive in each rank's region
     wanted: Sequence[int] | None = None  # of these, how many each rank gathers once they are balanced; None: as held
