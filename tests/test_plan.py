@@ -1,20 +1,26 @@
 """The closed form of every scheme is what the messages of its algorithm add up to, exchange by exchange, on the busiest rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.recorded_exchanges import Recorded, busiest, recorded_step
 
-from sparsync import AutoProtect, Bucket, LocalWorld, Report, SkipReduce, predict, schemes
+from helpers.recorded_exchanges import Call, Recorded, RecordingComm, busiest, recorded_step
+from sparsync import AutoProtect, Bucket, Cost, LocalWorld, MeteredComm, Report, SkipReduce, predict, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
+from sparsync.collectives.broadcast import broadcast, broadcast_exchanges
+from sparsync.collectives.reduce_scatter import reduce_scatter, reduce_scatter_exchange
+from sparsync.collectives.skip_plan import SkipPlan, first_offsets
+from sparsync.comm.announcement import announcement_cost
+from sparsync.comm.local import LocalComm
 from sparsync.comm.plan import Given
-from sparsync.core import Comm, ParameterSpan, laid_out
+from sparsync.core import Comm, ParameterSpan, Span, laid_out
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync.lab.traffic.stream import Synthetic
 from sparsync.schemes import deft, exdyna, gathered_selections, micro
 from sparsync.schemes.deft import DEFT
 from sparsync.schemes.micro import MiCRO
@@ -44,7 +50,6 @@ GIVEN = (
 )
 QUICK = [(3, 997), (5, 12)]
 WORLDS = [(1, 97), (2, 97), (4, 2), (5, 1000), (8, 5000), (13, 1), (16, 777), (33, 4096), (64, 10_000)]
-STEPS = 3
 
 
 def layout_of(n: int) -> tuple[ParameterSpan, ...]:
@@ -131,11 +136,13 @@ def recorded_plan_comm(P: int) -> Comm:
     return LocalWorld(P).run(lambda comm: comm)[0]
 
 
-def check(choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch, given_figures: bool) -> None:
+def check(
+    choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch, given_figures: bool, steps: int = 2
+) -> None:
     layout, made = layout_of(n), [choice.make() for _ in range(P)]
-    drawn = torch.randn(STEPS, P, n, generator=torch.Generator().manual_seed(7 * P + n))
+    drawn = torch.randn(steps, P, n, generator=torch.Generator().manual_seed(7 * P + n))
     drawn *= torch.linspace(0.2, 3.0, n)
-    for step in range(STEPS):
+    for step in range(steps):
         with figures(monkeypatch) as seen:
             recorded = recorded_step(made, [each.clone() for each in drawn[step]], step, layout)
         for rank, report in enumerate(recorded.reports):
@@ -173,7 +180,7 @@ def test_what_settings_determine_is_what_is_counted(choice: SchemeChoice, monkey
 
 @pytest.mark.parametrize("choice", cases(NODES))
 def test_nodes_are_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
-    for P, n in ((4, 97), (6, 11)):
+    for P, n in ((4, 97), (6, 23)):
         check(choice, P, n, monkeypatch, given_figures=False)
 
 
@@ -191,7 +198,7 @@ def test_with_the_figures_of_a_step_the_form_is_what_is_counted(
 def test_what_settings_determine_is_what_is_counted_to_64_ranks(
     choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(choice, P, n, monkeypatch, given_figures=False)
+    check(choice, P, n, monkeypatch, given_figures=False, steps=3)
 
 
 @pytest.mark.slow
@@ -200,7 +207,7 @@ def test_what_settings_determine_is_what_is_counted_to_64_ranks(
 def test_with_the_figures_of_a_step_the_form_is_what_is_counted_to_64_ranks(
     choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(choice, P, n, monkeypatch, given_figures=True)
+    check(choice, P, n, monkeypatch, given_figures=True, steps=3)
 
 
 @pytest.mark.slow
@@ -212,10 +219,84 @@ def test_nodes_are_what_is_counted_to_64_ranks(
     check(choice, P, n, monkeypatch, given_figures=False)
 
 
-def test_every_scheme_has_a_form_at_100_000_ranks_and_1e11_elements() -> None:
+def test_every_scheme_has_a_form_at_10_000_ranks_and_1e11_elements() -> None:
     for name in schemes.names():
-        plan = predict.plan(schemes.get(name), 10**11, 100_000)
+        plan = predict.plan(schemes.get(name), 10**11, 10_000)
         assert plan.exchanges and plan.passes > 0 and plan.kernels.keys() == plan.calls.keys()
+
+
+@pytest.mark.slow
+def test_every_scheme_has_a_form_at_100_000_ranks() -> None:
+    for name in schemes.names():
+        assert predict.plan(schemes.get(name), 10**11, 100_000).exchanges
+
+
+# How far estimates are from what is counted on 4 ranks, for gradients drawn as `sparsync traffic` draws them; in docs/cost_model.md.
+TOLERANCE = {
+    "micro": 0.05,
+    "micro.published": 0.15,
+    "exdyna": 0.03,
+    "oktopk": 0.2,
+    "topk_union": 0.05,
+    "topk_dsa": 0.25,
+    "deft": 0.05,
+    "hard_threshold": 0.25,
+    "gaussiank": 0.2,
+    "sidco": 0.35,
+}
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+def test_estimates_are_near_what_drawn_gradients_make_a_scheme_send(name: str) -> None:
+    P, n = 4, 20_000
+    stream, made = Synthetic(P, n), [schemes.get(name, density=0.01) for _ in range(P)]
+    reports = [recorded_step(made, stream.gradients(step), step, stream.layout).reports for step in range(2)][-1]
+    form = predict.plan(made[0], n, P, layout=stream.layout).cost()
+    assert form.nbytes == pytest.approx(max(report.cost.nbytes for report in reports), rel=TOLERANCE[name])
+
+
+def test_an_announcement_travels_beside_the_exchanges() -> None:
+    plan = predict.plan(schemes.get("topk"), 1000, 8)
+    (beside,) = plan.beside
+    assert Cost(round(beside.rounds), round(beside.messages), round(beside.nbytes)) == announcement_cost(8)
+    assert plan.cost() == Cost(1, 7, 7 * (10 * 4 + 12))
+
+
+def test_local_steps_are_the_mean_of_the_steps_between_two_exchanges() -> None:
+    def scheme() -> Scheme:
+        return schemes.get("dense")
+
+    alone, local = predict.plan(scheme(), 1000, 4), predict.local_steps(scheme(), [1000, 1000], 4, every=5)
+    sent = sum(exchange.nbytes for exchange in local.exchanges)
+    assert sent == pytest.approx((2 * alone.cost().nbytes + 3 * 24) / 5)
+    with pytest.raises(ValueError, match="every 1 or more steps, got 0"):
+        predict.local_steps(scheme(), [1000], 4, every=0)
+
+
+def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
+    plan = predict.adamw_steps(schemes.get("dense"), [6400], 4, block=64, measure_every=8)
+    assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
+
+
+@pytest.mark.parametrize(("P", "n"), [(1, 3), (2, 1), (5, 3), (5, 23)])
+def test_broadcast_and_reduce_scatter_are_what_is_counted(P: int, n: int) -> None:
+    def recorded(body: Callable[[Comm], object]) -> Recorded:
+        def run(comm: LocalComm) -> list[Call]:
+            recording = RecordingComm(MeteredComm(comm))
+            body(recording)
+            return recording.calls
+
+        return Recorded([], LocalWorld(P).run(run))
+
+    def scatter(comm: Comm) -> None:
+        plan = SkipPlan(first_offsets(skip))
+        reduce_scatter(torch.zeros(P * n), torch.zeros(n), comm, plan, [Span(0, 1)])
+
+    skip = P // 2
+    exchanges = broadcast_exchanges(n, 4, P)
+    assert exchanges == busiest(recorded(lambda comm: broadcast(torch.zeros(n), comm)), exchanges)
+    exchange = reduce_scatter_exchange(n, 4, P, skip, always=1)
+    assert [exchange] == busiest(recorded(scatter), [exchange])
 
 
 def test_a_scheme_without_a_form_says_so() -> None:

@@ -21,6 +21,8 @@ NOTHING: Work = (0, 0)
 
 # Unions of gradients that are partly alike grow about so: K = k P^0.6, as drawn by `sparsync traffic`; P for unrelated ones.
 UNION_EXPONENT = 0.6
+# Of all that is selected, what lies in one of equal spans of a vector whose layers differ in scale, as it draws them.
+PEAK = 0.6
 # Bytes of a value are read or written so often: `accumulate` reads the residual and writes the sum, and so on. The gradient comes on top.
 _TOUCHES = {"accumulate": 2, "select": 1, "encode": 2, "decode": 3, "apply": 2}
 
@@ -38,6 +40,14 @@ def selected_of(given: Given, total: int) -> Sequence[int]:
         return given.selected
     each, more = divmod(total, given.P)
     return [each + 1] * more + [each] * (given.P - more)
+
+
+def uneven(total: int, lengths: Sequence[int]) -> list[int]:
+    """Return how many of `total` elements lie in each of adjacent spans of layers that differ in scale: PEAK of them in the first."""
+    P = len(lengths)
+    first = min(lengths[0], max(-(-total // P), round(PEAK * total)))
+    each, more = divmod(total - first, max(1, P - 1))
+    return [first, *(min(length, each + (p < more)) for p, length in enumerate(lengths[1:]))]
 
 
 def paired(counts: Sequence[int], lengths: Sequence[int]) -> Iterable[tuple[tuple[int, int], int]]:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sparsync.base.error_feedback import ByBucket
 from sparsync.collectives.exchange import all_gather
+from sparsync.comm.busiest import all_gather_exchange
+from sparsync.comm.plan import Given
 from sparsync.core import FOUND_INF, Bucket, Comm, Span, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.phases import phase
-from sparsync.comm.busiest import all_gather_exchange
-from sparsync.comm.plan import Given
 from sparsync.schemes.micro import (
     MiCRO,
     PlannedSelection,

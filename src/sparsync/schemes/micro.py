@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
-from sparsync.base.forms import NOTHING, paired, planned, quantized_work, selected_of
+from sparsync.base.forms import NOTHING, PEAK, paired, planned, quantized_work, selected_of
 from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.union_all_reduce import (
     all_gather_padded,
@@ -45,8 +45,6 @@ from sparsync.wire import indices
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 Rule = Literal["quotas", "threshold"]
-# Of all that is selected, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws them.
-PEAK = 0.6
 SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.base.forms import NOTHING, planned, plus, union_of
+from sparsync.base.forms import NOTHING, planned, plus, uneven, union_of
 from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.sparse_allreduce import (
     all_gather_elements,
@@ -95,7 +95,7 @@ class TopKDSA(ErrorFeedbackScheme):
         return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
 
     def planned(self, given: Given) -> Plan:
-        """Return the plan where selections and sums spread evenly over the regions, unless `outgoing` and `held` say otherwise."""
+        """Return the plan where selections spread evenly over the regions, and sums do not, unless `outgoing` and `held` say otherwise."""
         n, P, codec, dtype = given.n, given.P, Elements(self.values), given.dtype
         k, regions = count_for(self.density, n), spans(n, P)
         lengths = [len(region) for region in regions]
@@ -103,7 +103,7 @@ class TopKDSA(ErrorFeedbackScheme):
             split = split_and_reduce_exchanges(given.outgoing, lengths, dtype, codec)
         else:
             split = even_split_exchanges(k - k // P, n, P, dtype, codec)
-        held = given.held or [len(span) for span in spans(min(union_of(given, k), n), P)]
+        held = given.held or uneven(union_of(given, k), lengths)
         if self._dense(held, regions, dtype):
             gathered = all_gather_exchange(tally(lengths, lambda m: ValueCodec(self.values).nbytes(m, dtype)))
         else:
