@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce
+from sparsync.comm.busiest import all_reduce_exchange
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.phases import phase
@@ -154,6 +157,23 @@ class ErrorFeedbackScheme(Scheme):
                 bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
         return self.report(bucket, cost.total, selected=update.selected, union=union, details=details)
+
+    def plan(self, given: Given) -> Plan:
+        """Return what a settled step does: nothing for an empty bucket, all at once for a small one, else `planned`."""
+        if not given.n:
+            return Plan()
+        if given.n < self.dense_below:
+            whole = all_reduce_exchange(given.n, given.value_nbytes, given.P)
+            return planned(given, [whole], self.residual_nbytes(given))
+        return self.planned(given)
+
+    def planned(self, given: Given) -> Plan:
+        """Return what `step` does in closed form; `given.n` is at least 1. Raises ValueError where the scheme has none."""
+        return super().plan(given)
+
+    def residual_nbytes(self, given: Given) -> int:
+        """Return the bytes of the residual of a bucket on one rank."""
+        return given.n * (2 if self.residuals == "bfloat16" and given.value_nbytes == 4 else given.value_nbytes)
 
     def shared_state(self, key: str, make: Callable[[], State]) -> "ByBucket[State]":
         """Return a new table of what must agree across ranks, saved under `key` and reset after a failure."""

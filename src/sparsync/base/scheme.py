@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Cost, Detail, Report
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class Scheme(ABC):
         n = bucket.grad.numel()
         k, K = n if selected is None else selected, n if union is None else union
         return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
+
+    def plan(self, given: Given) -> Plan:
+        """Return what a settled step does with a bucket: its exchanges in closed form, without tensors. See `sparsync.predict`.
+
+        Raises ValueError where the scheme has none.
+        """
+        raise ValueError(f"{self.name} has no closed form of its cost; write {type(self).__name__}.plan(given)")
 
     def state_dict(
         self,

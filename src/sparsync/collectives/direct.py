@@ -4,14 +4,17 @@ One step where a ring takes P-1-s, and any set of offsets S may be left out (emp
 {1, ..., s}; with that set it sums the same contributors as the ring. Generalises doi 10.1145/3725843.3756092.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from sparsync.collectives.ring import ring_all_gather_, ring_all_gather_cost
-from sparsync.collectives.skip_plan import SkipPlan, chunks_of
+from sparsync.collectives.ring import ring_all_gather_, ring_all_gather_cost, ring_exchanges
+from sparsync.collectives.skip_plan import SkipPlan, chunks_of, first_offsets
+from sparsync.comm.busiest import busiest_of
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_to_all_cost
+from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, Span
 from sparsync.kernels.rounding import add_rounded_
 
@@ -22,11 +25,26 @@ def direct_all_reduce_cost(
     count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan = _DENSE, always: int = 0
 ) -> Cost:
     """Return what `direct_all_reduce_` sends from this rank."""
-    chunks = chunks_of(count, P, always)
-    sent = [chunks[(owner + plan.shift) % P].sent(_skips(rank, owner, P, plan)) for owner in range(P)]
-    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
-    exchanged = all_to_all_cost([element_nbytes * length for length in lengths], rank)
+    exchanged = _scattered_cost(count, element_nbytes, P, rank, plan, always)
     return exchanged + ring_all_gather_cost(count, element_nbytes, P, rank, plan.shift, always)
+
+
+def direct_exchanges(
+    count: int, element_nbytes: int, P: int, offsets: Sequence[int], always: int = 0
+) -> list[Exchange]:
+    """Return the all-to-all and the ring's all-gather of `direct_all_reduce_`: each what its busiest rank sends, and receives."""
+    if P == 1:
+        return []
+    ring, gathered = ring_exchanges(count, element_nbytes, P, len(offsets), always)
+    scattered = replace(ring, kind="all_to_all", rounds=1, peers="all")
+    if tuple(offsets) != first_offsets(len(offsets)):
+        # Which of the longer chunks a rank leaves out depends on the set; no form in a few numbers.
+        plan = SkipPlan(tuple(offsets))
+        cost = busiest_of(_scattered_cost(count, element_nbytes, P, rank, plan, always) for rank in range(P))
+        scattered = replace(scattered, nbytes=cost.nbytes, messages=cost.messages)
+    first = chunks_of(count, P, always)[0]
+    received = (P - 1 - len(offsets)) * len(first.span) + len(offsets) * len(first.always)
+    return [replace(scattered, received=element_nbytes * received), gathered]
 
 
 def direct_all_reduce_cost_in_messages(
@@ -91,6 +109,13 @@ def direct_reduce_scatter_(
                 add_rounded_(total, addend, part.of(dropped) if dropped is not None else None)
             part.of(x).copy_(total)
     return mine.span
+
+
+def _scattered_cost(count: int, element_nbytes: int, P: int, rank: int, plan: SkipPlan, always: int) -> Cost:
+    chunks = chunks_of(count, P, always)
+    sent = [chunks[(owner + plan.shift) % P].sent(_skips(rank, owner, P, plan)) for owner in range(P)]
+    lengths = [len(span) * (owner != rank) for owner, span in enumerate(sent)]
+    return all_to_all_cost([element_nbytes * length for length in lengths], rank)
 
 
 def _skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:

@@ -5,18 +5,22 @@ one chunk of the node's sum. Ranks with the same chunk reduce it over the N node
 gathers its chunks. Only the links between nodes carry less, and the unit left out is a whole node.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from sparsync.collectives.direct import direct_exchanges
 from sparsync.collectives.ring import (
     ring_all_gather_,
     ring_all_gather_cost,
+    ring_exchanges,
     ring_reduce_scatter_,
     ring_reduce_scatter_cost,
 )
 from sparsync.collectives.skip_plan import SkipPlan, chunks_of
 from sparsync.comm.cost import costs
+from sparsync.comm.plan import Exchange
 from sparsync.comm.subset import SubsetComm
 from sparsync.core import Comm, Cost
 
@@ -43,6 +47,26 @@ def hierarchical_all_reduce_cost(
     inside = ring_reduce_scatter_cost(count, element_nbytes, node_size, place, always=always)
     inside += ring_all_gather_cost(count, element_nbytes, node_size, place, always=always)
     return inside + between(len(chunk.span), element_nbytes, P // node_size, node, plan, len(chunk.always))
+
+
+def hierarchical_exchanges(
+    count: int, element_nbytes: int, P: int, node_size: int, form: str, offsets: Sequence[int], always: int = 0
+) -> list[Exchange]:
+    """Return the exchanges of `hierarchical_all_reduce_`: each what its busiest rank sends; `form` is that between nodes."""
+    nodes = P // node_size
+    first, last = ring_exchanges(count, element_nbytes, node_size, 0, always, "node")
+    # Of the chunks that the ranks of a node hold, the first is the longest in both its parts.
+    chunk = chunks_of(count, node_size, always)[0]
+    held, protected = len(chunk.span), len(chunk.always)
+    if form == "ring":
+        between = ring_exchanges(held, element_nbytes, nodes, len(offsets), protected, "nodes")
+    else:
+        # Over a SubsetComm an all-to-all is P-1 messages that wait for each other.
+        between = [
+            replace(each, kind="send_recv", rounds=nodes - 1, peers="nodes")
+            for each in direct_exchanges(held, element_nbytes, nodes, offsets, protected)
+        ]
+    return [first, *between, last]
 
 
 @costs(

@@ -11,8 +11,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from sparsync.comm.busiest import all_gather_exchange, near_equal, tally, to_owners_exchange
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
+from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, spans
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
@@ -27,6 +29,12 @@ class Quantizer(Protocol):
     def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor: ...
 
     def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
+
+
+def quantized_all_reduce_exchanges(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> list[Exchange]:
+    """Return the exchanges of `quantized_all_reduce`: each what its busiest rank sends."""
+    sizes = tally(near_equal(K, P), lambda length: quantizer.nbytes(length, dtype))
+    return [to_owners_exchange(sizes), all_gather_exchange(sizes)]
 
 
 def quantized_all_reduce_cost(K: int, dtype: torch.dtype, P: int, rank: int, quantizer: Quantizer) -> Cost:

@@ -11,10 +11,11 @@ others carry whole chunks. So there are never more message rounds than in a comp
 
 from torch import Tensor
 
-from sparsync.collectives.skip_plan import SkipPlan, chunks_of
+from sparsync.collectives.skip_plan import SkipPlan, chunks_of, chunks_with_any
+from sparsync.comm.busiest import busiest_of
 from sparsync.comm.cost import costs
-from sparsync.comm.metered import send_cost
-from sparsync.core import Comm, Cost, Span
+from sparsync.comm.plan import Exchange, Peers
+from sparsync.core import Comm, Cost, Span, adjacent
 from sparsync.kernels.rounding import add_rounded_
 
 _DENSE = SkipPlan()
@@ -24,16 +25,35 @@ def ring_reduce_scatter_cost(
     count: int, element_nbytes: int, P: int, rank: int, skip: int = 0, shift: int = 0, always: int = 0
 ) -> Cost:
     """Return what `ring_reduce_scatter_` sends from this rank."""
-    chunks = chunks_of(count, P, always)
-    sent = [chunks[(rank + shift - j) % P].sent(j <= skip) for j in _steps(P, skip, always)]
-    return sum((send_cost(element_nbytes * len(span)) for span in sent), Cost())
+    y, steps = rank + shift, len(_steps(P, skip, always))
+    # Whole chunks y+1, ..., y-1-s, and of the s after these what is never left out.
+    width = P - 1 - skip
+    sent = adjacent(always, P, y + 1, P - 1) + adjacent(count - always, P, y + 1, width)
+    full = adjacent(chunks_with_any(count, P, always), P, y + 1, width) + adjacent(min(P, always), P, y - skip, skip)
+    return Cost(steps, full, element_nbytes * sent)
 
 
 def ring_all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, shift: int = 0, always: int = 0) -> Cost:
     """Return what `ring_all_gather_` sends from this rank."""
-    chunks = chunks_of(count, P, always)
-    sent = [chunks[(rank + shift - j) % P].span for j in range(P - 1)]
-    return sum((send_cost(element_nbytes * len(span)) for span in sent), Cost())
+    first = rank + shift + 2  # all chunks but y+1
+    sent = adjacent(always, P, first, P - 1) + adjacent(count - always, P, first, P - 1)
+    return Cost(P - 1, adjacent(chunks_with_any(count, P, always), P, first, P - 1), element_nbytes * sent)
+
+
+def ring_exchanges(
+    count: int, element_nbytes: int, P: int, skip: int = 0, always: int = 0, peers: Peers = "ring"
+) -> list[Exchange]:
+    """Return the reduce-scatter and the all-gather of `ring_all_reduce_`: each what its busiest rank sends."""
+    # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
+    long = [0, always % P, (count - always) % P, min(P, always), chunks_with_any(count, P, always)]
+    ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
+    reduced = busiest_of(ring_reduce_scatter_cost(count, element_nbytes, P, rank, skip, 0, always) for rank in ranks)
+    gathered = busiest_of(ring_all_gather_cost(count, element_nbytes, P, rank, 0, always) for rank in ranks)
+    # A rank receives what its neighbour sends.
+    return [
+        Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
+        for cost in (reduced, gathered)
+    ]
 
 
 def ring_all_reduce_cost(

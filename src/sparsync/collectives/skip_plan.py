@@ -71,6 +71,11 @@ def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def chunks_with_any(count: int, P: int, always: int = 0) -> int:
+    """Return how many of the chunks have any element: the first ones."""
+    return min(P, max(always, count - always))
+
+
 def skip_count(skip: int | float, P: int, unit: str = "ranks") -> int:
     """Return how many of P ranks each chunk loses: `skip` itself, or, given as a fraction, that share of P rounded down.
 

@@ -7,6 +7,7 @@ Each rank sends P-1 blocks in all, as few bytes as in one round to all others. T
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.collectives.tree_top_k import cut, rounding, rounds
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import send_cost
+from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, Span, Sparse
 from sparsync.phases import phase
 
@@ -27,6 +29,18 @@ def spar_reduce_scatter_cost(
     P, sizes = len(counts), _sizes(counts, places, dtype, codec)
     sent = [sum(sizes[block] for block in _travelling(rank, i, P)) for i in range(rounds(P))]
     return sum(map(send_cost, sent), Cost())
+
+
+def spar_reduce_scatter_exchanges(sizes: Sequence[int]) -> list[Exchange]:
+    """Return the exchanges of `spar_reduce_scatter`, one for each round; `sizes[b]` are the bytes of a packet of block b."""
+    P = len(sizes)
+    return [_window_exchange(sizes, min(2 << i, P) - (1 << i)) for i in reversed(range(rounds(P)))]
+
+
+def bruck_all_gather_exchanges(sizes: Sequence[int]) -> list[Exchange]:
+    """Return the exchanges of `bruck_all_gather`, one for each round; `sizes[r]` are the bytes of rank r's packet."""
+    P = len(sizes)
+    return [_window_exchange(sizes, _passed_on(i, P)) for i in range(rounds(P))]
 
 
 @costs(
@@ -119,6 +133,13 @@ def all_gather_blocks(
         index = torch.cat([part.index + place.start for part, place in zip(parts, places, strict=True)])
         gathered = Sparse(index, torch.cat([part.value for part in parts]), places[-1].stop)
     return gathered, parts[comm.rank].value
+
+
+def _window_exchange(sizes: Sequence[int], width: int) -> Exchange:
+    """Return the exchange in which each rank sends one other the packets of `width` adjacent ranks."""
+    until = list(accumulate([*sizes, *sizes[: width - 1]], initial=0))
+    most = max(map(sub, until[width:], until))
+    return Exchange("send_recv", most, 1 if most else 0, 1, most, "pair")
 
 
 def _travelling(rank: int, i: int, P: int) -> list[int]:

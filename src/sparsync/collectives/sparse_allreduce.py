@@ -5,6 +5,7 @@ Then, where the survivors lie very unevenly, some move to other ranks. Then all 
 of the first travel in a round of their own. Messages go out in rotated order where the transport does so (gloo and NCCL do).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,8 +16,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.comm.busiest import all_gather_exchange, all_to_all_exchange, near_equal, to_owners_exchange
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
+from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, Span, Sparse, spans
 from sparsync.phases import phase
 
@@ -67,6 +70,32 @@ class Reduced:
     incoming: list[int]  # elements received from each rank
     before: Sparse | None  # the region's values where elements were added, some several times; None unless asked for
     error: Tensor | None  # [k] what quantizing dropped of this rank's values; None with an exact codec
+
+
+def split_and_reduce_exchanges(
+    outgoing: Sequence[Sequence[int]], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> list[Exchange]:
+    """Return the exchanges of `split_and_reduce_` where rank r sends `outgoing[r][p]` elements of the region of rank p."""
+    sizes = [[codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing]
+    return [split_counts_exchange(len(outgoing)), all_to_all_exchange(sizes)]
+
+
+def even_split_exchanges(k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec) -> list[Exchange]:
+    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
+    counts, lengths = near_equal(k, max(1, P - 1)), near_equal(n, P)
+    longest = max(codec.nbytes(count, max(lengths), dtype) for count in counts)
+    sent = sum(codec.nbytes(count, max(lengths), dtype) * ranks for count, ranks in counts.items())
+    if P == 1:
+        return [split_counts_exchange(P), Exchange("all_to_all", 0, 0, 0, 0)]
+    return [
+        split_counts_exchange(P),
+        Exchange("all_to_all", sent, min(P - 1, k), 1, (P - 1) * longest if k >= P else sent),
+    ]
+
+
+def split_counts_exchange(P: int) -> Exchange:
+    """Return the all-to-all of one count to every other rank."""
+    return to_owners_exchange({COUNT_NBYTES: P})
 
 
 def split_and_reduce_cost(
@@ -176,6 +205,20 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], i
     return plan
 
 
+def balance_exchange(
+    held: Sequence[int], wanted: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `balance`: what its busiest rank sends, and receives."""
+    sent, received = ([0] * len(held) for _ in range(2))
+    messages = [0] * len(held)
+    for (giver, taker), count in moves(held, wanted).items():
+        nbytes = codec.nbytes(count, lengths[giver], dtype)
+        sent[giver] += nbytes
+        received[taker] += nbytes
+        messages[giver] += 1
+    return Exchange("all_to_all", max(sent), max(messages), 1 if len(held) > 1 else 0, max(received))
+
+
 def balance_cost(
     held: Sequence[int],
     wanted: Sequence[int],
@@ -218,6 +261,17 @@ def balance(
     received = zip(comm.all_to_all(packets, sizes), counts, regions, strict=True)
     moved = [_in_whole(packet, k, span, mine.length, dtype, codec) for packet, k, span in received]
     return kernels.merge([kept, *moved])
+
+
+def gather_elements_exchange(
+    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
+    pairs = Counter(zip(held, lengths, strict=True))
+    sizes: Counter[int] = Counter()
+    for (count, length), ranks in pairs.items():
+        sizes[codec.nbytes(count, length, dtype)] += ranks
+    return all_gather_exchange(sizes)
 
 
 def all_gather_elements_cost(

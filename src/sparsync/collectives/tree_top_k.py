@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.comm.cost import costs
+from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, Sparse
 from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
@@ -60,6 +61,12 @@ def tree_top_k_cost(k: int, n: int, dtype: torch.dtype, P: int, rank: int, codec
     sent = sum(_child(rank, i, P) for i in range(rounds(P))) + (rank > 0)
     nbytes = codec.nbytes(k, n, dtype)
     return Cost(2 * rounds(P), sent if nbytes else 0, sent * nbytes)
+
+
+def tree_top_k_exchanges(k: int, n: int, dtype: torch.dtype, P: int, codec: ElementCodec) -> list[Exchange]:
+    """Return the exchanges of `tree_top_k`, one for each round: a packet from those that send to those that receive."""
+    nbytes = codec.nbytes(k, n, dtype)
+    return [Exchange("send_recv", nbytes, 1 if nbytes else 0, 1, nbytes, "pair")] * (2 * rounds(P))
 
 
 @costs(

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.collectives.exchange import all_gather, all_reduce
-from sparsync.collectives.quantized_all_reduce import Quantizer, quantized_all_reduce
+from sparsync.collectives.quantized_all_reduce import (
+    Quantizer,
+    quantized_all_reduce,
+    quantized_all_reduce_exchanges,
+)
+from sparsync.comm.busiest import all_reduce_exchange
+from sparsync.comm.plan import Exchange
 from sparsync.core import FOUND_INF, Comm, raise_if_found_inf
 
 COUNT_NBYTES = 8
@@ -56,6 +62,13 @@ class SparseMean:
     index: Tensor
     value: Tensor
     error: Tensor | None  # [K] what the means lack of this rank's values; None where they travelled as they are
+
+
+def mean_at_exchanges(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer | None = None) -> list[Exchange]:
+    """Return the exchanges of `mean_at`: each what its busiest rank sends."""
+    if quantizer is None:
+        return [all_reduce_exchange(K, dtype.itemsize, P)]
+    return quantized_all_reduce_exchanges(K, dtype, P, quantizer)
 
 
 def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer | None = None) -> SparseMean:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsync.comm.plan import Exchange
 from sparsync.comm.waiting import wait_each
 from sparsync.core import Cost
 
@@ -49,6 +50,12 @@ def announcement_cost(P: int) -> Cost:
     their buffers are ready, which the transport needs anyway.
     """
     return Cost(0, P - 1, (P - 1) * NUMBERS * 8)
+
+
+def announcement_exchange(P: int) -> Exchange:
+    """Return the announcement as an exchange, of no round of its own: it travels beside others."""
+    cost = announcement_cost(P)
+    return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 
 @dataclass

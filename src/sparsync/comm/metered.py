@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsync.core import Comm, Cost, spans
+from sparsync.core import Comm, Cost, adjacent
 
 COUNT_NBYTES = 8  # one int64 length for each pair of ranks, where lengths are not known beforehand
 
@@ -48,9 +48,11 @@ def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
     """Return the cost of a ring reduce-scatter and a ring all-gather over P near-equal chunks: each rank sends 2 (P-1)/P of the bytes."""
     if P == 1:
         return Cost()
-    chunks = [len(chunk) for chunk in spans(count, P)]
-    sent = [chunks[(rank - j) % P] for j in range(1, P)] + [chunks[(rank - j) % P] for j in range(P - 1)]
-    return Cost(2 * (P - 1), sum(1 for part in sent if part), element_nbytes * sum(sent))
+    # P-1 chunks from rank + 1 on, then P-1 from rank + 2 on: all but the own one, and all but the next.
+    sent, full = (
+        adjacent(each, P, rank + 1, P - 1) + adjacent(each, P, rank + 2, P - 1) for each in (count, min(count, P))
+    )
+    return Cost(2 * (P - 1), full, element_nbytes * sent)
 
 
 @dataclass

@@ -75,6 +75,11 @@ def nbytes(codec: PositionCodec, k: int, span: int) -> int:
         raise ValueError(
             f"positions are encoded inside spans of at most {MAX_SPAN} elements, got {span}; use smaller buckets"
         )
+    return size_of(codec, k, span)
+
+
+def size_of(codec: PositionCodec, k: int, span: int) -> int:
+    """Return the same for any span, also for those that are too long to be encoded: what a longer position would take."""
     if codec == "packed":
         return -(-k * packed_bits(span) // 8)
     return -(-span // 8) if codec == "bitmap" else _elias_fano_nbytes(k, span, elias_fano_bits(k, span))

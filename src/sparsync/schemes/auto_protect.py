@@ -4,7 +4,7 @@ The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); meas
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report
 from sparsync.feedback import state_from
 from sparsync.schemes.skip_reduce import Divisor, Form, Mode, SkipReduce
@@ -76,6 +77,11 @@ class AutoProtect(Scheme):
             cost += observed.total
             self.disagreement.observe(bucket.layout, mean_square, bucket.grad)
         return self.report(bucket, cost, report.selected, report.union, report.details)
+
+    def plan(self, given: Given) -> Plan:
+        """Return the plan of a step after those that observe: as many elements are protected as may be, unless `given.protected` says."""
+        protected = int(self.share * given.n) if given.protected is None else given.protected
+        return self.scheme.plan(replace(given, protected=protected))
 
     @property
     def has_residual(self) -> bool:

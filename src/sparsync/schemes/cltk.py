@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, planned, quantized_work
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.union_all_reduce import mean_at
+from sparsync.collectives.union_all_reduce import mean_at, mean_at_exchanges
+from sparsync.comm.busiest import from_one_exchange
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
@@ -56,6 +59,19 @@ class CLTk(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01, low_pass: float = 1.0) -> Self:
         """Return the published algorithm, with its filter where `low_pass` is below 1."""
         return cls(density, low_pass)
+
+    def planned(self, given: Given) -> Plan:
+        n, P, k = given.n, given.P, count_for(self.density, given.n)
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        encode, decode = (NOTHING, NOTHING) if quantizer is None else quantized_work(k, P)
+        return planned(
+            given,
+            [from_one_exchange(indices.fixed_length_nbytes(k, n), P), *mean_at_exchanges(k, given.dtype, P, quantizer)],
+            self.residual_nbytes(given),
+            select=(n, 1),
+            encode=encode,
+            decode=decode,
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, leader = bucket.grad.numel(), bucket.step % comm.size

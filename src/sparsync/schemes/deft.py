@@ -20,8 +20,11 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, paired, planned, quantized_work, selected_of
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.union_all_reduce import exchange_counts, mean_at, padding
+from sparsync.collectives.union_all_reduce import exchange_counts, mean_at, mean_at_exchanges, padding
+from sparsync.comm.busiest import all_gather_exchange, counts_exchange, from_one_exchange
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, ParameterSpan, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
@@ -55,6 +58,34 @@ class DEFT(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01) -> Self:
         """Return the same: the published algorithm."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        """Return the plan where all ranks select equally many in equally long bins, unless `selected`, `lengths`, `union` tell."""
+        n, P = given.n, given.P
+        pieces = len(pieces_of(given.parameters, P))
+        counts = selected_of(given, max(count_for(self.density, n), pieces))
+        lengths = given.lengths or [len(span) for span in spans(n, P)]
+        union = sum(counts) if given.union is None else given.union
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        encode, decode = (NOTHING, NOTHING) if quantizer is None else quantized_work(union, P)
+        sizes: dict[int, int] = {}
+        for (count, length), ranks in paired(counts, lengths):
+            nbytes = indices.fixed_length_nbytes(min(count, length), length)
+            sizes[nbytes] = sizes.get(nbytes, 0) + ranks
+        return planned(
+            given,
+            [
+                from_one_exchange(2 * pieces, P),
+                counts_exchange(P),
+                all_gather_exchange(sizes),
+                *mean_at_exchanges(union, given.dtype, P, quantizer),
+            ],
+            self.residual_nbytes(given),
+            select=(max(lengths), -(-pieces // P)),
+            passes_to_select=n + max(lengths),  # norms of all pieces
+            encode=encode,
+            decode=decode,
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, P, t, x = bucket.grad.numel(), comm.size, bucket.step, acc.values

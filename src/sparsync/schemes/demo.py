@@ -11,7 +11,7 @@ same kind of processor.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
-from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections
+from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections, planned_in_tiles
 from sparsync.selection.density import check_density
-from sparsync.selection.tiles import SIDE, SIZE, Tiles, tiles_of
+from sparsync.selection.tiles import SIDE, SIZE, Tiles, selected_in_tiles, tiles_of
 from sparsync.wire.values import ValueCodec, Values, check_values
 
 
@@ -60,6 +61,19 @@ class DeMo(ErrorFeedbackScheme):
     @property
     def has_momentum(self) -> bool:
         return True
+
+    def planned(self, given: Given) -> Plan:
+        counts, tiles = selected_in_tiles(given.parameters, self.density)
+        length = tiles * SIZE
+        plan = planned_in_tiles(given, sum(counts), length, ValueCodec(self.values), self.residual_nbytes(given))
+        # Three transforms of all tiles, each a product from the left and one from the right.
+        transformed = {"transform": 3 * length}
+        return replace(
+            plan,
+            passes=plan.passes + 12 * length * given.value_nbytes,
+            kernels={**plan.kernels, **transformed},
+            calls={**plan.calls, "transform": 3},
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         tiles, values = tiles_of(bucket.layout), acc.values

@@ -5,11 +5,14 @@ from typing import Literal, Self, get_args
 
 import torch
 
+from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives.exchange import all_reduce
-from sparsync.collectives.ring import ring_all_reduce_
+from sparsync.collectives.ring import ring_all_reduce_, ring_exchanges
+from sparsync.comm.busiest import all_reduce_exchange
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
@@ -57,6 +60,12 @@ class Dense(Scheme):
         exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
         torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
         return self.report(bucket, cost.total)
+
+    def plan(self, given: Given) -> Plan:
+        nbytes = {"gradient": given.itemsize, "float32": 4}.get(self.wire, 2)
+        ring = self.form == "ring"
+        reduced = ring_exchanges(given.n, nbytes, given.P) if ring else [all_reduce_exchange(given.n, nbytes, given.P)]
+        return planned(given, reduced, accumulate=False)
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.wire == "gradient":

@@ -16,10 +16,21 @@ from torch import Tensor
 
 from sparsync.base.error_feedback import ByBucket
 from sparsync.collectives.exchange import all_gather
+from sparsync.comm.busiest import all_gather_exchange
+from sparsync.comm.plan import Given
 from sparsync.core import FOUND_INF, Bucket, Comm, Span, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.phases import phase
-from sparsync.schemes.micro import MiCRO, Selection, Selector, ThresholdSelection, examine, partition_lengths
+from sparsync.schemes.micro import (
+    MiCRO,
+    PlannedSelection,
+    Selection,
+    Selector,
+    ThresholdSelection,
+    examine,
+    packets_of,
+    partition_lengths,
+)
 from sparsync.selection.balance import Profile, block_edges, block_spans, rebalanced
 from sparsync.selection.budget import budget
 from sparsync.selection.partition import Contiguous, by_rank, rotation
@@ -135,6 +146,15 @@ class EqualCountSelection:
             details=partition_lengths(cut),
             commit=commit,
         )
+
+    def planned(self, given: Given) -> PlannedSelection:
+        """Return what the budget allows, in equal counts; partitions are taken to be equally long, unless `given.lengths` says."""
+        n, P, t = given.n, given.P, given.step or 0
+        allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
+        lengths = given.lengths or by_rank([len(span) for span in spans(n, P)], t)
+        counts = given.selected or apportion([1] * P, lengths, allowed.open_count)
+        sizes = packets_of(counts, lengths, _LEVEL_NBYTES)
+        return PlannedSelection([all_gather_exchange(sizes)], allowed.count, max(lengths))
 
 
 def _level(value: Tensor, finite: bool) -> Tensor:

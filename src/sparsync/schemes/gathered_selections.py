@@ -10,12 +10,16 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import Update
+from sparsync.base.forms import NOTHING, planned, plus
 from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.union_all_reduce import exchange_counts
+from sparsync.comm.busiest import Tally, all_gather_exchange, counts_exchange, tally
+from sparsync.comm.plan import Exchange, Given, Plan
 from sparsync.core import Bucket, Comm, Detail, Sparse
 from sparsync.feedback import Accumulator
 from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
+from sparsync.selection.density import count_for
 from sparsync.wire.elements import Elements
 from sparsync.wire.values import Values
 
@@ -49,6 +53,33 @@ def gather_selections(
         return Update(Sparse(union.index, union.value.div_(P), n), own.index, k, details=found, commit=note)
     error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
     return Update(union, own.index, k, [Sparse(own.index, error, n)], found, note)
+
+
+def gather_selections_planned(
+    given: Given, counts: Tally, values: Values, state_nbytes: int, first: Sequence[Exchange] = (), passes: int = 0
+) -> Plan:
+    """Return the plan of `gather_selections` by ranks of which so many select so many elements, after the exchanges `first`.
+
+    `passes`: as often all n elements are read to find them.
+    """
+    codec, n, total = Elements(values), given.n, sum(count * ranks for count, ranks in counts.items())
+    sizes = tally(counts, lambda count: codec.nbytes(count, n, given.dtype))
+    encode = (max(counts), 1)
+    return planned(
+        given,
+        [*first, all_gather_exchange(sizes)],
+        state_nbytes,
+        select=(n, 1),
+        passes_to_select=passes * n,
+        encode=encode,
+        decode=plus((total, given.P), NOTHING if codec.exact else encode),
+    )
+
+
+def gather_above_planned(given: Given, density: float, values: Values, state_nbytes: int, passes: int) -> Plan:
+    """Return the plan of `gather_above`; each rank selects what the density stands for, unless `given.selected` says otherwise."""
+    counts = {count_for(density, given.n): given.P} if given.selected is None else tally(given.selected)
+    return gather_selections_planned(given, counts, values, state_nbytes, [counts_exchange(given.P)], passes)
 
 
 def gather_above(

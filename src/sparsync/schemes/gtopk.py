@@ -14,7 +14,9 @@ from typing import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.collectives.tree_top_k import at, tree_top_k
+from sparsync.base.forms import NOTHING, planned, plus
+from sparsync.collectives.tree_top_k import at, rounds, tree_top_k, tree_top_k_exchanges
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.selection.density import check_density, count_for
@@ -44,6 +46,19 @@ class GTopK(ErrorFeedbackScheme):
     def published(cls, density: float = 0.001) -> Self:
         """Return the same at the paper's density."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        n, P, k, codec = given.n, given.P, count_for(self.density, given.n), Elements(self.values)
+        merges = rounds(P)  # on rank 0, which also sends the result to as many others
+        rounding = NOTHING if codec.exact else (k, 1)
+        return planned(
+            given,
+            tree_top_k_exchanges(k, n, given.dtype, P, codec),
+            self.residual_nbytes(given),
+            select=(n + 2 * k * merges, 1 + merges),
+            encode=(k, 1),
+            decode=plus((k * merges, merges), (k, 1), rounding),
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(count_for(self.density, bucket.grad.numel()))  # [k]

@@ -14,9 +14,10 @@ from typing import Self
 from torch import Tensor
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.schemes.gathered_selections import gather_above
+from sparsync.schemes.gathered_selections import gather_above, gather_above_planned
 from sparsync.selection.density import check_density, count_for
 from sparsync.wire.values import Values, check_values
 
@@ -47,6 +48,9 @@ class HardThreshold(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01) -> Self:
         """Return the rule of the authors' code, 1/(2 sqrt(density * n))."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        return gather_above_planned(given, self.density, self.values, self.residual_nbytes(given), 1)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         return gather_above(acc, self._threshold, self.values, bucket, comm)

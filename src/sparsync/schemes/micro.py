@@ -22,8 +22,17 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, PEAK, paired, planned, quantized_work, selected_of
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.union_all_reduce import all_gather_padded, exchange_counts, mean_at, padding
+from sparsync.collectives.union_all_reduce import (
+    all_gather_padded,
+    exchange_counts,
+    mean_at,
+    mean_at_exchanges,
+    padding,
+)
+from sparsync.comm.busiest import Tally, all_gather_exchange, counts_exchange, near_equal
+from sparsync.comm.plan import Exchange, Given, Plan
 from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Span, Sparse, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.phases import phase
@@ -51,11 +60,22 @@ class Selection:
     commit: Callable[[], None] = lambda: None  # as Update's
 
 
+@dataclass(frozen=True)
+class PlannedSelection:
+    """A selection in numbers: its exchanges, K, and how many elements the busiest rank looks through."""
+
+    exchanges: Sequence[Exchange]
+    union: int
+    examined: int
+
+
 @runtime_checkable
 class Selector(Protocol):
     """One way for the ranks to agree on positions, each looking in its own partition. Raises NonFiniteError on all ranks."""
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection: ...
+
+    def planned(self, given: Given) -> PlannedSelection: ...
 
 
 @dataclass
@@ -110,11 +130,29 @@ class MiCRO(ErrorFeedbackScheme):
             commit=selection.commit,
         )
 
+    def planned(self, given: Given) -> Plan:
+        chosen = self.selector.planned(given)
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        encode, decode = (NOTHING, NOTHING) if quantizer is None else quantized_work(chosen.union, given.P)
+        return planned(
+            given,
+            [*chosen.exchanges, *mean_at_exchanges(chosen.union, given.dtype, given.P, quantizer)],
+            self.residual_nbytes(given),
+            select=(chosen.examined, 1),
+            passes_to_select=3 * chosen.examined,  # the partition is copied
+            encode=encode,
+            decode=decode,
+        )
+
     def _selector(self) -> Selector:
         if self.rule == "quotas":
             return QuotaSelection(self.density, self.dense, self.refresh)
         return ThresholdSelection(
-            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans()
+            self.density,
+            self.bug_compatible,
+            self.shared_state("scaling", ThresholdScaling),
+            EqualSpans(),
+            PEAK,
         )
 
     def _check(self) -> None:
@@ -164,6 +202,9 @@ class ThresholdSelection:
     bug_compatible: bool
     scaling: ByBucket[ThresholdScaling]
     partitioner: Partitioner
+    largest_share: float | None = (
+        None  # of the union, in one partition, as a plan takes it to be; None: no more than in others
+    )
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P = bucket.grad.numel(), comm.size
@@ -183,6 +224,16 @@ class ThresholdSelection:
             self.partitioner.accept(bucket, counts)
 
         return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
+
+    def planned(self, given: Given) -> PlannedSelection:
+        """Return what one threshold that has found its place selects; what one partition has of it is estimated."""
+        n, P = given.n, given.P
+        union = sum(given.selected) if given.selected is not None else count_for(self.density, n)
+        share = 1 / P if self.largest_share is None else max(1 / P, self.largest_share)
+        examined = max(given.lengths or near_equal(n, P))
+        most = max(given.selected) if given.selected is not None else min(examined, round(share * union))
+        padded = all_gather_exchange({(8 if self.bug_compatible else 4) * most: P})
+        return PlannedSelection([counts_exchange(P), padded], union, examined)
 
 
 def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
@@ -225,6 +276,25 @@ class QuotaSelection:
             positions = list(map(partition.positions, by_rank(range(P), t), places))
             index = torch.cat([mine.known, *positions])
         return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel())
+
+    def planned(self, given: Given) -> PlannedSelection:
+        """Return what the budget allows; partitions of mixed rows are taken to hold equally many, unless `given.selected` says."""
+        n, P, t = given.n, given.P, given.step or 0
+        allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
+        lengths = given.lengths or by_rank(self.partition(n, P).lengths(), t)
+        counts = selected_of(given, allowed.open_count)
+        sizes = packets_of(counts, lengths)
+        sketches = counts_exchange(P, 2 * len(SAMPLE_POINTS))
+        return PlannedSelection([sketches, all_gather_exchange(sizes)], allowed.count, max(lengths))
+
+
+def packets_of(counts: Sequence[int], lengths: Sequence[int], more_nbytes: int = 0) -> Tally:
+    """Return the sizes of packets of `counts[r]` positions in spans of `lengths[r]`, and some bytes more each."""
+    sizes: dict[int, int] = {}
+    for (count, length), ranks in paired(counts, lengths):
+        nbytes = indices.fixed_length_nbytes(count, length) + more_nbytes
+        sizes[nbytes] = sizes.get(nbytes, 0) + ranks
+    return sizes
 
 
 @dataclass(frozen=True)

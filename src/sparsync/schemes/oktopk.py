@@ -28,24 +28,29 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
+from sparsync.base.forms import NOTHING, planned, plus
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.exchange import all_gather
 from sparsync.collectives.sparse_allreduce import Reduced
+from sparsync.comm.busiest import all_reduce_exchange, counts_exchange
 from sparsync.comm.cost import recorded_cost
-from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf
+from sparsync.comm.plan import Exchange, Given, Plan
+from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
 from sparsync.schemes import oktopk_published
-from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven
+from sparsync.schemes.oktopk_parts import Control, balanced, balanced_exchanges, details, k_largest, uneven
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.tail_sketch import quotas, sketch
+from sparsync.wire import raw
 from sparsync.wire.elements import Elements
 from sparsync.wire.values import Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
 WORDS = 2  # of an element on the wire, at most: its position and its value
+_PEAK = 2.0  # survivors of the fullest region over the mean, as a plan takes them to be
 _SKETCH_BITS = 31
 _SKETCH_WORDS = 6  # how many sums a region has, and the levels of five sample points
 
@@ -121,6 +126,46 @@ class OkTopk(ErrorFeedbackScheme):
             )
             return oktopk_published.step(acc, k, settings, control, bucket, comm)
         return self._exact_step(acc, k, control, bucket, comm)
+
+    def planned(self, given: Given) -> Plan:
+        """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
+
+        Unless `outgoing`, `lengths`, `held` and `wanted` say otherwise, selections are of k elements and spread evenly over regions of
+        equal length. As many sums survive in each; and where `rule` is "exact" and P > 2, one has twice as many, and gives them away.
+        """
+        n, P, k = given.n, given.P, count_for(self.density, given.n)
+        exact = self.rule == "exact"
+        codec = Elements(self.values) if exact else raw
+        sent = most_sent(k, n, P) if exact else k - k // P
+        if given.outgoing is not None:
+            lengths = given.lengths or [len(span) for span in spans(n, P)]
+            split = sparse_allreduce.split_and_reduce_exchanges(given.outgoing, lengths, given.dtype, codec)
+            sent = max(sum(row) for row in given.outgoing)
+        else:
+            split = sparse_allreduce.even_split_exchanges(sent, n, P, given.dtype, codec)
+        held = given.held or [len(span) for span in spans(k, P)]
+        if given.held is None and exact and P > 2 and self.imbalance < _PEAK and k >= P:
+            moved = round((_PEAK - 1) * k / P)
+            nbytes = Elements().nbytes(moved, -(-n // P), given.dtype)
+            everywhere = sparse_allreduce.gather_elements_exchange(held, [n] * P, given.dtype, codec)
+            gathered = [Exchange("all_to_all", nbytes, 1, 1, nbytes), everywhere]
+        else:
+            gathered = balanced_exchanges(held, given.wanted, given, Elements() if exact else raw, codec)
+        first = []
+        if not exact and given.step is not None and given.step % self.region_steps == 0:
+            first = [all_reduce_exchange(P - 1, 8, P)]
+        sketch_nbytes = 4 * _SKETCH_WORDS if exact else 4
+        region = max(given.lengths) if given.lengths else -(-n // P)
+        rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
+        return planned(
+            given,
+            [*first, *split, counts_exchange(P, sketch_nbytes), *gathered],
+            self.residual_nbytes(given),
+            select=(n + region, 2),
+            passes_to_select=region,
+            encode=plus((sent, P), (max(held), 1)),
+            decode=plus((sent, P), (sum(held), P), rounding),
+        )
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         super().rescale_residual(factors)

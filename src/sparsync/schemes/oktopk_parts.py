@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from sparsync import kernels
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import ElementCodec
-from sparsync.core import Comm, Detail, Span, Sparse
+from sparsync.comm.plan import Exchange, Given
+from sparsync.core import Comm, Detail, Span, Sparse, spans
 from sparsync.feedback import smallest_magnitude
 
 
@@ -43,6 +44,20 @@ def balanced(
         return sums, regions
     moved = sparse_allreduce.balance(sums, held, wanted, regions, comm, codec)
     return moved, [Span(0, sums.length)] * comm.size
+
+
+def balanced_exchanges(
+    held: Sequence[int], wanted: Sequence[int] | None, given: Given, exact: ElementCodec, codec: ElementCodec
+) -> list[Exchange]:
+    """Return the exchanges of `balanced`, whose codec is `exact`, and of the all-gather that follows it."""
+    lengths = given.lengths or [len(span) for span in spans(given.n, given.P)]
+    if wanted is None or list(wanted) == list(held):
+        return [sparse_allreduce.gather_elements_exchange(held, lengths, given.dtype, codec)]
+    everywhere = [given.n] * given.P
+    return [
+        sparse_allreduce.balance_exchange(held, wanted, lengths, given.dtype, exact),
+        sparse_allreduce.gather_elements_exchange(wanted, everywhere, given.dtype, codec),
+    ]
 
 
 def k_largest(elements: Sparse, k: int) -> Sparse:

@@ -9,7 +9,7 @@ and where v is 0, because there was no gradient in the warm-up, nothing is writt
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -20,8 +20,10 @@ from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
 from sparsync.collectives.exchange import all_reduce
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
+from sparsync.schemes.quantized import planned_quantized
 from sparsync.wire.values import ValueCodec
 
 _SIGNS = ValueCodec("sign")
@@ -88,6 +90,13 @@ class OneBitAdam(ErrorFeedbackScheme):
     @property
     def has_momentum(self) -> bool:
         return True
+
+    def planned(self, given: Given) -> Plan:
+        """Return the plan of a step after the warm-up; one of the warm-up is that of Dense."""
+        wide = replace(given, itemsize=given.value_nbytes)
+        plan = planned_quantized(wide, "sign", 2 * given.n * given.value_nbytes + self.residual_nbytes(given))
+        # The momentum: made, copied, and divided by the root of the second moments.
+        return replace(plan, passes=plan.passes + 10 * given.n * given.value_nbytes)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         """Return the mean of residual and momentum, as signs."""

@@ -9,7 +9,7 @@ bucket does not tell counts as a matrix as square as it can be. Replicas agree t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
 from typing import Any, Literal, Self, get_args
@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync.base.forms import planned, plus, quantized_work
 from sparsync.collectives.exchange import all_reduce
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.collectives.union_all_reduce import mean_at_exchanges
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, ParameterSpan, Span, generator
 from sparsync.feedback import Accumulator, Residuals, state_from
 from sparsync.phases import phase
@@ -100,6 +103,32 @@ class PowerSGD(ErrorFeedbackScheme):
 
         details = {"matrices": sum(len(group.names) for group in plan.groups), "sent_whole": len(plan.whole)}
         return DenseUpdate(written, values, details=details, commit=commit)
+
+    def planned(self, given: Given) -> Plan:
+        plan = _planned(given.parameters, self.rank, self.least_saving)
+        shapes = [(len(group.names), group.rows, group.columns, group.rank) for group in plan.groups]
+        whole, P = len(plan.whole), given.P
+        left = whole + sum(count * a * r for count, a, _, r in shapes)
+        right = sum(count * b * r for count, _, b, r in shapes)
+        quantizer = None if self.factors == "float32" else ValueCodec(self.factors)
+        exchanges = mean_at_exchanges(left, given.dtype, P, quantizer)
+        works = [quantized_work(left, P)] if quantizer else []
+        if shapes:
+            exchanges += mean_at_exchanges(right, given.dtype, P, quantizer)
+            works += [quantized_work(right, P)] if quantizer else []
+        matrices = sum(count * a * b for count, a, b, _ in shapes)
+        made = planned(
+            given,
+            exchanges,
+            self.residual_nbytes(given) + right * given.value_nbytes,
+            encode=plus(*(encode for encode, _ in works)),
+            decode=plus(*(decode for _, decode in works)),
+        )
+        # Four products with each matrix: two read it, one writes, one reads and writes.
+        kernels = {**made.kernels, "multiply": sum(4 * count * a * b * r for count, a, b, r in shapes)}
+        calls = {**made.calls, "multiply": 4 * len(shapes)}
+        passes = made.passes + 5 * matrices * given.value_nbytes
+        return replace(made, passes=passes, kernels=kernels, calls=calls) if shapes else made
 
     def shared_text(self, bucket: Bucket) -> str:
         known = [self.right[entry.name] for entry in bucket.layout if entry.name in self.right]

@@ -9,12 +9,21 @@ from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.base.forms import planned, quantized_work
+from sparsync.collectives.quantized_all_reduce import quantized_all_reduce, quantized_all_reduce_exchanges
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.wire.values import ValueCodec
+from sparsync.wire.values import ValueCodec, Values
 
 Bits = Literal["int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"]
+
+
+def planned_quantized(given: Given, values: Values, state_nbytes: int) -> Plan:
+    """Return the plan of a quantized all-reduce of all elements with error feedback."""
+    exchanges = quantized_all_reduce_exchanges(given.n, given.dtype, given.P, ValueCodec(values))
+    encode, decode = quantized_work(given.n, given.P)
+    return planned(given, exchanges, state_nbytes, encode=encode, decode=decode)
 
 
 @dataclass
@@ -46,6 +55,9 @@ class Quantized(ErrorFeedbackScheme):
     def published(cls, values: Bits = "int8") -> Self:
         """Return the same: error feedback as published, at both ends."""
         return cls(values)
+
+    def planned(self, given: Given) -> Plan:
+        return planned_quantized(given, self.values, self.residual_nbytes(given))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce
+from sparsync.comm.busiest import all_reduce_exchange
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report, Sparse, generator
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.selection.density import check_density, count_for
@@ -47,6 +50,11 @@ class RandomK(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01, seed: int = 0) -> Self:
         """Return the same: random elements with error feedback are the plain setting."""
         return cls(density=density, seed=seed)
+
+    def planned(self, given: Given) -> Plan:
+        exchange = all_reduce_exchange(count_for(self.density, given.n), given.value_nbytes, given.P)
+        state_nbytes = 0 if self.unbiased else self.residual_nbytes(given)
+        return planned(given, [exchange], state_nbytes, accumulate=not self.unbiased)
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         values = acc.values

@@ -11,9 +11,12 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce
+from sparsync.comm.busiest import all_reduce_exchange
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report, generator
 
 Mode = Literal["complementary", "independent"]
@@ -58,6 +61,9 @@ class RandomPruning(Scheme):
         grad.copy_(total / (contributors.clamp(min=1) if self.divide_by == "contributors" else P))
         selected, union = int(masks[comm.rank].sum()), int((contributors > 0).sum())
         return self.report(bucket, cost.total, selected, union)
+
+    def plan(self, given: Given) -> Plan:
+        return planned(given, [all_reduce_exchange(given.n, given.itemsize, given.P)], accumulate=False)
 
     def _mask(self, bucket: Bucket, rank: int, P: int) -> Tensor:
         """Return where rank `rank` contributes, bool [n]; with one uniform u an element, it is dropped where (u - rank/P) mod 1 < drop."""

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.schemes.gathered_selections import gather_above
+from sparsync.schemes.gathered_selections import gather_above, gather_above_planned
 from sparsync.selection.density import check_density, count_for
 from sparsync.wire.values import Values, check_values
 
@@ -96,6 +97,11 @@ class SIDCo(ErrorFeedbackScheme):
     def published(cls, density: float = 0.001, distribution: Distribution = "exponential") -> Self:
         """Return the same: the rule is the published one."""
         return cls(density, distribution)
+
+    def planned(self, given: Given) -> Plan:
+        return gather_above_planned(
+            given, self.density, self.values, self.residual_nbytes(given), 2 + (self.stages or 1)
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         state = self.state.of(bucket, comm.size)

@@ -22,16 +22,18 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme, parameter_of
 from sparsync.collectives.direct import (
     direct_all_reduce_,
     direct_all_reduce_cost_in_messages,
+    direct_exchanges,
 )
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.hierarchical import hierarchical_all_reduce_
+from sparsync.collectives.hierarchical import hierarchical_all_reduce_, hierarchical_exchanges
 from sparsync.collectives.reduce_scatter import reduce_scatter, skips
-from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost
+from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost, ring_exchanges
 from sparsync.collectives.skip_plan import (
     SkipPlan,
     first_offsets,
@@ -41,6 +43,7 @@ from sparsync.collectives.skip_plan import (
     skip_count,
 )
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
 from sparsync.feedback import ErrorFeedback, check_state_of, state_from
 from sparsync.kernels.rounding import lacking, rounded
@@ -150,6 +153,23 @@ class SkipReduce(Scheme):
         left_out = self._left_out(plan, len(skipping), comm)
         return self.report(bucket, cost.total, selected=n - left_out, union=n, details=details)
 
+    def plan(self, given: Given) -> Plan:
+        """Return the plan of a step. Offsets that are drawn (the direct form) are those of a ring, unless `given.offsets` says otherwise.
+
+        Where P divides both the protected elements and the others, all sets of offsets send the same.
+        """
+        P, skip = given.P, self._skip(given.P)
+        names = (entry for entry in given.layout if matches(entry.name, self.protect))
+        always = sum(len(entry.span) for entry in names) if given.protected is None else given.protected
+        offsets = first_offsets(skip) if given.offsets is None else given.offsets
+        if self.node_size > 1 and P > 1:
+            exchanges = hierarchical_exchanges(given.n, given.itemsize, P, self.node_size, self.form, offsets, always)
+        elif self.form == "ring":
+            exchanges = ring_exchanges(given.n, given.itemsize, P, skip, always)
+        else:
+            exchanges = direct_exchanges(given.n, given.itemsize, P, offsets, always)
+        return planned(given, exchanges, given.n * given.value_nbytes * self.feedback, accumulate=self.feedback)
+
     @property
     def has_residual(self) -> bool:
         return self.feedback
@@ -183,10 +203,7 @@ class SkipReduce(Scheme):
         """Return who is left out at this step; drawn from what all ranks know."""
         if comm.size == 1:
             return SkipPlan()
-        nodes, rest = divmod(comm.size, self.node_size)
-        if rest:
-            raise ValueError(f"node_size must divide the {comm.size} ranks, got {self.node_size}")
-        skip = skip_count(self.skip, nodes, "ranks" if self.node_size == 1 else "nodes")
+        nodes, skip = comm.size // self.node_size, self._skip(comm.size)
         if self.mode == "naive":
             return SkipPlan(first_offsets(skip), 0)
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
@@ -194,6 +211,15 @@ class SkipReduce(Scheme):
             return SkipPlan(first_offsets(skip), shift)
         # One set for a whole round of shifts: so every rank is left out of every chunk equally often in a round, as in a ring.
         return SkipPlan(random_offsets(skip, nodes, self.seed, bucket.key, bucket.step // nodes), shift)
+
+    def _skip(self, P: int) -> int:
+        """Return how many ranks, or nodes, each chunk loses."""
+        if P == 1:
+            return 0
+        nodes, rest = divmod(P, self.node_size)
+        if rest:
+            raise ValueError(f"node_size must divide the {P} ranks, got {self.node_size}")
+        return skip_count(self.skip, nodes, "ranks" if self.node_size == 1 else "nodes")
 
     def _left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
         """Return how many of `count` elements lose this rank, by itself or with its whole node."""

@@ -15,7 +15,14 @@ from typing import Self
 import torch
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.collectives.spar_reduce_scatter import all_gather_blocks, spar_reduce_scatter
+from sparsync.base.forms import NOTHING, paired, planned, plus
+from sparsync.collectives.spar_reduce_scatter import (
+    all_gather_blocks,
+    bruck_all_gather_exchanges,
+    spar_reduce_scatter,
+    spar_reduce_scatter_exchanges,
+)
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels.rounding import lacking
@@ -49,6 +56,24 @@ class SparDL(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01) -> Self:
         """Return the same: the published algorithm with one team."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        n, P, k, codec = given.n, given.P, count_for(self.density, given.n), Elements(self.values)
+        lengths = [len(place) for place in spans(n, P)]
+        counts = _block_counts(k, lengths, given.step or 0)
+        nbytes = {pair: codec.nbytes(*pair, given.dtype) for pair, _ in paired(counts, lengths)}
+        sizes = [nbytes[pair] for pair in zip(counts, lengths, strict=True)]
+        sent, own = k - min(counts), max(counts)
+        rounding = NOTHING if codec.exact else (sent, P - 1)
+        return planned(
+            given,
+            [*spar_reduce_scatter_exchanges(sizes), *bruck_all_gather_exchanges(sizes)],
+            self.residual_nbytes(given),
+            select=(n + 2 * sent, 2 * P),
+            passes_to_select=n,
+            encode=(sent + own, P),
+            decode=plus((sent, P - 1), (k, P), rounding),
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, P, codec, x = bucket.grad.numel(), comm.size, Elements(self.values), acc.values

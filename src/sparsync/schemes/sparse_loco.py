@@ -16,12 +16,13 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
-from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections
+from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections, planned_in_tiles
 from sparsync.selection.density import check_density
-from sparsync.selection.tiles import SIZE, tiles_of
+from sparsync.selection.tiles import SIZE, selected_in_tiles, tiles_of
 from sparsync.wire.bin_means import BinMeans
 from sparsync.wire.values import ValueCodec, Values
 
@@ -57,6 +58,11 @@ class SparseLoCo(ErrorFeedbackScheme):
     def published(cls, density: float = 64 / SIZE) -> Self:
         """Return the same: the published rule is the plain setting."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        counts, tiles = selected_in_tiles(given.parameters, self.density)
+        codec = BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
+        return planned_in_tiles(given, sum(counts), tiles * SIZE, codec, self.residual_nbytes(given))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.base.forms import planned
 from sparsync.collectives.exchange import all_gather
+from sparsync.comm.busiest import all_gather_exchange
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Comm, Sparse
 from sparsync.kernels.rounding import lacking
 from sparsync.phases import phase
@@ -25,6 +28,8 @@ class ShareCodec(Protocol):
     def encode(self, value: Tensor) -> Tensor: ...
 
     def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor: ...
+
+    def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
 
 
 def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
@@ -54,6 +59,20 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
             senders = kernels.coalesce([replace(each, value=torch.ones_like(each.value)) for each in gathered])
             mean = replace(union, value=union.value * share / senders.value)
         return mean, lacking(own.value, codec.decode(values, k, dtype), share)
+
+
+def planned_in_tiles(given: Given, k: int, length: int, codec: ShareCodec, state_nbytes: int) -> Plan:
+    """Return the plan of a step that selects `k` of `length` elements in tiles and exchanges them by `mean_of_selections`."""
+    nbytes = indices.fixed_length_nbytes(k, length) + codec.nbytes(k, given.dtype)
+    return planned(
+        given,
+        [all_gather_exchange({nbytes: given.P})],
+        state_nbytes,
+        select=(length, 1),
+        passes_to_select=3 * length,  # tiles are copied
+        encode=(k, 1),
+        decode=((given.P + 1) * k, given.P + 1),
+    )
 
 
 def check_divisor(divide_by: str) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.schemes.gathered_selections import gather_selections
+from sparsync.schemes.gathered_selections import gather_selections, gather_selections_planned
 from sparsync.selection.density import check_density, count_for
 from sparsync.wire.values import Values, check_values
 
@@ -43,6 +44,10 @@ class TopK(ErrorFeedbackScheme):
     def count(self, bucket: Bucket) -> int:
         """Return how many elements each rank sends of this bucket at its step; the same on every rank."""
         return count_for(self.density, bucket.grad.numel())
+
+    def planned(self, given: Given) -> Plan:
+        counts = {count_for(self.density, given.n): given.P}
+        return gather_selections_planned(given, counts, self.values, self.residual_nbytes(given))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(self.count(bucket))  # [k]

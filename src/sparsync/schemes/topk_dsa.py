@@ -19,9 +19,18 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, planned, plus, uneven, union_of
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.sparse_allreduce import all_gather_elements, split_and_reduce_
+from sparsync.collectives.sparse_allreduce import (
+    all_gather_elements,
+    even_split_exchanges,
+    gather_elements_exchange,
+    split_and_reduce_,
+    split_and_reduce_exchanges,
+)
 from sparsync.collectives.union_all_reduce import exchange_counts
+from sparsync.comm.busiest import all_gather_exchange, counts_exchange, tally
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels.rounding import lacking
@@ -84,6 +93,31 @@ class TopKDSA(ErrorFeedbackScheme):
         if not codec.exact:
             errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
         return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
+
+    def planned(self, given: Given) -> Plan:
+        """Return the plan where selections spread evenly over the regions, and sums do not, unless `outgoing` and `held` say otherwise."""
+        n, P, codec, dtype = given.n, given.P, Elements(self.values), given.dtype
+        k, regions = count_for(self.density, n), spans(n, P)
+        lengths = [len(region) for region in regions]
+        if given.outgoing is not None:
+            split = split_and_reduce_exchanges(given.outgoing, lengths, dtype, codec)
+        else:
+            split = even_split_exchanges(k - k // P, n, P, dtype, codec)
+        held = given.held or uneven(union_of(given, k), lengths)
+        if self._dense(held, regions, dtype):
+            gathered = all_gather_exchange(tally(lengths, lambda m: ValueCodec(self.values).nbytes(m, dtype)))
+        else:
+            gathered = gather_elements_exchange(held, lengths, dtype, codec)
+        rounding = NOTHING if codec.exact else plus((k, P), (max(held), 1))
+        return planned(
+            given,
+            [*split, counts_exchange(P), gathered],
+            self.residual_nbytes(given),
+            select=(n + lengths[0], 2),
+            passes_to_select=lengths[0],
+            encode=plus((k, P), (max(held), 1)),
+            decode=plus((k, P), (sum(held), P), rounding),
+        )
 
     def _dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:
         """Return whether regions are gathered dense, in which ranks hold `held` non-zero sums; the same on all ranks."""

@@ -14,8 +14,11 @@ from typing import Self
 import torch
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, planned, quantized_work, union_of
 from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.union_all_reduce import mean_at
+from sparsync.collectives.union_all_reduce import mean_at, mean_at_exchanges
+from sparsync.comm.busiest import all_gather_exchange
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Sparse
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.phases import phase
@@ -47,6 +50,21 @@ class TopKUnion(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01) -> Self:
         """Return the same: the authors' rule is the exact one."""
         return cls(density=density)
+
+    def planned(self, given: Given) -> Plan:
+        n, P, k = given.n, given.P, count_for(self.density, given.n)
+        union = union_of(given, k)
+        quantizer = None if self.values == "float32" else ValueCodec(self.values)
+        encode, decode = (NOTHING, NOTHING) if quantizer is None else quantized_work(union, P)
+        positions = all_gather_exchange({indices.fixed_length_nbytes(k, n): P})
+        return planned(
+            given,
+            [positions, *mean_at_exchanges(union, given.dtype, P, quantizer)],
+            self.residual_nbytes(given),
+            select=(n, 1),
+            encode=encode,
+            decode=decode,
+        )
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n = bucket.grad.numel()

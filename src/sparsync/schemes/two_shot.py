@@ -18,14 +18,18 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update
+from sparsync.base.forms import NOTHING, planned, plus
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.collectives.exchange import all_gather, all_to_all
 from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
+from sparsync.comm.busiest import all_gather_exchange, tally, to_owners_exchange
 from sparsync.comm.cost import recorded_cost
+from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Detail, Report, Rows, Span, Sparse, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.phases import phase
+from sparsync.schemes.quantized import planned_quantized
 from sparsync.schemes.tile_parts import Divisor, check_divisor
 from sparsync.selection.density import check_density, count_for
 from sparsync.selection.partition import BlockCyclic, Contiguous, Partition
@@ -116,6 +120,24 @@ class TwoShot(ErrorFeedbackScheme):
                 self._lost[bucket.key] = Sparse(parts[rank].index, top.value - error, n)
 
         return Update(parts, None, sum(counts) - count + own.length, commit=commit, replaced=replaced)
+
+    def planned(self, given: Given) -> Plan:
+        if self.density == 1.0:
+            return planned_quantized(given, self.values, self.residual_nbytes(given))
+        codec, P, lengths = Elements(self.values), given.P, BlockCyclic(given.n, given.P).length_counts()
+        counts = tally(lengths, lambda length: count_for(self.density, length))
+        sizes = tally(lengths, lambda length: codec.nbytes(count_for(self.density, length), length, given.dtype))
+        own, total = max(counts), sum(count * ranks for count, ranks in counts.items())
+        rounding = (total - own, P - 1) if not codec.exact else NOTHING
+        return planned(
+            given,
+            [to_owners_exchange(sizes), all_gather_exchange(sizes)],
+            self.residual_nbytes(given),
+            select=(given.n, P),
+            passes_to_select=max(lengths),  # the sums of the own region
+            encode=(total, P),
+            decode=plus(rounding, ((P - 1) * own, P - 1), (total, P)),
+        )
 
     def rollback(self, bucket: Bucket) -> None:
         lost = self._lost.pop(bucket.key, None)

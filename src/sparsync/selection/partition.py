@@ -100,6 +100,13 @@ class BlockCyclic:
     def lengths(self) -> list[int]:
         return [self.groups * self.row + len(span) for span in self._tails()]
 
+    def length_counts(self) -> dict[int, int]:
+        """Return how many partitions have each length."""
+        whole = self.groups * self.row
+        short, longer = divmod(self.n - whole * self.P, self.P)
+        counts = {whole + short + 1: longer, whole + short: self.P - longer}
+        return {length: count for length, count in counts.items() if count}
+
     def of(self, x: Tensor, p: int) -> Tensor:
         rows, tail = self.groups * self.row, self._tails()[p]
         out = x.new_empty(rows + len(tail))

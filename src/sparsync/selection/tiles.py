@@ -4,6 +4,7 @@ A tensor of more than one dimension counts as a matrix of its first one and the 
 not tell, are rows of 64; what is left of them is a tile of one row. Where a matrix is no multiple of 64, its last tiles are smaller.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,6 +106,32 @@ class Tiles:
         row, column = inside // SIDE, inside % SIDE
         own = [each.to(index.device)[tile] for each in (self.starts, self.strides, self.rows, self.columns)]
         return own[0] + row * own[1] + column, (row < own[2]) & (column < own[3])
+
+
+def selected_in_tiles(layout: Iterable[ParameterSpan], density: float) -> tuple[list[int], int]:
+    """Return how many elements `Tiles.largest` finds in each parameter that has any, and the number of tiles: without making them."""
+    counts: list[int] = []
+    tiles = 0
+    for entry in layout:
+        kinds = [
+            (high * wide, _share(density, rows * columns))
+            for _, height, width, _ in _matrices(entry)
+            for rows, high in _sides(height)
+            for columns, wide in _sides(width)
+        ]
+        tiles += sum(number for number, _ in kinds)
+        counts += [sum(number * each for number, each in kinds)] if kinds else []
+    return counts, tiles
+
+
+def _share(density: float, elements: int) -> int:
+    return max(1, math.ceil(density * elements - 1e-9))
+
+
+def _sides(length: int) -> list[tuple[int, int]]:
+    """Return the sides of the tiles along an edge of this length, and how many tiles have each."""
+    whole, rest = divmod(length, SIDE)
+    return [(side, number) for side, number in ((SIDE, whole), (rest, 1)) if side * number]
 
 
 @lru_cache(maxsize=256)

@@ -12,29 +12,29 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from sparsync.kernels import codecs
-from sparsync.kernels.codec_reference import PositionCodec, nbytes
+from sparsync.kernels.codec_reference import PositionCodec, size_of
 
 __all__ = ["PositionCodec", "decode_fixed_length", "encode_fixed_length", "fixed_length_codec", "fixed_length_nbytes"]
 
 
 @lru_cache(maxsize=4096)
 def fixed_length_codec(k: int, span: int) -> PositionCodec:
-    """Return the codec with the shortest packet of any `k` positions inside [0, span); the first of equals.
-
-    Raises ValueError for spans of 2^31 or more.
-    """
-    return min(get_args(PositionCodec), key=lambda codec: nbytes(codec, k, span))
+    """Return the codec with the shortest packet of any `k` positions inside [0, span); the first of equals."""
+    return min(get_args(PositionCodec), key=lambda codec: size_of(codec, k, span))
 
 
 def fixed_length_nbytes(k: int, span: int) -> int:
-    """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span): none for all of them."""
-    return 0 if k == span else nbytes(fixed_length_codec(k, span), k, span)
+    """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span): none for all of them.
+
+    Spans of 2^31 or more have a size too, although none of their positions can be encoded: what a plan is made for need not run here.
+    """
+    return 0 if k == span else size_of(fixed_length_codec(k, span), k, span)
 
 
 def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
     """Return the packet of `index`, which must ascend inside [0, span), by the codec that k and the span determine.
 
-    Raises ValueError for other positions.
+    Raises ValueError for other positions, and for spans of 2^31 or more.
     """
     if index.numel() == span:
         return _nothing_for_all(index, span)

@@ -1,0 +1,124 @@
+"""What every rank sends and receives in each call of a communicator, and the comparison with the exchanges of a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from sparsync import Bucket, Cost, LocalWorld, MeteredComm, Report
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm
+from sparsync.comm.plan import Exchange
+from sparsync.core import Comm, ParameterSpan
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on one rank; a chain of calls added up."""
+
+    kind: str
+    sent: Cost
+    received: int
+
+
+@dataclass
+class RecordingComm:
+    """Passes every call on to a MeteredComm, and notes for each what it counted and what came in."""
+
+    inner: MeteredComm
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        self.inner.send_recv(out, to, into, source)
+        self._note("send_recv", into.nbytes)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        gathered = self.inner.all_gather(x, counts)
+        self._note("all_gather", sum(each.nbytes for rank, each in enumerate(gathered) if rank != self.rank))
+        return gathered
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        received = self.inner.all_to_all(parts, counts)
+        self._note("all_to_all", sum(each.nbytes for rank, each in enumerate(received) if rank != self.rank))
+        return received
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total = self.inner.all_reduce(x)
+        # Of a ring, what the rank before has sent.
+        self._note("all_reduce", -1)
+        return total
+
+    def _note(self, kind: str, received: int) -> None:
+        self.calls.append(Call(kind, self.inner.take()[0], received))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of a scheme on all ranks."""
+
+    reports: list[Report]
+    calls: list[list[Call]]  # of each rank
+
+    def counted(self, rank: int) -> Cost:
+        """Return what the MeteredComm of a rank counted."""
+        return sum((call.sent for call in self.calls[rank]), Cost())
+
+
+def recorded_step(
+    schemes: Sequence[Scheme], gradients: Sequence[Tensor], step: int, layout: tuple[ParameterSpan, ...] = ()
+) -> Recorded:
+    """Reduce one bucket on as many ranks as there are schemes, in this process."""
+
+    def reduce(comm: LocalComm) -> tuple[Report, list[Call]]:
+        recording = RecordingComm(MeteredComm(comm))
+        checked: Comm = recording
+        report = schemes[comm.rank].reduce(Bucket("b", gradients[comm.rank], step, layout), checked)
+        return report, recording.calls
+
+    found = LocalWorld(len(schemes)).run(reduce)
+    return Recorded([report for report, _ in found], [calls for _, calls in found])
+
+
+def busiest(recorded: Recorded, exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Return what was recorded in the places of `exchanges`: of each, what its busiest ranks sent and received.
+
+    A chain of sends is as many calls as the exchange it stands for has rounds.
+    """
+    found: list[Exchange] = []
+    position = 0
+    for exchange in exchanges:
+        calls = round(exchange.rounds) if exchange.kind == "send_recv" else 1
+        parts = [own[position : position + calls] for own in recorded.calls]
+        position += calls
+        if not all(parts):
+            raise AssertionError(f"the plan has an exchange {exchange} that did not take place")
+        kinds = {part.kind for own in parts for part in own}
+        sums = [sum((part.sent for part in own), Cost()) for own in parts]
+        kind = exchange.kind if kinds == {exchange.kind} else "/".join(sorted(kinds))
+        most = max(cost.nbytes for cost in sums)
+        received = most if kind == "all_reduce" else max(sum(part.received for part in own) for own in parts)
+        steps = {cost.steps for cost in sums}
+        if len(steps) > 1:
+            raise AssertionError(f"ranks count different rounds for {exchange}: {sorted(steps)}")
+        found.append(
+            replace(
+                exchange,
+                kind=kind,  # pyright: ignore[reportArgumentType]  # where it differs it is to show
+                nbytes=most,
+                messages=max(cost.messages for cost in sums),
+                rounds=steps.pop(),
+                received=received,
+            )
+        )
+    left = [call for call in recorded.calls[0][position:] if call.sent.steps]
+    if left:
+        raise AssertionError(f"exchanges took place that the plan does not have: {left}")
+    return found
