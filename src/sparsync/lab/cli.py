@@ -323,7 +323,7 @@ def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.name is not None:
         _print_aligned({key: f"default {value!r}" for key, value in registry.settings(options.name).items()})
         return
-    from sparsync.lab.recipes import recipes
+    from sparsync.base.recipes import recipes
 
     _print_aligned({name: registry.describe(name) for name in registry.names()})
     print("\nRecipes, which compare and frontier take like schemes:")
