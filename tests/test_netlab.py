@@ -118,12 +118,30 @@ def test_no_interface_is_faster_than_the_rate(ranks: int, streams: list[Stream])
 
 
 @builds
+def test_the_rates_of_the_two_directions_may_differ() -> None:
+    with network(2, 4 * RATE, down_bits_per_s=RATE) as links:
+        assert (links.up, links.down) != (None, None)
+        assert links.up and links.down and links.up.rate_bits_per_s == 4 * links.down.rate_bits_per_s
+        for nbytes in (PAYLOAD // 4, PAYLOAD):
+            seen = run_streams(links, 2, [(0, 1, nbytes)])
+            assert seen.seconds >= (FRAMING * nbytes - links.down.burst_bytes) * 8 / RATE
+    with network(
+        3, RATE, down_bits_per_s=4 * RATE
+    ) as links:  # what two others send to it passes at up to twice the rate
+        seen = run_streams(links, 3, [(0, 2, PAYLOAD), (1, 2, PAYLOAD)])
+        assert 1.02 * seen.seconds >= PAYLOAD * FRAMING * 8 / RATE
+        assert seen.seconds < 2 * PAYLOAD * 8 / RATE
+    with pytest.raises(ValueError, match="needs a rate up"), network(2, None, down_bits_per_s=RATE):
+        pass
+
+
+@builds
 def test_no_transfer_is_faster_than_the_rate_by_more_than_the_burst() -> None:
     with network(2, RATE) as links:
-        assert links.link is not None
-        for nbytes in [links.link.burst_bytes // 2, 30_000, 300_000]:
+        assert links.up is not None
+        for nbytes in [links.up.burst_bytes // 2, 30_000, 300_000]:
             seen = run_streams(links, 2, [(0, 1, nbytes)])
-            assert seen.seconds >= (FRAMING * nbytes - links.link.burst_bytes) * 8 / RATE
+            assert seen.seconds >= (FRAMING * nbytes - links.up.burst_bytes) * 8 / RATE
 
 
 @builds
@@ -143,10 +161,10 @@ def test_every_frame_is_counted_with_its_headers() -> None:
 @builds
 def test_without_exact_framing_headers_are_counted_once_a_batch_and_still_charged() -> None:
     with network(2, RATE, exact_framing=False) as links:
-        assert links.link is not None
+        assert links.up is not None
         seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
     assert 1 < seen.busiest_bytes / PAYLOAD < 1.02
-    assert seen.seconds >= (FRAMING * PAYLOAD - links.link.burst_bytes) * 8 / RATE
+    assert seen.seconds >= (FRAMING * PAYLOAD - links.up.burst_bytes) * 8 / RATE
 
 
 @builds
