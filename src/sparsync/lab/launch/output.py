@@ -1,7 +1,6 @@
 """What the ranks write, line by line behind their prefix, and the status line below it: in the order in which it came, without blocking."""
 
 import os
-import re
 import select
 from collections import deque
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ class Output:
     """What is to be written to standard output and error of this process: `write` queues it, `flush` writes as much as does not block."""
 
     terminal: bool  # standard error shows a status line
-    closed: bool = False  # nobody reads any more
+    closed: set[int] = field(default_factory=set)  # descriptors that nobody reads any more
     _waiting: deque[tuple[int, bytes]] = field(default_factory=deque)
     _nbytes: int = 0
     _status: bytes = b""  # as it is shown now
@@ -68,9 +67,13 @@ class Output:
         self._queue(2, _ERASE + self._status)
 
     def flush(self) -> None:
-        """Write pieces while their descriptors are ready. Sets `closed` where nobody reads them."""
-        while self._waiting and not self.closed:
+        """Write pieces while their descriptors are ready; drop those of descriptors that are closed."""
+        while self._waiting:
             descriptor, content = self._waiting[0]
+            if descriptor in self.closed:
+                self._waiting.popleft()
+                self._nbytes -= len(content)
+                continue
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             if not poll.poll(0):
@@ -78,19 +81,14 @@ class Output:
             try:
                 written = os.write(descriptor, content[:PIECE])
             except OSError:  # a pipe or a terminal that was closed, or a disk that is full
-                self.closed = True
-                break
+                self.closed.add(descriptor)
+                continue
             self._nbytes -= written
             self._waiting.popleft()
             if written < len(content):
                 self._waiting.appendleft((descriptor, content[written:]))
-        if self.closed:
-            self._waiting.clear()
-            self._nbytes = 0
 
     def _queue(self, descriptor: int, content: bytes) -> None:
-        if self.closed:
-            return
         self._waiting.append((descriptor, content))
         self._nbytes += len(content)
 
@@ -98,8 +96,3 @@ class Output:
 def prefix(rank: int, ranks: int) -> bytes:
     """Return what stands before each line of a rank."""
     return f"[rank {rank:>{len(str(ranks - 1))}}] ".encode()
-
-
-def plain(text: str) -> str:
-    """Return a text without what moves the cursor, for messages that quote it."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", text)

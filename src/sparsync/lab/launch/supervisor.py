@@ -203,7 +203,7 @@ def _watch(run: Run, meter: Meter, began: float) -> None:
                 run.stop(number)
         if 0 in ready and owned and not os.read(0, 1):
             owned = False
-            run.output.closed = True
+            run.output.closed |= {1, 2}
             run.stop(signal.SIGTERM)
         _read(run, ready)
         run.note_ends()
@@ -260,7 +260,7 @@ def _summarise(run: Run, meter: Meter, ended_s: float) -> None:
     if run.stopped_by is not None:
         output.say(f"stopped by {signal.Signals(run.stopped_by).name}; nothing is left running")
     output.say(meter.table(ended_s, [rank.ending for rank in run.ranks]))
-    while output.waits_for is not None and not output.closed:
+    while output.waits_for is not None:
         output.flush()
         poll = select.poll()
         poll.register(run.signals, select.POLLIN)
