@@ -19,9 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument(
-        "--checkpoint", default="plain_ddp.pt", help="written every 20 steps, and read where it is there"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="a file, written every 20 steps and read where it is there")
     options = parser.parse_args(arguments)
 
     dist.init_process_group("gloo")
@@ -33,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     first = 0
-    if Path(options.checkpoint).exists():
+    if options.checkpoint is not None and options.checkpoint.exists():
         state = torch.load(options.checkpoint)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -57,8 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
             if rank == 0:
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
                 print(f"step {step + 1}: loss {mean.item():.4f}, {1e3 * seconds:.0f} ms a step")
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                torch.save(state, options.checkpoint)
+                if options.checkpoint is not None:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                    torch.save(state, options.checkpoint)
     dist.destroy_process_group()
 
 
