@@ -79,10 +79,8 @@ class Run:
 
     @property
     def exit_status(self) -> int:
-        if self.stopped_by is not None:
-            return 128 + self.stopped_by
         if self.first_failure is None:
-            return 0
+            return 0 if self.stopped_by is None else 128 + self.stopped_by
         status = self.first_failure.status
         assert status is not None
         return 128 - status if status < 0 else status
