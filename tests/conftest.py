@@ -64,3 +64,12 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. "
     (folder / "play.txt").write_text(text * 200)
     return folder
+
+
+@pytest.fixture(scope="session")
+def rights_to_build() -> None:
+    """Skip a test that builds a rate-limited network where this process may not."""
+    from helpers.rights import missing_rights  # not above: it imports sparsync
+
+    if reason := missing_rights():
+        pytest.skip(reason)

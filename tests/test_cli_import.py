@@ -28,7 +28,9 @@ def test_listing_the_schemes_by_name_does_not_import_them() -> None:
     assert not loaded & {"sparsync.schemes.topk_allgather", "sparsync.schemes.skip_reduce"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["workloads"], ["schemes"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["workloads"], ["schemes"], ["compare", "--help"], ["launch", "--help"]]
+)
 def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
     statement = f"""
         from sparsync.lab import cli
@@ -39,6 +41,12 @@ def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
     loaded = loaded_after(textwrap.dedent(statement))
     assert "sparsync.lab.cli" in loaded
     assert not loaded & {"torch", "numpy", "matplotlib", "rich"}
+
+
+def test_what_stands_beside_the_ranks_of_a_launch_imports_neither_torch_nor_packages_of_the_lab() -> None:
+    loaded = loaded_after("import sparsync.lab.launch.command, sparsync.lab.launch.supervisor")
+    assert "sparsync.lab.netlab" in loaded
+    assert not loaded & {"torch", "numpy", "matplotlib", "rich", "jinja2"}
 
 
 def test_the_library_does_not_import_the_lab() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import sparsync
 from helpers import distributed
+from helpers.rights import builds
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
 from sparsync.lab import workloads
@@ -64,6 +65,48 @@ def test_the_examples_for_ddp_fsdp2_neither_and_steps_of_each_rank_send_a_fracti
     assert second == [""] * 5
 
 
+def with_the_two_lines(script: str) -> str:
+    """Return the plain script after the diff of the quickstart."""
+    quickstart = (TESTS.parent / "docs" / "quickstart.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", quickstart, re.DOTALL)
+    for above, added in re.findall(r"^ (.*)\n\+(.*)$", diff, re.MULTILINE):
+        assert script.count(f"\n{above}\n") == 1, (
+            f"the quickstart adds a line below {above!r}; the script has none, or several"
+        )
+        script = script.replace(f"\n{above}\n", f"\n{above}\n{added}\n")
+    assert len(script.splitlines()) == 2 + len((EXAMPLES / "plain_ddp.py").read_text().splitlines())
+    return script
+
+
+def losses(script: str, folder: str, steps: int) -> list[float]:
+    """Run the script up to this step, in the process group there is, and return the losses that rank 0 printed."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    names = {"__name__": "plain_ddp"}
+    exec(compile(script, "plain_ddp.py", "exec"), names)
+    arguments = ["--steps", str(steps), "--width", "16", "--checkpoint", f"{folder}.pt"]
+    with redirect_stdout(io.StringIO()) as text:
+        names["main"](arguments)  # pyright: ignore[reportCallIssue]
+    dist.barrier()  # rank 0 writes the checkpoint
+    return [float(loss) for loss in re.findall(r"loss (\S+),", text.getvalue())]
+
+
+def plain_and_with_two_lines(folder: str) -> list[list[float]]:
+    plain = (EXAMPLES / "plain_ddp.py").read_text()
+    sparse = with_the_two_lines(plain)
+    os.environ["SPARSYNC_SCHEME"] = "two_shot:density=1.0:values=int4"
+    found = [losses(plain, f"{folder}/plain", 40), losses(sparse, f"{folder}/sparse", 20)]
+    return [*found, losses(sparse, f"{folder}/sparse", 40)]  # resumes
+
+
+@pytest.mark.distributed
+def test_two_lines_make_a_plain_script_sparse_and_it_resumes_and_learns_as_before(tmp_path: Path) -> None:
+    (plain, begun, resumed), others = distributed.run(plain_and_with_two_lines, 2, folder=str(tmp_path))
+    assert others == [[], [], []]
+    assert (len(plain), len(begun), len(resumed)) == (2, 1, 1)
+    assert plain[0] != begun[0] == pytest.approx(plain[0], rel=0.05)
+    assert resumed[0] == pytest.approx(plain[1], rel=0.25)  # other data after the resume
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
@@ -78,6 +121,19 @@ def test_the_commands_of_the_examples_work(package: str, command: list[str]) -> 
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     assert re.search(SENT.format("bucket0"), run(command))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@builds
+def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_path: Path) -> None:
+    plain = EXAMPLES / "plain_ddp.py"
+    sparse = tmp_path / "sparse.py"
+    sparse.write_text(with_the_two_lines(plain.read_text()))
+    for script, scheme in ((plain, []), (sparse, []), (sparse, ["--scheme", "two_shot:density=1.0:values=int4"])):
+        launch = [sys.executable, "-m", "sparsync.lab.cli", "launch", "--ranks", "2", *scheme, "--", sys.executable]
+        small = ["--steps", "20", "--width", "16", "--checkpoint", str(tmp_path / f"{script.stem}{len(scheme)}.pt")]
+        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms a step\n", run([*launch, str(script), *small]))
 
 
 def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.rights import ORDINARY, builds
 from sparsync.lab.netlab import (
     FRAME_BYTES,
     FRAME_PAYLOAD_BYTES,
@@ -36,26 +37,6 @@ FRAMING = FRAME_BYTES / FRAME_PAYLOAD_BYTES  # bytes sent per byte of payload, o
 ACKNOWLEDGEMENT_BYTES = 66  # Ethernet 14, IP 20, TCP 20, timestamps 12
 
 Stream = tuple[int, int, int]  # sender, receiver, bytes of payload
-
-
-def missing_rights() -> str:
-    """Return why this process cannot build the network, or an empty text."""
-    try:
-        prefix = reexecution_prefix()
-    except NetworkUnavailableError as error:
-        return str(error)
-    return f"run as root, or: {' '.join(prefix)} python -m pytest" if prefix else ""
-
-
-@pytest.fixture(scope="module")
-def rights_to_build() -> None:
-    if reason := missing_rights():
-        pytest.skip(reason)
-
-
-def builds(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that builds a network."""
-    return pytest.mark.network(pytest.mark.usefixtures("rights_to_build")(test))
 
 
 @dataclass(frozen=True)
@@ -118,12 +99,27 @@ def test_no_interface_is_faster_than_the_rate(ranks: int, streams: list[Stream])
 
 
 @builds
+def test_the_rates_of_the_two_directions_may_differ() -> None:
+    with network(2, 4 * RATE, down_bits_per_s=RATE) as links:
+        assert links.up and links.down and links.up.rate_bits_per_s == 4 * links.down.rate_bits_per_s
+        for nbytes in (PAYLOAD // 4, PAYLOAD):
+            seen = run_streams(links, 2, [(0, 1, nbytes)])
+            assert seen.seconds >= (FRAMING * nbytes - links.down.burst_bytes) * 8 / RATE
+    with network(2, RATE, down_bits_per_s=4 * RATE) as links:
+        assert links.up is not None
+        seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
+        assert seen.seconds >= (FRAMING * PAYLOAD - links.up.burst_bytes) * 8 / RATE
+    with pytest.raises(ValueError, match="needs a rate up"), network(2, None, down_bits_per_s=RATE):
+        pass
+
+
+@builds
 def test_no_transfer_is_faster_than_the_rate_by_more_than_the_burst() -> None:
     with network(2, RATE) as links:
-        assert links.link is not None
-        for nbytes in [links.link.burst_bytes // 2, 30_000, 300_000]:
+        assert links.up is not None
+        for nbytes in [links.up.burst_bytes // 2, 30_000, 300_000]:
             seen = run_streams(links, 2, [(0, 1, nbytes)])
-            assert seen.seconds >= (FRAMING * nbytes - links.link.burst_bytes) * 8 / RATE
+            assert seen.seconds >= (FRAMING * nbytes - links.up.burst_bytes) * 8 / RATE
 
 
 @builds
@@ -143,10 +139,10 @@ def test_every_frame_is_counted_with_its_headers() -> None:
 @builds
 def test_without_exact_framing_headers_are_counted_once_a_batch_and_still_charged() -> None:
     with network(2, RATE, exact_framing=False) as links:
-        assert links.link is not None
+        assert links.up is not None
         seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
     assert 1 < seen.busiest_bytes / PAYLOAD < 1.02
-    assert seen.seconds >= (FRAMING * PAYLOAD - links.link.burst_bytes) * 8 / RATE
+    assert seen.seconds >= (FRAMING * PAYLOAD - links.up.burst_bytes) * 8 / RATE
 
 
 @builds
@@ -251,8 +247,6 @@ def test_nothing_is_left_behind_after(end: Callable[[subprocess.Popen[str]], obj
         time.sleep(0.02)
 
 
-# As an ordinary user: root drops all rights but one, without which it may not stay root inside; other users have none to drop.
-ORDINARY = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--"] if os.geteuid() == 0 else []
 REEXECUTED = """
 import os, subprocess, sys
 from sparsync.lab.netlab import network, reexecution_prefix

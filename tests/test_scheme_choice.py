@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sparsync import LocalWorld, TopK, TwoShot
-from sparsync.lab.recipes import recipes
+from sparsync.base.recipes import recipes
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
 

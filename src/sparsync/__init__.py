@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
     from sparsync.base.error_feedback import Update as Update
     from sparsync.base.scheme import Scheme as Scheme
+    from sparsync.base.scheme_text import scheme as scheme
     from sparsync.comm.announcement import RanksDifferError as RanksDifferError
     from sparsync.comm.group import ConnectionLostError as ConnectionLostError
     from sparsync.comm.group import GroupComm as GroupComm
@@ -99,6 +100,7 @@ _HOME = {
     "attach": "sparsync.integrations.attach",
     "doctor": "sparsync.integrations.doctor",
     "reduce_gradients": "sparsync.integrations.manual",
+    "scheme": "sparsync.base.scheme_text",
 }
 _MODULES = {
     "checkpoint": "sparsync.integrations.checkpoint",
@@ -153,6 +155,7 @@ __all__ = [
     "doctor",
     "integrations",
     "reduce_gradients",
+    "scheme",
     "schemes",
     "testing",
 ]

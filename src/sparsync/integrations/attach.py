@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.integrations import ddp
 from sparsync.integrations.findings import Axis, is_fsdp2
 from sparsync.integrations.handle import AttachedHandle
@@ -15,7 +16,7 @@ from sparsync.wire.values import Values
 
 def attach(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
@@ -27,6 +28,8 @@ def attach(
 ) -> AttachedHandle:
     """Make `model` reduce its gradients with `scheme`, and return the handle to its reports and state.
 
+    Without `scheme` it is the one that the environment variable SPARSYNC_SCHEME has as a text that `sparsync.scheme` takes, and `Dense()`
+    where that is not set: `sparsync launch --scheme` sets it.
     `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
     So is `parameters`: how the shard axis exchanges parameters; None is FSDP2's own all-gather.
@@ -37,6 +40,8 @@ def attach(
     Warns of what `doctor` warns of. Raises what `doctor` says is refused, TypeError for another model and for anything but a Scheme, and
     RuntimeError when the ranks come with different schemes or, on a replicate axis, different parameters.
     """
+    if scheme is None:
+        scheme = scheme_of_environment()
     if is_fsdp2(model):
         if join_mb is not None or dense_below is not None:
             raise ValueError(

@@ -41,6 +41,8 @@ def check_scheme(scheme: object) -> None:
     cure = "subclass sparsync.Scheme to write one"
     if isinstance(scheme, type) and issubclass(scheme, Scheme):
         cure = f"pass an instance, {scheme.__name__}(...)"
+    if isinstance(scheme, str):
+        cure = f"pass sparsync.scheme({scheme!r})"
     raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
 
 

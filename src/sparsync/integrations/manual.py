@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.integrations.findings import check_scheme, optimizers, sparse_embeddings, steps_in_backward
@@ -28,7 +29,8 @@ _LINK = "_sparsync_reducer"  # the attribute of a model and of a scheme that is 
 class GradientReducer(Handle):
     """Reduces the gradients of `model` with `scheme` over the ranks of `group` (None: the default group), whenever `reduce` is called.
 
-    For models that neither DistributedDataParallel nor FSDP2 wraps. With `optimizer`, residuals follow its learning rates, down to a
+    For models that neither DistributedDataParallel nor FSDP2 wraps. Without `scheme` it is that of the environment variable
+    SPARSYNC_SCHEME, or `Dense()`, as for `attach`. With `optimizer`, residuals follow its learning rates, down to a
     tenth of the highest one, and it warns of an optimizer that does not go with the scheme; with `scaler` they follow its loss scale.
     A rank that waits longer than `timeout_s` seconds for the others gives up. Save it with `sparsync.checkpoint`, or by `state_dict` on
     each rank.
@@ -42,13 +44,15 @@ class GradientReducer(Handle):
     def __init__(
         self,
         model: nn.Module,
-        scheme: Scheme,
+        scheme: Scheme | None = None,
         *,
         group: Group | None = None,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         timeout_s: float = 300.0,
     ) -> None:
+        if scheme is None:
+            scheme = scheme_of_environment()
         check_scheme(scheme)
         if isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -136,7 +140,7 @@ class GradientReducer(Handle):
 
 def reduce_gradients(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     group: Group | None = None,
     step: int | None = None,
@@ -146,8 +150,11 @@ def reduce_gradients(
     """Reduce the gradients of `model` by the GradientReducer of `scheme`, which the first call makes; see there, and `reduce` there.
 
     The shorthand for loops that save no state. Pass the same model, scheme, group and timeout each time: raises ValueError otherwise.
+    Without `scheme` the first call takes that of the environment variable SPARSYNC_SCHEME, or `Dense()`, and later ones go on with it.
     """
     reducer = _linked(scheme) or _linked(model)
+    if scheme is None:
+        scheme = scheme_of_environment() if reducer is None else reducer.scheme
     if reducer is None:
         reducer = GradientReducer(model, scheme, group=group, scaler=scaler, timeout_s=timeout_s)
         vars(model)[_LINK] = _Link(lambda: reducer)

@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare_options(compare)
     compare.set_defaults(run=_compare)
 
+    launch = commands.add_parser("launch", help="run a script of torch.distributed as it is, over rate-limited links")
+    _add_launch_options(launch)
+    launch.set_defaults(run=_launch)
+
     demo = commands.add_parser(
         "demo", help="two comparisons, with SGD and with AdamW, that two cores finish within minutes"
     )
@@ -148,6 +152,25 @@ def _add_within(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--within", type=float, default=2.0, metavar="PERCENT", help=near)
 
 
+def _add_launch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="processes, each with a link and an address of its own (default: 4)")
+    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
+    add("--up", default=None, metavar="RATE", help="what a rank sends at, where that is not --link")
+    add("--down", default=None, metavar="RATE", help="what a rank receives at, where that is not --link")
+    add(
+        "--scheme",
+        default=None,
+        metavar="A:KEY=VALUE",
+        help=f"for scripts that call sparsync.attach(model): {SCHEMES_HELP}",
+    )
+    add(
+        "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"
+    )
+    add("--grace", type=float, default=5.0, metavar="S", help="for the others when a rank has failed (default: 5)")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
+
+
 def _add_frontier_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_workload_options(parser, default="gpt-tiny")
@@ -233,6 +256,25 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
         restart_with_rights("sparsync.lab.cli", arguments)
     compare(settings, options.out, ["sparsync", *arguments])
     _report(argparse.Namespace(folder=options.out, within=options.within), arguments)
+
+
+def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.launch.command import launch
+    from sparsync.lab.launch.settings import Settings, checked_command, rates
+    from sparsync.lab.netlab import restart_with_rights
+
+    up, down = rates(options.link, options.up, options.down)
+    command = checked_command(options.command)
+    settings = Settings(command, options.ranks, up, down, options.scheme, options.nodes, options.grace)
+    if options.scheme is not None:
+        from sparsync.base.scheme_text import scheme
+
+        scheme(options.scheme)
+    if settings.limited:
+        restart_with_rights("sparsync.lab.cli", arguments)
+    status = launch(settings)
+    if status:
+        raise SystemExit(status)
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -333,7 +375,7 @@ def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
     if options.name is not None:
         _print_aligned({key: f"default {value!r}" for key, value in registry.settings(options.name).items()})
         return
-    from sparsync.lab.recipes import recipes
+    from sparsync.base.recipes import recipes
 
     _print_aligned({name: registry.describe(name) for name in registry.names()})
     print("\nRecipes, which compare and frontier take like schemes:")

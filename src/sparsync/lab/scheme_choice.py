@@ -2,7 +2,7 @@
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
 changes of their weights every so many steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.5)/": the scheme
-reduces the steps of AdamW, as `sparsync.AdamWSteps` does. The names in `lab.recipes` stand for such combinations of published systems.
+reduces the steps of AdamW, as `sparsync.AdamWSteps` does. The names in `base.recipes` stand for such combinations of published systems.
 """
 
 import inspect
@@ -17,17 +17,15 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from sparsync import schemes
+from sparsync.base.recipes import RECIPES
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import STEPS, made, parsed, setting
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
-from sparsync.lab.recipes import RECIPES
 
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
-LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
-_SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
 _LOCAL = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
-_CLASSES = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}
 _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
 
 
@@ -47,7 +45,7 @@ class SchemeChoice:
 
     def make(self) -> Scheme:
         """Return a new scheme; every rank and every run makes its own."""
-        return schemes.get(self.name, **self.config)
+        return made(self.name, self.config)
 
     def make_local(
         self, model: nn.Module, optimizer: Optimizer, **where: Any
@@ -119,14 +117,14 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
     label, text = text, RECIPES[text][0] if text in RECIPES else text
     found = _LOCAL.fullmatch(text)
-    if found is None and text.startswith(tuple(_CLASSES)):
+    if found is None and text.startswith(tuple(STEPS)):
         raise ValueError(
             f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.5)/SCHEME, got {text!r}"
         )
     if found is None:
         return _parse_scheme(text, text, None, "local_steps", density, skip, also)
     steps, settings, scheme = found.groups()
-    local = dict(_parse_setting(setting) for setting in (settings or "").split(":") if setting)
+    local = dict(setting(each) for each in (settings or "").split(":") if each)
     known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
     unknown = next((key for key in local if key not in known), None)
     if unknown is not None or (steps == "local_steps" and "every" not in local):
@@ -140,7 +138,7 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
 
 
 def _class(steps: str) -> Any:  # Any: the class
-    return getattr(import_module("sparsync"), _CLASSES[steps])
+    return getattr(import_module("sparsync"), STEPS[steps])
 
 
 def _parse_scheme(
@@ -152,35 +150,12 @@ def _parse_scheme(
     skip: int | float | None,
     also: Mapping[str, str],
 ) -> SchemeChoice:
-    name, *settings = _SETTING.split(text)
+    name, config = parsed(text)
     name = also.get(name, name)
-    config = dict(_parse_setting(setting) for setting in settings)
     known = schemes.settings(name)
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in known:
             config[key] = value
     choice = SchemeChoice(label, name, config, local, steps)
-    try:
-        choice.make()
-    except TypeError as error:
-        raise ValueError(f"scheme {text!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
+    choice.make()
     return choice
-
-
-def _parse_setting(setting: str) -> tuple[str, Any]:  # Any: as `_parse_value`
-    key, _, text = setting.partition("=")
-    value = _parse_value(text)
-    return key, [value] if key in LISTS and isinstance(value, str) else value
-
-
-def _parse_value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its form
-    if "+" in text:
-        return [item for item in text.split("+") if item]
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

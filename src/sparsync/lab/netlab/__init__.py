@@ -5,9 +5,10 @@
     with network(4, parse_rate("100mbit")) as links:
         workers = [subprocess.Popen(links.command(rank, [sys.executable, "worker.py"])) for rank in range(4)]
 
-Emulated: the rate, in both directions, of each rank's link, shared by everything it sends (or receives); frames of 1514 bytes that
+Emulated: the rate, in both directions, of each rank's link, shared by everything it sends (or receives), and unequal where
+`down_bits_per_s` is given; frames of 1514 bytes that
 carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine. Not emulated: delay (a round
-trip takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `link.burst_bytes` pass at once: at
+trip takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `up.burst_bytes` pass at once: at
 100 Mbit/s these are 9278 bytes or 0.74 ms; longer transfers keep the rate within a few per cent.
 
 A worker reads its own traffic by `interface_counters`. A one-way stream counts 1514/1448 = 1.0456 bytes sent per byte of payload, and

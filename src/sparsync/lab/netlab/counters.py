@@ -24,14 +24,17 @@ class Counters:
         )
 
 
-def interface_counters(interface: str) -> Counters:
-    """Return the counters of an interface in the network namespace of this process. Raises ValueError when there is no such interface."""
-    lines = NET_DEV.read_text().splitlines()[2:]
+def interface_counters(interface: str, anchor: int | None = None) -> Counters:
+    """Return the counters of an interface in the network namespace of this process, or of the process of which `anchor` is the id.
+
+    Raises ValueError when there is no such interface.
+    """
+    file = NET_DEV if anchor is None else Path(f"/proc/{anchor}/net/dev")
+    lines = file.read_text().splitlines()[2:]
     fields = {name.strip(): numbers.split() for name, numbers in (line.split(":", 1) for line in lines)}
     if interface not in fields:
-        raise ValueError(
-            f"no interface {interface!r} in this process's network namespace, there are: {', '.join(fields)}"
-        )
+        whose = "this process's" if anchor is None else f"process {anchor}'s"
+        raise ValueError(f"no interface {interface!r} in {whose} network namespace, there are: {', '.join(fields)}")
     numbers = [int(number) for number in fields[interface]]
     return Counters(
         sent_bytes=numbers[8], received_bytes=numbers[0], sent_packets=numbers[9], received_packets=numbers[1]

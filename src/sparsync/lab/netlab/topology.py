@@ -1,4 +1,4 @@
-"""The emulated network: P ranks around one switch, each by a cable of limited rate in both directions; or no emulation at all."""
+"""The emulated network: P ranks around one switch, each by a cable of limited rates, one each way; or no emulation at all."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,14 +23,15 @@ class Network:
     interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]  # stands before a command to run it as that rank
-    link: TokenBucket | None  # each rank's link, the same in both directions
+    up: TokenBucket | None  # each rank's link, from the rank to the switch
+    down: TokenBucket | None  # and from the switch to the rank
     anchors: tuple[int, ...] = ()  # the process that holds each rank's network stack alive; none over loopback
     switch: int | None = None  # the one that holds the switch's
 
     @property
     def limited(self) -> bool:
         """True where the links are limited, so that times measured over them mean something."""
-        return self.link is not None
+        return self.up is not None
 
     def address(self, rank: int) -> str:
         """Return the IPv4 address of a rank, as every rank sees it."""
@@ -53,8 +54,13 @@ class Network:
 
 
 @contextmanager
-def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = True) -> Iterator[Network]:
+def network(
+    ranks: int, rate_bits_per_s: float | None, exact_framing: bool = True, down_bits_per_s: float | None = None
+) -> Iterator[Network]:
     """Yield a network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
+
+    `down_bits_per_s`: the rate from the switch to each rank, where it is not the one from the rank to the switch, as with links that
+    download faster than they upload.
 
     `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers are
     counted once (1.012 bytes per byte of payload instead of 1.068); the limit still charges them all. That is less work for the
@@ -69,23 +75,29 @@ def network(ranks: int, rate_bits_per_s: float | None, exact_framing: bool = Tru
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"the network takes 1 to {MAX_RANKS} ranks, got {ranks}")
     if rate_bits_per_s is None:
-        yield Network("lo", ("127.0.0.1",) * ranks, ((),) * ranks, None)
+        if down_bits_per_s is not None:
+            raise ValueError(
+                f"a rate down, {down_bits_per_s:g} bit/s, needs a rate up; over loopback nothing is limited: leave it out, or give both"
+            )
+        yield Network("lo", ("127.0.0.1",) * ranks, ((),) * ranks, None, None)
         return
-    link = token_bucket(ranks, rate_bits_per_s, BATCH_FRAMES, splits_batches=exact_framing)
+    up = token_bucket(ranks, rate_bits_per_s, BATCH_FRAMES, splits_batches=exact_framing)
+    down_rate = rate_bits_per_s if down_bits_per_s is None else down_bits_per_s
+    down = token_bucket(ranks, down_rate, BATCH_FRAMES, splits_batches=exact_framing)
     with namespaces(ranks + 1) as (switch, *anchors):
-        _connect(switch, anchors, link)
+        _connect(switch, anchors, up, down)
         prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
         addresses = tuple(_address(rank) for rank in range(ranks))
-        yield Network(INTERFACE, addresses, prefixes, link, tuple(anchors), switch)
+        yield Network(INTERFACE, addresses, prefixes, up, down, tuple(anchors), switch)
 
 
-def _connect(switch: int, anchors: Sequence[int], link: TokenBucket) -> None:
+def _connect(switch: int, anchors: Sequence[int], up: TokenBucket, down: TokenBucket) -> None:
     """Connect every rank to the switch by a cable, and limit both ends of it: each end limits the traffic that leaves it."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
-    outward = [f"qdisc add dev port{rank} {link.arguments()}" for rank in range(len(anchors))]
-    inward = [f"qdisc add dev {INTERFACE} {link.arguments()}"]
-    run_batches([(switch, "tc", outward), *((anchor, "tc", inward) for anchor in anchors)])
+    to_ranks = [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))]
+    to_switch = [f"qdisc add dev {INTERFACE} {up.arguments()}"]
+    run_batches([(switch, "tc", to_ranks), *((anchor, "tc", to_switch) for anchor in anchors)])
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:

@@ -1,0 +1,89 @@
+"""Schemes as a text: "topk", "oktopk:density=0.05:values=int4", "package.module:Class:key=value", "path/to/file.py:Class".
+
+The commands take such texts, the environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. Nothing here
+imports torch before a scheme is made.
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from sparsync.base import registry
+from sparsync.base.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from sparsync.base.scheme import Scheme
+
+VARIABLE = "SPARSYNC_SCHEME"
+DEFAULT = "dense"  # where the variable is not set
+STEPS = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}  # what may stand around a scheme, and its class
+LISTS = ("protect", "dense")  # settings that are lists even when one value is given
+
+_SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
+
+
+def scheme(text: str) -> "Scheme":
+    """Return a new scheme of a text such as "oktopk:density=0.05:values=int4": a name, and settings where they are not the defaults.
+
+    The name is one that `sparsync.schemes.get` takes. A value is a number, true, false or a text; several are joined by "+", as in
+    "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting, suggesting the nearest, for a setting that the
+    scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a scheme.
+    """
+    around = RECIPES[text][0] if text in RECIPES else text
+    steps = next((name for name in STEPS if re.match(rf"{name}\b(?![:.])", around)), None)
+    if steps is not None:
+        meant = "" if around == text else f", which is {around},"
+        raise ValueError(
+            f"{text!r}{meant} is a scheme and the steps around it, and only a scheme can be given here; make "
+            f"sparsync.{STEPS[steps]}(model, optimizer, scheme, ...) in the training loop, with the scheme behind the slash"
+        )
+    if "," in text:
+        raise ValueError(f"one scheme is asked for, got {text!r}; name one, and join several values of a setting by +")
+    return made(*parsed(text))
+
+
+def scheme_of_environment() -> "Scheme":
+    """Return a new scheme of the text in the environment variable SPARSYNC_SCHEME, or `dense` where it is not set or empty.
+
+    Raises ValueError as `scheme`, naming the variable.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    try:
+        return scheme(text or DEFAULT)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={text}: {error}") from error
+
+
+def parsed(text: str) -> tuple[str, dict[str, Any]]:  # Any: as `_value`
+    """Return the name and the settings of "NAME:key=value:key=value". Neither is looked up."""
+    name, *settings = _SETTING.split(text)
+    return name, dict(setting(each) for each in settings)
+
+
+def made(name: str, config: dict[str, Any]) -> "Scheme":  # Any: the fields of the scheme's own config
+    """Return a new scheme of a name and settings. Raises ValueError for settings that it does not take, of whatever type they are."""
+    try:
+        return registry.get(name, **config)
+    except TypeError as error:
+        given = ":".join([name, *(f"{key}={value}" for key, value in config.items())])
+        raise ValueError(f"scheme {given!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
+
+
+def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
+    """Return key and value of "key=value"."""
+    key, _, written = text.partition("=")
+    value = _value(written)
+    return key, [value] if key in LISTS and isinstance(value, str) else value
+
+
+def _value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its form
+    if "+" in text:
+        return [item for item in text.split("+") if item]
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,125 @@
+"""The bytes of each rank's interface while the ranks run: the status line, and the table at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sparsync.lab.launch.settings import Settings
+from sparsync.lab.netlab import Network, interface_counters
+from sparsync.lab.report.format import bytes_text, rate_text, significant
+
+
+@dataclass
+class Traffic:
+    """What one interface has sent and received, as it was seen last; seconds are those since the ranks were started."""
+
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    began_s: float | None = None  # the last look before the first byte
+    seen_s: float = 0.0  # the last look
+    last_s: float = 0.0  # the look that saw the last byte
+    rates: tuple[float, float] = (0.0, 0.0)  # bits per second, sent and received, between the last two looks
+
+    def look(self, sent: int, received: int, now_s: float) -> None:
+        since_s = now_s - self.seen_s
+        moved = (sent - self.sent_nbytes, received - self.received_nbytes)
+        if any(moved):
+            self.began_s = self.seen_s if self.began_s is None else self.began_s
+            self.last_s = now_s
+        if since_s > 0:
+            self.rates = (8 * moved[0] / since_s, 8 * moved[1] / since_s)
+        self.sent_nbytes, self.received_nbytes, self.seen_s = sent, received, now_s
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte to the last, as closely as looks tell."""
+        return 0.0 if self.began_s is None else self.last_s - self.began_s
+
+
+@dataclass
+class Meter:
+    """The interfaces of all ranks. Over loopback, where one interface has the traffic of all programs, nothing is counted."""
+
+    settings: Settings
+    links: Network
+    ranks: list[Traffic] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = [Traffic() for _ in self.links.anchors]
+
+    def look(self, now_s: float) -> None:
+        for traffic, anchor in zip(self.ranks, self.links.anchors, strict=True):
+            counted = interface_counters(self.links.interface, anchor)
+            traffic.look(counted.sent_bytes, counted.received_bytes, now_s)
+
+    def status(self, now_s: float) -> str:
+        """Return one line: the bytes of every rank up to now, and the share of its link that the last moments took."""
+        if not self.ranks:
+            return f"{now_s:.0f} s, no link, nothing counted"
+        up, down = self._limits()
+        each = [
+            f"{rank}: {bytes_text(it.sent_nbytes)} up {it.rates[0] / up:.0%}, "
+            f"{bytes_text(it.received_nbytes)} down {it.rates[1] / down:.0%}"
+            for rank, it in enumerate(self.ranks)
+        ]
+        return f"{now_s:.0f} s | {' | '.join(each)}"
+
+    def table(self, now_s: float, endings: Sequence[str]) -> str:
+        """Return the lines of the summary; `endings`: how each rank ended."""
+        head = f"{self.settings.ranks} ranks, {link_text(self.settings)}, {significant(now_s)} s"
+        if not self.ranks:
+            lines = [f"rank {rank}: {ending}" for rank, ending in enumerate(endings)]
+            return "\n".join(
+                [head, *lines, "no link was limited: times prove nothing about a network, and bytes were not counted"]
+            )
+        up, down = self._limits()
+        heads = ["rank", "sent", "received", "seconds", "sent at", "of link", "received at", "of link", "ended"]
+        rows = [
+            [
+                str(rank),
+                *(bytes_text(it.sent_nbytes), bytes_text(it.received_nbytes), significant(it.seconds)),
+                *_rate_cells(it.sent_nbytes, it.seconds, up),
+                *_rate_cells(it.received_nbytes, it.seconds, down),
+                ending,
+            ]
+            for rank, (it, ending) in enumerate(zip(self.ranks, endings, strict=True))
+        ]
+        framing = (
+            "every frame with its headers"
+            if self.settings.exact_framing
+            else "up to 8 frames as one packet, with one header"
+        )
+        note = f"bytes of each rank's interface, {framing}; seconds from its first byte to its last"
+        return "\n".join([head, *_aligned([heads, *rows]), note])
+
+    def _limits(self) -> tuple[float, float]:
+        assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None
+        return self.settings.up_bits_per_s, self.settings.down_bits_per_s
+
+
+def link_text(settings: Settings) -> str:
+    """Return the links in words."""
+    up, down = settings.up_bits_per_s, settings.down_bits_per_s
+    if up is None or down is None:
+        return "loopback, without limits"
+    return (
+        f"links of {rate_text(up)} each way"
+        if up == down
+        else f"links of {rate_text(up)} up and {rate_text(down)} down"
+    )
+
+
+def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
+    if seconds == 0:
+        return ["-", "-"]
+    rate = 8 * nbytes / seconds
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
+        if rate >= size or size == 1e3
+    )
+    return [f"{significant(rate / size)} {unit}", f"{rate / limit:.0%}"]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,313 @@
+"""`sparsync launch`: what a rank finds in its environment, what is shown of it, and that nothing is left, whatever ends the run."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helpers.rights import ORDINARY, builds
+from sparsync.lab.launch.output import LONGEST_LINE, Lines, prefix
+from sparsync.lab.launch.settings import Settings, checked_command, rates
+from sparsync.lab.launch.traffic import Traffic, link_text
+from sparsync.lab.launch.variables import environment, variables
+
+PATIENCE_S = 60.0
+TOKEN = "SPARSYNC_TEST_TOKEN"
+PYTHON = [sys.executable, "-S", "-u", "-c"]
+# Every rank leaves a process in a session of its own, whose parent has ended, and then waits.
+WAITS = """
+import os, subprocess, sys, time
+subprocess.run(["sh", "-c", "setsid sleep 1000 & echo left $!"], stderr=subprocess.DEVNULL)
+print("waits")
+time.sleep(1000)
+"""
+
+
+@dataclass
+class Launched:
+    """A running launch; all of its processes have a word in their environment."""
+
+    process: subprocess.Popen[str]
+    token: str
+
+    def processes(self) -> set[int]:
+        found = set()
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.token in file.read_text(errors="replace"):
+                    found.add(int(file.parent.name))
+            except OSError:  # it has ended, or belongs to another user
+                continue
+        return found
+
+    def supervisor(self) -> int:
+        (found,) = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], text=True).split()
+        return int(found)
+
+    def await_ranks(self, ranks: int) -> None:
+        """Return when all ranks have printed that they wait."""
+        assert self.process.stdout is not None
+        waiting = 0
+        while waiting < ranks:
+            line = self.process.stdout.readline()
+            assert line, "the launch has ended"
+            waiting += "waits" in line
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def launched(*arguments: str, before: tuple[str, ...] = ()) -> Iterator[Launched]:
+    token = f"token-{uuid.uuid4()}"
+    environment = {**os.environ, TOKEN: token, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [*before, sys.executable, "-m", "sparsync.lab.cli", "launch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    run = Launched(process, token)
+    try:
+        yield run
+    finally:
+        process.kill()
+        process.communicate()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while left := run.processes():
+            if time.monotonic() > deadline_s:
+                for each in left:
+                    os.kill(each, signal.SIGKILL)
+                pytest.fail(f"the launch has left {len(left)} processes")
+            time.sleep(0.05)
+
+
+def both(python: str) -> list[str]:
+    """Return the command of a rank that runs this text."""
+    return ["--", *PYTHON, python]
+
+
+@builds
+def test_a_rank_that_fails_ends_the_others_and_its_exit_status_is_that_of_the_launch() -> None:
+    code = f"""
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("half a line", end="")
+    print("to stderr", file=sys.stderr)
+    time.sleep(0.3)
+    sys.exit(3)
+{WAITS}
+"""
+    with launched("--ranks", "2", "--link", "10mbit", "--up", "1mbit", "--grace", "0.2", *both(code)) as run:
+        status, out, err = run.finish()
+        assert run.processes() == set()
+    assert status == 3
+    assert set(re.sub(r"left \d+", "left", out).splitlines()) == {
+        "[rank 0] left",
+        "[rank 0] waits",
+        "[rank 1] half a line",
+    }
+    assert "[rank 1] to stderr\n" in err
+    assert "rank 1 ended with exit status 3; the others have 0.2 s to end by themselves" in err
+    assert "rank 1 failed first, with exit status 3" in err
+    assert "2 ranks, links of 1 Mbit/s up and 10 Mbit/s down" in err
+    assert re.search(r"^   0 .* signal 15$", err, re.MULTILINE)
+    assert re.search(r"^   1 .* exit status 3$", err, re.MULTILINE)
+
+
+def kill_supervisor(run: Launched) -> None:
+    os.kill(run.supervisor(), signal.SIGKILL)
+
+
+def send(number: int) -> Callable[[Launched], None]:
+    return lambda run: run.process.send_signal(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status", "says"),
+    [
+        pytest.param(send(signal.SIGINT), 130, "stopped by SIGINT; nothing is left running", id="Ctrl-C"),
+        pytest.param(send(signal.SIGTERM), 143, "stopped by SIGTERM; nothing is left running", id="SIGTERM"),
+        pytest.param(send(signal.SIGKILL), -9, "", id="SIGKILL"),
+        pytest.param(kill_supervisor, 137, "its supervisor was ended by signal 9", id="SIGKILL of the supervisor"),
+    ],
+)
+@pytest.mark.parametrize("link", ["10mbit", "none"])
+@builds
+def test_nothing_is_left_behind_after(end: Callable[[Launched], None], status: int, says: str, link: str) -> None:
+    with launched("--ranks", "2", "--link", link, "--grace", "1", *both(WAITS)) as run:
+        run.await_ranks(2)
+        # This program, the supervisor, of each rank two processes, and what holds the namespaces.
+        assert len(run.processes()) == 6 + (3 if link != "none" else 0)
+        end(run)
+        ended, _, err = run.finish()
+        assert ended == status
+        assert says in err
+
+
+@pytest.mark.slow
+@builds
+def test_a_rank_that_ignores_signals_is_killed_and_a_second_ctrl_c_does_not_wait() -> None:
+    stubborn = "import signal\nfor each in (2, 15): signal.signal(each, signal.SIG_IGN)\n" + WAITS
+    with launched("--ranks", "2", "--link", "none", "--grace", "1000", *both(stubborn)) as run:
+        run.await_ranks(2)
+        run.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.process.wait(0.5)
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish()[0] == 130
+    code = f"import os, sys\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\n{stubborn}"
+    with launched("--ranks", "2", "--link", "none", "--grace", "0.2", *both(code)) as run:
+        status, _, err = run.finish()
+    assert (status, "rank 0 failed first, with signal 9" in err) == (137, True)
+
+
+@pytest.mark.slow
+@builds
+def test_a_reader_that_goes_away_ends_the_run() -> None:
+    endless = "while True: print('line')"
+    with launched("--ranks", "2", "--link", "none", *both(endless)) as run:
+        assert run.process.stdout is not None
+        assert run.process.stdout.readline() in ("[rank 0] line\n", "[rank 1] line\n")
+        run.process.stdout.close()
+        assert run.process.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.slow
+@builds
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes root's rights away")
+def test_an_ordinary_user_launches_in_a_user_namespace_and_bytes_are_those_of_each_rank() -> None:
+    code = """
+import os, socket, time
+rank, where = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    connection = socket.create_server(where).accept()[0]
+    while connection.recv(1 << 16): pass
+else:
+    for _ in range(100):
+        try: connection = socket.create_connection(where)
+        except OSError: time.sleep(0.1)
+        else: break
+    connection.sendall(bytes(500_000))
+"""
+    with launched("--ranks", "2", "--link", "10mbit", *both(code), before=tuple(ORDINARY)) as run:
+        status, out, err = run.finish()
+    assert (status, out) == (0, "")
+    sent = re.search(r"^   1 +(\S+) kB .* (\d+)% .* exit status 0$", err, re.MULTILINE)
+    received = re.search(r"^   0 +\S+ kB +(\S+) kB ", err, re.MULTILINE)
+    assert sent and received
+    assert sent[1] == received[1]
+    assert 500 * 1.04 <= float(sent[1]) <= 500 * 1.08
+    assert int(sent[2]) <= 102
+
+
+def test_a_rank_finds_what_torchrun_sets() -> None:
+    settings = Settings(("x",), 4, 1e8, 1e8, scheme="topk")
+    found = variables(settings, 2, "eth0", "10.77.0.1", 29500, "id")
+    assert {
+        key: found[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    } == {
+        "RANK": "2",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "2",
+    }
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.77.0.1", "29500")
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"], found["SPARSYNC_SCHEME"]) == (
+        "eth0",
+        "eth0",
+        "topk",
+    )
+    nodes = variables(Settings(("x",), 4, 1e8, 1e8, nodes=True), 2, "eth0", "10.77.0.1", 29500, "id")
+    assert (nodes["RANK"], nodes["LOCAL_RANK"], nodes["LOCAL_WORLD_SIZE"], nodes["GROUP_RANK"]) == ("2", "0", "1", "2")
+    assert "SPARSYNC_SCHEME" not in nodes
+
+
+def test_torchrun_sets_nothing_else() -> None:
+    import inspect
+
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+
+    theirs = set(
+        re.findall(r'"([A-Z][A-Z_]+)": ', inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers))
+    )
+    ours = environment(variables(Settings(("x",), 4, None, None), 0, "lo", "127.0.0.1", 1, "id"), limited=False)
+    assert "RANK" in theirs
+    assert theirs <= set(ours)
+
+
+def test_the_users_own_environment_counts_where_nothing_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
+    found = environment({"RANK": "1"}, limited=True)
+    assert (found["OMP_NUM_THREADS"], found["RANK"], found["NCCL_SHM_DISABLE"]) == ("7", "1", "1")
+    assert "NCCL_SHM_DISABLE" not in environment({"RANK": "1"}, limited=False)
+
+
+def test_lines_are_cut_at_their_ends_and_a_line_that_was_overwritten_shows_its_last_state() -> None:
+    lines = Lines(prefix(3, 64))
+    assert lines.cut(b"one\ntw") == b"[rank  3] one\n"
+    assert lines.cut(b"o\n\n") == b"[rank  3] two\n[rank  3] \n"
+    assert lines.cut(b"10%\r20%\r\n") == b"[rank  3] 20%\n"
+    assert lines.cut(b"\xff no utf-8") == b""
+    assert lines.cut(b"") == b"[rank  3] \xff no utf-8\n"
+    assert lines.cut(b"") == b""
+    assert lines.cut(b"x" * (LONGEST_LINE + 1)) == b"[rank  3] " + b"x" * (LONGEST_LINE + 1) + b"\n"
+
+
+def test_rates_are_those_of_the_link_where_no_other_is_given() -> None:
+    assert rates("100mbit", None, None) == (1e8, 1e8)
+    assert rates("100mbit", "10mbit", None) == (1e7, 1e8)
+    assert rates("100mbit", "10mbit", "1gbit") == (1e7, 1e9)
+    assert rates("none", None, None) == (None, None)
+    with pytest.raises(ValueError, match="--link none"):
+        rates("none", None, "1gbit")
+    assert link_text(Settings(("x",), 2, 1e7, 1e8)) == "links of 10 Mbit/s up and 100 Mbit/s down"
+
+
+def test_seconds_run_from_the_look_before_the_first_byte_to_the_one_that_saw_the_last() -> None:
+    traffic = Traffic()
+    for now_s, sent in ((1.0, 0), (2.0, 0), (3.0, 100), (4.0, 300), (5.0, 300)):
+        traffic.look(sent, 0, now_s)
+    assert (traffic.seconds, traffic.sent_nbytes) == (2.0, 300)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no command was given; write it behind --"),
+        (["--"], "no command"),
+        (["no-such-program"], "no program 'no-such-program'"),
+    ],
+)
+def test_a_command_that_cannot_be_run_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_command(words)
+
+
+def test_a_python_file_is_run_by_this_python(tmp_path: Path) -> None:
+    script = str(tmp_path / "train.py")
+    assert checked_command(["--", script, "--", "-x"]) == (sys.executable, script, "--", "-x")
+    assert checked_command(["sh", "-c", "true"]) == ("sh", "-c", "true")
+
+
+@pytest.mark.parametrize("ranks", [0, 65])
+def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
+    with pytest.raises(ValueError, match=rf"--ranks must be in \[1, 64\], got {ranks}"):
+        Settings(("x",), ranks, None, None)

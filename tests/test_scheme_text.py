@@ -1,0 +1,83 @@
+"""Schemes as a text, from a program and from the environment: what is made, and what an error says."""
+
+import pytest
+import torch
+from torch import nn
+
+import sparsync
+from helpers import distributed
+from sparsync.base.scheme_text import VARIABLE, scheme_of_environment
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("dense", sparsync.Dense()),
+        ("bf16", sparsync.Dense.bf16()),
+        ("oktopk:density=0.05:values=int4", sparsync.OkTopk(density=0.05, values="int4")),
+        ("skip_reduce:skip=1:protect=*.bias+norm.*", sparsync.SkipReduce(skip=1, protect=["*.bias", "norm.*"])),
+        ("skip_reduce:protect=*.bias", sparsync.SkipReduce(protect=["*.bias"])),
+        ("sparsync.schemes.topk_allgather:TopK:density=0.5", sparsync.TopK(density=0.5)),
+    ],
+)
+def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsync.Scheme) -> None:
+    assert sparsync.scheme(text) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("topq", r"unknown scheme 'topq'.*did you mean 'topk'"),
+        ("topk:densty=0.1", r"'topk' has no setting 'densty'.*did you mean 'density'"),
+        ("topk:density=2.0", "density must be"),
+        (
+            "sparsync:PerParameter",
+            r"'sparsync:PerParameter' cannot be made: .*missing .*see `sparsync schemes sparsync:PerParameter`",
+        ),
+        ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
+        ("local_steps(every=4)/topk", r"sparsync\.LocalSteps\(model, optimizer, scheme"),
+        ("adamw_steps/topk", r"sparsync\.AdamWSteps\(model, optimizer, scheme"),
+        ("diloco", r"'diloco', which is local_steps\(every=50.*sparsync\.LocalSteps"),
+    ],
+)
+def test_a_text_that_names_no_scheme_is_refused_with_the_cure(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sparsync.scheme(text)
+
+
+def test_the_environment_names_the_scheme_and_dense_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert scheme_of_environment() == sparsync.Dense()
+    monkeypatch.setenv(VARIABLE, " ")
+    assert scheme_of_environment() == sparsync.Dense()
+    monkeypatch.setenv(VARIABLE, "topk:density=0.5")
+    assert scheme_of_environment() == sparsync.TopK(density=0.5)
+    monkeypatch.setenv(VARIABLE, "topq")
+    with pytest.raises(ValueError, match="SPARSYNC_SCHEME=topq: unknown scheme 'topq'"):
+        scheme_of_environment()
+
+
+def attached_in_each_way() -> list[object]:
+    """Reduce one step in each way without naming a scheme, and return the schemes that did it."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv(VARIABLE, "topk:density=0.5")
+    bare, wrapped = nn.Linear(4, 2), nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    with sparsync.attach(wrapped) as handle:
+        wrapped(torch.ones(1, 4)).sum().backward()
+        found: list[object] = [handle.scheme]
+    with sparsync.GradientReducer(nn.Linear(4, 2)) as reducer:
+        found.append(reducer.scheme)
+    for _ in range(2):
+        bare(torch.ones(1, 4)).sum().backward()
+        (report,) = sparsync.reduce_gradients(bare)
+        assert report.scheme == "topk"
+        patch.setenv(VARIABLE, "dense")  # read by the first call only
+    with pytest.raises(TypeError, match=r"got 'topk'; pass sparsync.scheme\('topk'\)"):
+        sparsync.attach(wrapped, "topk")  # pyright: ignore[reportArgumentType]
+    patch.undo()
+    return found
+
+
+@pytest.mark.distributed
+def test_attach_and_the_reducer_take_the_scheme_of_the_environment() -> None:
+    assert distributed.run(attached_in_each_way, 1) == [[sparsync.TopK(density=0.5)] * 2]
