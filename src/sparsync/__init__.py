@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sparsync.integrations import checkpoint as checkpoint
     from sparsync.integrations.adamw_steps import AdamWSteps as AdamWSteps
     from sparsync.integrations.attach import attach as attach
+    from sparsync.integrations.comm_hook import ddp_comm_hook as ddp_comm_hook
     from sparsync.integrations.doctor import doctor as doctor
     from sparsync.integrations.local_steps import LocalSteps as LocalSteps
     from sparsync.integrations.local_steps import OuterSGD as OuterSGD
@@ -97,6 +98,7 @@ _HOME = {
     "TwoShot": "sparsync.schemes.two_shot",
     "Update": "sparsync.base.error_feedback",
     "attach": "sparsync.integrations.attach",
+    "ddp_comm_hook": "sparsync.integrations.comm_hook",
     "doctor": "sparsync.integrations.doctor",
     "reduce_gradients": "sparsync.integrations.manual",
 }
@@ -150,6 +152,7 @@ __all__ = [
     "Update",
     "attach",
     "checkpoint",
+    "ddp_comm_hook",
     "doctor",
     "integrations",
     "reduce_gradients",
