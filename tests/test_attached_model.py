@@ -96,7 +96,8 @@ def names_without_wrappers() -> None:
     plain = sparsync.attach(ddp(), SkipReduce(0.5, feedback=True, protect=["1.weight"]))
     plain.load_state_dict(found["inside"][1])
     assert list(plain.state_dict()["layout"]) == NAMES
-    assert not [each for each in sparsync.doctor(torch.compile(ddp()), Dense()) if each.refused]
+    compiled_ddp: Any = torch.compile(ddp())
+    assert not [each for each in sparsync.doctor(compiled_ddp, Dense()) if each.refused]
     compiled = sparsync.GradientReducer(torch.compile(bare(), backend="eager"), Dense())  # pyright: ignore[reportArgumentType]
     assert list(compiled.layout()) == NAMES
 
@@ -157,8 +158,8 @@ def another_scheme() -> None:
     written = [torch.zeros_like(each) for each in dense.parameters()]
 
     def step(number: int) -> None:
-        torch._foreach_add_(came_in, gradients(dense, number))
-        torch._foreach_add_(written, gradients(model, number))
+        torch._foreach_add_(came_in, gradients(dense, number))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(written, gradients(model, number))  # pyright: ignore[reportPrivateImportUsage]
 
     handle.scheme = TopK(density=0.1)
     for number, scheme in enumerate(
@@ -210,7 +211,8 @@ def another_scheme() -> None:
 def detached() -> None:
     model, dense, kept = ddp(), ddp(), ddp()
     handle, other = sparsync.attach(model, TopK(density=0.1)), sparsync.attach(kept, TopK(density=0.1))
-    gradients(model, 0), gradients(kept, 0)
+    gradients(model, 0)
+    gradients(kept, 0)
     handle.detach()
     handle.detach()
     assert len(handle.reports()) == 1 and handle.state_dict()["scheme"]["residual"]

@@ -299,6 +299,10 @@ class AttachedHandle(Handle):
         self._dispatcher.stop()
         super().close()
 
+    def detach(self) -> None:
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps; reports and state stay."""
+        raise NotImplementedError
+
     def _hidden(self) -> Hidden:
         return self._dispatcher.hidden()
 
