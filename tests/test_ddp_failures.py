@@ -302,7 +302,7 @@ def state_of_another_scheme() -> None:
         training.handle.load_state_dict({"scheme": {}})
     whole = training.handle.state_dict()
     with pytest.raises(
-        ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['highest_rates', 'layout'"
+        ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['buckets', 'highest_rates'"
     ):
         training.handle.load_state_dict({key: value for key, value in whole.items() if key != "step"})
     rank, ranks = dist.get_rank(), dist.get_world_size()

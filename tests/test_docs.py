@@ -139,7 +139,9 @@ def _check_target(arguments: list[str]) -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done. JOB and C stand for any job and number."""
+    """Parse a command, its schemes and its job; raise SystemExit or ValueError where that cannot be done.
+
+    JOB and C stand for any job and number."""
     if arguments == ["--version"]:
         return
     options = cli._parser().parse_args(arguments)

@@ -182,6 +182,7 @@ def test_the_rate_from_which_on_bf16_is_as_fast_makes_both_steps_equal(tmp_path:
     bf16 = replace(BF16, step_s=2.0, sent_bytes=1e6, interface_bytes=1e6)
     sparse = replace(SPARSE, step_s=1.5, sent_bytes=125_000.0, interface_bytes=125_000.0)
     rate = verdict(summary(tmp_path, DENSE, bf16, sparse, run=NO_TARGET)).enough_from
+    assert rate is not None
     assert rate == pytest.approx(8e6 / 0.375 * 0.875)
     for step_s, nbytes in ((2.0, 1e6), (1.5, 125_000.0)):
         assert step_s - 8 * nbytes / 8e6 + 8 * nbytes / rate == pytest.approx(1.0 + 8e6 / rate)

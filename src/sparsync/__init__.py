@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparsync.integrations import checkpoint as checkpoint
     from sparsync.integrations.adamw_steps import AdamWSteps as AdamWSteps
     from sparsync.integrations.attach import attach as attach
+    from sparsync.integrations.comm_hook import ddp_comm_hook as ddp_comm_hook
     from sparsync.integrations.doctor import doctor as doctor
     from sparsync.integrations.local_steps import LocalSteps as LocalSteps
     from sparsync.integrations.local_steps import OuterSGD as OuterSGD
@@ -98,6 +99,7 @@ _HOME = {
     "TwoShot": "sparsync.schemes.two_shot",
     "Update": "sparsync.base.error_feedback",
     "attach": "sparsync.integrations.attach",
+    "ddp_comm_hook": "sparsync.integrations.comm_hook",
     "doctor": "sparsync.integrations.doctor",
     "reduce_gradients": "sparsync.integrations.manual",
     "scheme": "sparsync.base.scheme_text",
@@ -152,6 +154,7 @@ __all__ = [
     "Update",
     "attach",
     "checkpoint",
+    "ddp_comm_hook",
     "doctor",
     "integrations",
     "reduce_gradients",

@@ -94,7 +94,7 @@ def trained(folder: Path) -> None:
             sparsync.checkpoint.load(second, folder / make.__name__)
             step(torch.zeros(3))
             assert second.reports()[-1].step == 3
-    for wrong, cure in ((Mean, r"pass an instance, Mean\(\.\.\.\)"), (object(), "subclass sparsync.Scheme")):
+    for wrong, cure in ((Mean, r"give an instance: Mean\(\.\.\.\)"), (object(), "subclass sparsync.Scheme")):
         for take in (sparsync.attach, sparsync.doctor):
             with pytest.raises(TypeError, match=cure):
                 take(DistributedDataParallel(nn.Linear(3, 1)), wrong)  # pyright: ignore[reportArgumentType]

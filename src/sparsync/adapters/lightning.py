@@ -54,6 +54,8 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
                 f"residuals can follow the learning rate of one optimizer, this module has {len(trainer.optimizers)}; "
                 "leave follow_rates out"
             )
+        if self.handle is not None:
+            self.handle.close()  # of the last fit, whose DDP model is gone
         optimizer = trainer.optimizers[0] if self.follow_rates else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
         self.handle = attach(ddp, self.scheme, optimizer=optimizer, scaler=scaler, timeout_s=self.timeout_s)

@@ -71,6 +71,8 @@ class Sparsync(TrainerCallback):
         if ddp is None:
             return
         if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
+            if self.handle is not None:
+                self.handle.close()  # of a DDP model that is no longer trained
             optimizer = kwargs["optimizer"] if self.follow_rates else None
             self.handle = attach_to_ddp(
                 ddp, self.scheme, optimizer=optimizer, scaler=trainer.accelerator.scaler, timeout_s=self.timeout_s

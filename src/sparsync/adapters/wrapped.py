@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.integrations.parameter_names import compiled_inside
 
 
 @contextmanager
@@ -23,8 +24,7 @@ def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataP
 
     Raises TypeError where several ranks train anything but a DDP model.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod
+    model = compiled_inside(model)
     if isinstance(model, DistributedDataParallel):
         return model
     if ranks == 1:

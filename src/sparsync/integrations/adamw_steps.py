@@ -52,6 +52,7 @@ from sparsync.integrations.local_steps_weights import (
     copy_from_first,
     sent_and_drift,
 )
+from sparsync.integrations.parameter_names import named_parameters
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.dense import Dense
 
@@ -121,7 +122,6 @@ class AdamWSteps(Handle):
     and optimizer have other trained parameters, RuntimeError when a rank is missing, or has other settings or other parameters.
     """
 
-    scheme: Scheme
     replaces_optimizer = True
 
     def __init__(
@@ -143,7 +143,7 @@ class AdamWSteps(Handle):
         check_model(model)
         _check_optimizer(optimizer)
         _check_settings(keep, block, measure_every, bucket_mb)
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
         group_of = _group_of(optimizer, trained)
         settings = {"keep": keep, "block": block, "measure_every": measure_every, "bucket_mb": bucket_mb}
         settings |= {key: _values(optimizer, key) for key in (*_SAME, "lr", "weight_decay")}

@@ -8,9 +8,11 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.integrations import ddp
-from sparsync.integrations.findings import Axis, is_fsdp2
+from sparsync.integrations.findings import Axis, check_scheme, is_fsdp2
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.integrations.parameter_names import compiled_inside
 from sparsync.wire.values import Values
 
 
@@ -30,18 +32,23 @@ def attach(
 
     Without `scheme` it is the one that the environment variable SPARSYNC_SCHEME has as a text that `sparsync.scheme` takes, and `Dense()`
     where that is not set: `sparsync launch --scheme` sets it.
-    `model` is wrapped by DistributedDataParallel or by fully_shard; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
+    `model` is wrapped by DistributedDataParallel or by fully_shard, also inside or around torch.compile; see `integrations.ddp.attach` and
+    `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
     So is `parameters`: how the shard axis exchanges parameters; None is FSDP2's own all-gather.
     With `optimizer`, residuals follow its learning rates, down to a tenth of the highest one, and it is warned of where it does not go
     with the scheme; with `scaler` they follow its loss scale. A rank that waits longer than `timeout_s` seconds for the others gives up.
     `join_mb` and `dense_below` are for DistributedDataParallel, see there.
-    Collective over the ranks that reduce: call it on all of them, each with an instance of its own with the same settings.
-    Warns of what `doctor` warns of. Raises what `doctor` says is refused, TypeError for another model and for anything but a Scheme, and
+    Collective over the ranks that reduce: call it on all of them, each with an instance of its own with the same settings. An instance
+    holds the residuals of one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only.
+    Warns of what `doctor` warns of. Raises what `doctor` says is refused, TypeError for another model and for anything but a Scheme,
+    ValueError for a scheme that another handle drives or that holds another model's residuals, and
     RuntimeError when the ranks come with different schemes or, on a replicate axis, different parameters.
     """
     if scheme is None:
         scheme = scheme_of_environment()
+    check_scheme(scheme)
+    model = compiled_inside(model)
     if is_fsdp2(model):
         if join_mb is not None or dense_below is not None:
             raise ValueError(
@@ -49,7 +56,9 @@ def attach(
             )
         from sparsync.integrations import fsdp2  # loads torch's FSDP
 
-        return fsdp2.attach_fsdp2(
+        if replicate is not None:  # a shard axis has a form of its own of the scheme
+            check_free(scheme, model)
+        handle = fsdp2.attach_fsdp2(
             model,
             scheme,
             replicate=replicate,
@@ -58,6 +67,8 @@ def attach(
             scaler=scaler,
             timeout_s=timeout_s,
         )
+        take(handle.scheme, handle, model)
+        return handle
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"attach takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; "

@@ -40,6 +40,9 @@ class Connection:
         self._scheme, self._what = scheme, what
         self._group, self._comm = comm, MeteredComm(comm)
         self._rollback = Rollback() if scheme.has_residual else None
+        self._settings = (
+            ""  # the scheme and its settings, once they were changed: until then they were compared at the start
+        )
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
@@ -91,6 +94,11 @@ class Connection:
             raise
         return report
 
+    def use(self, scheme: Scheme | ReduceScatterScheme, settings: str) -> None:
+        """Reduce with `scheme` from the next step on; ranks compare its `settings` before each bucket from then on."""
+        self._scheme, self._settings = scheme, settings
+        self._rollback = Rollback() if scheme.has_residual else None
+
     def continue_after(self, step: int) -> None:
         """Take `step` for the last one that was reduced, because a checkpoint of it was loaded."""
         self._reduced, self._step, self.partly_applied = step, None, False
@@ -102,6 +110,11 @@ class Connection:
 
     def _part(self) -> str:
         return f", but rank {self._group.rank} has applied only a part of one" if self.partly_applied else ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `shut` was called."""
+        return self._shut
 
     def shut(self) -> None:
         """Close for good, and give the connections back. Safe to call again, and while the process ends."""
@@ -121,10 +134,10 @@ class Connection:
         """Tell the other ranks what is reduced, and return what that costs."""
         if not isinstance(self._group, GroupComm) or self._group.size == 1:
             return Cost()
-        what = (bucket.grad.dtype, scheme.name, bucket.layout)
+        what = (bucket.grad.dtype, scheme.name, bucket.layout, self._settings)
         known = self._layouts.get(bucket.key)
         if known is None or known[0] != what:
-            known = self._layouts[bucket.key] = what, digest("\n".join(_lines(bucket, scheme)))
+            known = self._layouts[bucket.key] = what, digest("\n".join(self._fixed(bucket, scheme)))
         shared, reduced = scheme.shared_text(bucket), self._reduced
 
         def lines() -> list[str]:
@@ -132,12 +145,15 @@ class Connection:
             return [
                 f"step {bucket.step}",
                 after if reduced >= 0 else "no step that was reduced before",
-                *_lines(bucket, scheme),
+                *self._fixed(bucket, scheme),
                 f"state of {scheme.name}: {shared}",
             ]
 
         self._group.announce(Announcement((bucket.step, reduced, known[1], digest(shared)), lines, _CURE))
         return announcement_cost(self._group.size)
+
+    def _fixed(self, bucket: Bucket, scheme: Scheme) -> list[str]:
+        return [*([f"settings {self._settings}"] if self._settings else []), *_lines(bucket, scheme)]
 
     def _settle(self) -> None:
         if isinstance(self._group, GroupComm):

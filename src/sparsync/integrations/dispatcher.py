@@ -8,6 +8,7 @@ meanwhile, and buckets wait in line.
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from sparsync.comm.announcement import RanksDifferError
 from sparsync.comm.group import ConnectionLostError
 from sparsync.core import Bucket, Report
 from sparsync.integrations.connection import Connection
+from sparsync.integrations.summary import Hidden
 
 EXIT_S = 5.0  # how long a process that ends waits for its dispatchers to close their connections
 ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
@@ -33,6 +35,7 @@ class _Job:
     prepare: Callable[[], None] | None
     written: Callable[[], Bucket] | None
     done: Future
+    submitted_s: float  # of time.perf_counter
     ready: Any  # the CUDA event after which the gradient is there; None on CPU. torch's stubs know two unrelated Event classes
     error: list[str] = field(default_factory=list)  # one message if the job failed
 
@@ -51,6 +54,7 @@ class Dispatcher:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
         self._failure: tuple[int, str] | None = None
+        self._exposure = _Exposure()
 
     def submit(
         self,
@@ -67,7 +71,7 @@ class Dispatcher:
         device = bucket.grad.device
         done: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        job = _Job(bucket, scheme, prepare, written, done, ready)
+        job = _Job(bucket, scheme, prepare, written, done, time.perf_counter(), ready)
 
         # HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
         def result(finished: Future) -> Tensor:
@@ -89,6 +93,22 @@ class Dispatcher:
                     raise RuntimeError("the thread that reduces gradients has ended; call attach on the model again")
         self._failure = None
         self._connection.end_step()
+
+    def wait(self, promised: Future) -> None:
+        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what its reduction raised."""
+        began = time.perf_counter()
+        try:
+            promised.wait()
+        finally:
+            self._exposure.waited_s = (self._exposure.waited_s or 0.0) + time.perf_counter() - began
+
+    def hidden(self) -> Hidden:
+        """Return how long buckets were reduced, and for how much of it the backward pass waited.
+
+        DDP waits where it cannot be seen: at the end of the backward pass, from when the last bucket of a step was submitted until it is
+        reduced. An integration that waits itself calls `wait`, and its waits are counted instead. On CUDA the times are the host's.
+        """
+        return self._exposure.hidden()
 
     def stop(self) -> None:
         """End the thread after the buckets submitted so far, without waiting for them; the next bucket starts another thread."""
@@ -129,6 +149,13 @@ class Dispatcher:
             job.done.set_result(job.bucket.grad)
 
     def _attempt(self, job: _Job) -> None:
+        began = time.perf_counter()
+        try:
+            self._try(job)
+        finally:
+            self._exposure.add(job.bucket.step, job.submitted_s, began, time.perf_counter())
+
+    def _try(self, job: _Job) -> None:
         bucket, lost = job.bucket, False
         if self._failure is not None and self._failure[0] == bucket.step:
             job.error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
@@ -143,6 +170,31 @@ class Dispatcher:
         reported = self._connection.close("" if lost else cause)
         job.error.append(f"{job.scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {cause}{reported}")
         self._failure = bucket.step, job.error[0]
+
+
+@dataclass
+class _Exposure:
+    """The seconds spent on reducing, and those of them in which the backward pass waited."""
+
+    reducing_s: float = 0.0
+    ended_s: float = 0.0  # waited at the end of the steps before this one
+    step: int | None = None
+    step_s: float = 0.0  # of this step: reducing,
+    step_ended_s: float = 0.0  # and from when its latest bucket was submitted until it was reduced
+    waited_s: float | None = None  # in `Dispatcher.wait`; None where nothing calls that
+
+    def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
+        """Add a bucket of a step; buckets come in the order in which they were submitted."""
+        if step != self.step:
+            self.ended_s += min(self.step_s, self.step_ended_s)
+            self.step, self.step_s = step, 0.0
+        self.reducing_s += ended_s - began_s
+        self.step_s += ended_s - began_s
+        self.step_ended_s = ended_s - submitted_s
+
+    def hidden(self) -> Hidden:
+        ended_s = self.ended_s + min(self.step_s, self.step_ended_s)
+        return Hidden(self.reducing_s, min(self.reducing_s, ended_s if self.waited_s is None else self.waited_s))
 
 
 def _end(thread: threading.Thread, jobs: queue.SimpleQueue) -> None:

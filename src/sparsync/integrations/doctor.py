@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
+from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.integrations.parameter_names import compiled_inside, named_parameters
 from sparsync.wire.values import Values
 
 
@@ -27,6 +29,7 @@ def doctor(
     want SGD without momentum. Without it nothing is known of that, and nothing said.
     Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
+    model = compiled_inside(model)
     if isinstance(model, DistributedDataParallel):
         findings.check_scheme(scheme)
         found = [*_ddp(model, scheme), *findings.optimizers(optimizer, scheme)]
@@ -67,7 +70,7 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
         )
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
-    yield from findings.patterns([name for name, _ in model.module.named_parameters()], scheme)
+    yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
 
 
 def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
@@ -84,7 +87,15 @@ def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
             "step the optimizer after the backward pass",
             RuntimeError,
         )
-    elif getattr(model, "_comm_hooks", None):
+    elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
         yield Finding(
-            "this model has a communication hook already, and DDP takes one", "wrap the module again", RuntimeError
+            "this model has a communication hook already, and DDP takes one",
+            "wrap the module again",
+            RuntimeError,
         )
+
+
+def ddp_hook(model: DistributedDataParallel) -> HookState | None:
+    """Return the hook of ours that the model has registered already; None where it has none."""
+    states = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, HookState)]
+    return next((state for state in states if state.registered), None)

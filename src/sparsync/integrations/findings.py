@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
+from sparsync.integrations.parameter_names import plain_name
 from sparsync.selection.parameters import matches
 
 Axis = DeviceMesh | dist.ProcessGroup
@@ -40,7 +41,8 @@ def check_scheme(scheme: object) -> None:
         return
     cure = "subclass sparsync.Scheme to write one"
     if isinstance(scheme, type) and issubclass(scheme, Scheme):
-        cure = f"pass an instance, {scheme.__name__}(...)"
+        settings = "density=0.01" if "density" in getattr(scheme, "__dataclass_fields__", {}) else "..."
+        cure = f"give an instance: {scheme.__name__}({settings})"
     if isinstance(scheme, str):
         cure = f"pass sparsync.scheme({scheme!r})"
     raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
@@ -85,7 +87,7 @@ def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn
     """Find the embeddings whose gradients are sparse, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield name, module
+            yield plain_name(name), module
 
 
 def steps_in_backward(model: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from sparsync.integrations.fsdp2_units import (
     units_of,
 )
 from sparsync.integrations.handle import AttachedHandle
+from sparsync.integrations.ownership import release
 from sparsync.integrations.parameter_format import ParameterFormat, parameter_format
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.wire.values import Values
@@ -62,6 +63,7 @@ class Fsdp2Handle(AttachedHandle):
             unit.reduce_unused(before)
         self._unused = []
         self._dispatcher.stop()
+        release(self.scheme)
         if self._gather is not None:
             self._gather.detach()
 
@@ -106,7 +108,7 @@ class Fsdp2Handle(AttachedHandle):
         self._in_flight.append(self._dispatcher.submit(bucket, scheme, prepare, written))
         try:
             while len(self._in_flight) > allowed:
-                self._in_flight.pop(0).wait()
+                self._dispatcher.wait(self._in_flight.pop(0))
         except BaseException:
             self._abandon()
             raise
@@ -131,7 +133,7 @@ class Fsdp2Handle(AttachedHandle):
         self._seen.clear()
         try:
             for future in pending:
-                future.wait()
+                self._dispatcher.wait(future)
             self._connection.end_step()
         except BaseException:
             self._in_flight = pending  # all of them have ended or will soon: a failed step fails as a whole
@@ -158,8 +160,6 @@ class Fsdp2Handle(AttachedHandle):
 
 class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
-
-    scheme: ReduceScatterScheme
 
     def __init__(
         self, scheme: ReduceScatterScheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]
@@ -237,7 +237,7 @@ class ShardHandle(Fsdp2Handle):
 class ReplicateHandle(Fsdp2Handle):
     """The handle of a scheme on an axis of replicas; its residuals are of this rank's shards."""
 
-    scheme: Scheme
+    switches = True
 
     def __init__(self, scheme: Scheme, comm: GroupComm, rescaler: ResidualRescaler, units: list[Unit]) -> None:
         shards = units[0].shard_group

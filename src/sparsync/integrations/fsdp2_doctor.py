@@ -12,6 +12,7 @@ from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
 from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.integrations.parameter_names import named_parameters
 from sparsync.wire.values import Values
 
 _ONE_AXIS = (
@@ -79,7 +80,7 @@ def _meshes(units: list[Unit]) -> Iterator[Finding]:
 
 
 def _ignored(model: nn.Module, names: list[str]) -> Iterator[Finding]:
-    others = [name for name, each in model.named_parameters() if each.requires_grad and name not in names]
+    others = [name for name, each in named_parameters(model) if each.requires_grad and name not in names]
     if others and len(others) + len(names) > len(dict(model.named_parameters())):
         return  # a wrapper changed the names, so they cannot be compared
     if others:

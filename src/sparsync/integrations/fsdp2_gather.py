@@ -14,8 +14,8 @@ from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Comm, Report
 from sparsync.integrations.connection import Connection
 from sparsync.integrations.fsdp2_units import AllGather, Unit, inside_backward
-from sparsync.integrations.handle import MAX_REPORTS
 from sparsync.integrations.parameter_format import ParameterFormat
+from sparsync.integrations.summary import MAX_REPORTS
 from sparsync.wire.values import ValueCodec
 
 _AS_IT_IS = ValueCodec("float32")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, is_bw
 
 from sparsync.integrations.findings import Axis
+from sparsync.integrations.parameter_names import plain_name
 
 ROOT = "(root)"  # the key of the outermost unit
 _NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
@@ -211,10 +212,10 @@ class Unit:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a model, outer modules first, called after their modules; those without parameters are left out."""
-    modules = dict(model.named_modules())
-    prefixes = {id(module): f"{name}." if name else "" for name, module in modules.items()}
+    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+    prefixes = {id(module): f"{name}." if name else "" for name, module in modules}
     found: dict[int, Unit] = {}
-    for name, module in modules.items():
+    for name, module in modules:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # Any: private

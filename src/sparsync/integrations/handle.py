@@ -2,11 +2,14 @@
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, Self
 
+import torch
+
+from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme
 from sparsync.comm.group import GroupComm
@@ -14,6 +17,9 @@ from sparsync.core import Comm, Report
 from sparsync.feedback import state_from
 from sparsync.integrations.connection import Connection
 from sparsync.integrations.dispatcher import Dispatcher
+from sparsync.integrations.findings import check_scheme
+from sparsync.integrations.ownership import check_empty, check_free, module_of, release, take
+from sparsync.integrations.parameter_names import named_parameters
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.integrations.state_checks import (
     check_model,
@@ -23,8 +29,9 @@ from sparsync.integrations.state_checks import (
     refuse_distributed_checkpoint,
 )
 from sparsync.integrations.state_file import VERSION
+from sparsync.integrations.summary import Hidden, ReportLog, Summary
 
-MAX_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
+Residual = Literal["carry", "drop"]
 
 
 class Handle:
@@ -32,18 +39,23 @@ class Handle:
 
     `part` names what this rank's worker group has of the model, such as "shard0of2"; "" is
     all of it. States of different parts have nothing in common.
+    A copy, by `copy` or `pickle`, is a `DetachedHandle`: connections and threads stay with the original.
     """
+
+    switches = False  # whether this integration can change its scheme between two steps
 
     def __init__(
         self, scheme: Scheme | ReduceScatterScheme, comm: Comm, rescaler: ResidualRescaler, part: str = ""
     ) -> None:
-        self.scheme = scheme
+        check_free(scheme)
+        take(scheme, self)
+        self._scheme = scheme
         self.part = part
         self._rescaler = rescaler
         self._connection = Connection(scheme, comm)
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
-        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self._reports = ReportLog()
         # When nothing refers to the handle any more, which model and optimizer do. Not at exit, where torch may have ended before.
         weakref.finalize(self, self._connection.shut).atexit = False
 
@@ -52,6 +64,94 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
+        settings, (rank, ranks) = self._scheme_settings(), self.place
+        return DetachedHandle, (settings, rank, ranks, self.part, self._step, tuple(self._reports))
+
+    @property
+    def scheme(self) -> Any:  # Any: a Scheme, or its reduce-scatter form on a shard axis
+        """The scheme that reduces the gradients. Assign another one as `switch` takes it, which carries the residual over."""
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self.switch(scheme)
+
+    def switch(self, scheme: Scheme, *, residual: Residual = "carry") -> None:
+        """Reduce with another scheme from the next step on. Call it on all ranks, between two steps, with the same settings.
+
+        The residual is carried over by parameter name: to a scheme of the same class with its whole state (thresholds and partitions go
+        on adapting), to one of another class as it is, where both have plain error feedback. Otherwise what is held back would be lost:
+        train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
+        The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
+        Raises RuntimeError inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard axis), TypeError for
+        anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be carried over.
+        """
+        check_scheme(scheme)
+        if not self.switches:
+            raise RuntimeError(
+                f"{type(self).__name__} keeps the scheme that it was made with; save a checkpoint and make a new one with other settings"
+            )
+        # HACK: torch has no public function for this. Price: it may change with torch; tests/test_switch.py calls it.
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the scheme cannot change inside a backward pass, where buckets of one step would differ; change it between two steps"
+            )
+        if residual not in ("carry", "drop"):
+            raise ValueError(f"residual must be 'carry' or 'drop', got {residual!r}")
+        before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
+        if scheme is before:
+            return
+        check_free(scheme, module_of(before))
+        self._flush()
+        if residual == "drop" or not _carried(before, scheme):
+            check_empty(scheme)
+        release(before)
+        take(scheme, self, module_of(before))
+        self._use(scheme)
+        self._scheme = scheme
+        self._rescaler.use(scheme)
+        self._connection.use(scheme, self._scheme_settings())
+
+    def set(self, **settings: Any) -> None:  # Any: of a field of the scheme
+        """Change settings of the scheme from the next step on, such as `handle.set(density=0.02)`; state and residual stay. See `switch`.
+
+        For schedules: call it between steps with a value that depends on the step only, the same on all ranks. Settings are checked as
+        those of a new scheme are; where none differ from the present ones nothing happens. A state says which it was saved with
+        (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have.
+        """
+        scheme = self._scheme
+        known = [each.name for each in fields(scheme) if each.init] if is_dataclass(scheme) else []
+        if unknown := sorted(settings.keys() - set(known)):
+            raise ValueError(f"{scheme.name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        if any(getattr(scheme, key) != value for key, value in settings.items()):
+            self.switch(replace(scheme, **settings))  # pyright: ignore[reportArgumentType]  # a dataclass
+
+    def _use(self, scheme: Scheme) -> None:
+        """Take what the integration itself has of a scheme from another one."""
+        return
+
+    def _scheme_settings(self) -> str:
+        scheme = self._scheme
+        return scheme.config_fingerprint() if isinstance(scheme, Scheme) else scheme.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the handle was closed or detached, so that its scheme may serve another one."""
+        return self._connection.closed
+
+    def summary(self) -> Summary:
+        """Return what was reduced on this rank since the handle was made: print it at any time. It sends nothing.
+
+        By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
+        """
+        parameters = sum(math.prod(shape) for shape in self.layout().values())
+        return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
+
+    def _hidden(self) -> Hidden | None:
+        """Return how much of the reduction the backward pass hid; None where it comes after the backward pass."""
+        return None
 
     def close(self) -> None:
         """Give back connections and threads. What is reduced afterwards raises RuntimeError; reports and state stay readable.
@@ -72,12 +172,12 @@ class Handle:
 
     def take_reports(self) -> list[Report]:
         """Return the reports since the last call, and forget them."""
-        return [self._reports.popleft() for _ in range(len(self._reports))]
+        return self._reports.take()
 
     def layout(self) -> dict[str, list[int]]:
         """Return the shape of each parameter of the model by name; {} where the model is not known."""
         model = vars(self).get("model")
-        return {} if model is None else {name: list(each.shape) for name, each in model.named_parameters()}
+        return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint.
@@ -97,6 +197,7 @@ class Handle:
             "part": self.part,
             "step": self._step,
             "scheme_name": self.scheme.name,
+            "settings": self._scheme_settings(),
             "layout": self.layout(),
             "rates": dict(self._rescaler.units.rates),
             "highest_rates": dict(self._rescaler.units.highest),
@@ -199,13 +300,55 @@ class AttachedHandle(Handle):
         super().close()
 
     def detach(self) -> None:
-        """Give the model back as it was before `attach`. Raises RuntimeError for DistributedDataParallel; only FSDP2 can."""
-        raise RuntimeError(
-            "DistributedDataParallel cannot remove a communication hook; wrap the module again to train without one"
-        )
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps; reports and state stay."""
+        raise NotImplementedError
+
+    def _hidden(self) -> Hidden:
+        return self._dispatcher.hidden()
 
     def _flush(self) -> None:
         self._dispatcher.flush()
+
+
+@dataclass(frozen=True)
+class DetachedHandle:
+    """What a copy of a handle is, also after `pickle`: what it was attached with, and its reports. It reduces nothing and has no state."""
+
+    settings: str  # of the scheme
+    rank: int
+    ranks: int
+    part: str
+    step: int  # the last one that was reduced, -1 for none
+    kept_reports: tuple[Report, ...]
+
+    def reports(self) -> list[Report]:
+        """Return the reports that the handle had when it was copied."""
+        return list(self.kept_reports)
+
+    def __getattr__(self, name: str) -> Any:  # Any: there is none
+        raise AttributeError(
+            f"this is a copy of a handle, which has reports() only and no {name!r}: connections and state stay with the original; "
+            "call sparsync.attach on the copied model for a handle of its own"
+        )
+
+
+def _carried(before: Scheme, scheme: Scheme) -> bool:
+    """Give `scheme` what `before` holds, if it can hold anything. Raises ValueError, and changes nothing, where that is not possible."""
+    if type(scheme) is type(before):
+        scheme.load_state_dict(before.state_dict())
+        return True
+    if not before.has_residual:
+        return False
+    plain = [isinstance(each, ErrorFeedbackScheme) and not each.has_momentum for each in (before, scheme)]
+    state = before.state_dict()
+    if not all(plain) or state.get("velocity"):
+        raise ValueError(
+            f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; train one step with TopK(density=1.0), "
+            'which sends all of it, if it can take it over, then switch(scheme, residual="drop"), which forgets what is left'
+        )
+    assert isinstance(scheme, ErrorFeedbackScheme)
+    scheme.feedback.load_state_dict(state["residual"])
+    return True
 
 
 @contextmanager

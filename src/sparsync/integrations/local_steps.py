@@ -45,6 +45,7 @@ from sparsync.integrations.local_steps_weights import (
     fragments_of,
     sent_and_drift,
 )
+from sparsync.integrations.parameter_names import named_parameters
 from sparsync.integrations.residual_units import ResidualRescaler
 
 _SAVED = (
@@ -104,7 +105,6 @@ class LocalSteps(Handle):
     range, and RuntimeError when a rank is missing, or has other settings or other parameters.
     """
 
-    scheme: Scheme
     replaces_optimizer = False
 
     def __init__(
@@ -135,7 +135,7 @@ class LocalSteps(Handle):
         check_settings(every, keep, fragments, delay, mixing, buffers, clip_factor, bucket_mb)
         self.model, self.every, self.keep, self.delay, self.mixing = model, every, keep, delay, mixing
         self.buffers: Buffers = buffers
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
         dealt = fragments_of(trained, fragments)
         settings = {"every": every, "keep": keep, "outer": described(outer), "fragments": fragments, "delay": delay}
         settings |= {"mixing": mixing, "buffers": buffers, "clip_factor": clip_factor, "bucket_mb": bucket_mb}

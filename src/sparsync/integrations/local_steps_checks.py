@@ -14,6 +14,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.integrations.findings import is_fsdp2
 from sparsync.integrations.local_steps_agreement import Buffers
+from sparsync.integrations.parameter_names import named_parameters
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MEASURED = "measured"
@@ -33,7 +34,7 @@ def check_model(model: nn.Module) -> None:
             f"this model is wrapped by {kind}, which reduces gradients at every step; local steps are for ranks that each hold the whole "
             "model and train it by themselves: pass the bare module"
         )
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
     if not trained:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
     for name, each in trained.items():
@@ -46,7 +47,7 @@ def check_model(model: nn.Module) -> None:
 def check_trained(model: nn.Module, trained: Iterable[nn.Parameter], what: str) -> None:
     """Raise RuntimeError where the model trains a parameter that is not among those that `what` was made with."""
     known = {id(each) for each in trained}
-    if thawed := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]:
+    if thawed := [name for name, each in named_parameters(model) if each.requires_grad and id(each) not in known]:
         raise RuntimeError(
             f"{', '.join(thawed)} had no gradient when {what} was made, or was not there, and is trained now; make a new {what}"
         )

@@ -17,6 +17,8 @@ from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.integrations.findings import check_scheme, optimizers, sparse_embeddings, steps_in_backward
 from sparsync.integrations.handle import Handle
+from sparsync.integrations.ownership import check_free, take
+from sparsync.integrations.parameter_names import named_parameters
 from sparsync.integrations.residual_units import ResidualRescaler
 from sparsync.schemes.dense import Dense
 
@@ -39,7 +41,7 @@ class GradientReducer(Handle):
     with another scheme, and for an optimizer that steps during the backward pass.
     """
 
-    scheme: Scheme
+    switches = True
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class GradientReducer(Handle):
         if scheme is None:
             scheme = scheme_of_environment()
         check_scheme(scheme)
+        check_free(scheme, model)
         if isinstance(model, DistributedDataParallel):
             raise TypeError(
                 "DistributedDataParallel reduces this model's gradients already; use sparsync.attach, or pass the bare module"
@@ -64,10 +67,11 @@ class GradientReducer(Handle):
             )
         for finding in optimizers(optimizer, scheme):
             warnings.warn(str(finding), stacklevel=2)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters(model)}
         rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
         comm = GroupComm.private(group, timeout_s, fingerprint=scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler)
+        take(scheme, self, model)
         self.model, self.group, self.timeout_s = model, group, timeout_s
 
     def reduce(self, step: int | None = None) -> list[Report]:
@@ -109,7 +113,7 @@ class GradientReducer(Handle):
         buckets: dict[str, dict[str, nn.Parameter]] = {}
         filled: dict[str, tuple[int, int]] = {}  # by type and device: the number of the last bucket, and its elements
         sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model):
             if parameter.requires_grad:
                 if parameter.numel() > _MOST:
                     raise ValueError(

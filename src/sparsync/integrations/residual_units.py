@@ -65,6 +65,11 @@ class ResidualRescaler:
         self.names, self.scaler = names, scaler
         self._scheme, self._optimizer = scheme, optimizer
 
+    def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
+        """Rescale the residuals of another scheme from now on, which are in the units of the one before."""
+        self._scheme = scheme
+        vars(scheme)["_residual_units"] = self.units
+
     def rescale(self) -> None:
         """Multiply the residuals by `factors`; to be called once a step, before its first bucket."""
         if factors := self.factors():
