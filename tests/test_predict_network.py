@@ -119,7 +119,7 @@ def test_the_closed_form_does_not_grow_with_the_number_of_ranks():
         (lambda: fat_tree(LINK, 8, 0.5), "at least 1 .*got 0.5"),
         (lambda: nodes(LINK, LINK, 4, 0), "at least 1 link, got 0"),
         (lambda: Tiers((Tier(4, (LINK,)),)), r"from single ranks on, got \[4\]"),
-        (lambda: flat_switch(), "need a link, got none"),
+        (flat_switch, "need a link, got none"),
     ],
 )
 def test_networks_that_cannot_be_say_so(make, message):

@@ -36,7 +36,7 @@ class Clock:
     _meetings: dict[int, "_Meeting"] = field(default_factory=dict)
     _called: list[int] = field(default_factory=list)
     _mail: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    _busy: dict[tuple[int, int, bool], "_Busy"] = field(default_factory=lambda: defaultdict(lambda: _Busy()))
+    _busy: dict[tuple[int, int, bool], "_Busy"] = field(default_factory=lambda: defaultdict(_Busy))
 
     def __post_init__(self) -> None:
         self.now_s = self.now_s or [0.0] * self.P
