@@ -8,9 +8,10 @@ import torch
 from sparsync.base import registry
 from sparsync.comm.local import LocalWorld
 from sparsync.comm.plan import Exchange
-from sparsync.core import Bucket, spans
+from sparsync.core import Bucket, generator, spans
 from sparsync.predict import clock
 from sparsync.predict.network import Link, Tier, Tiers, fat_tree, flat_switch, nodes, regions
+from sparsync.predict.plans import plan
 
 # Powers of two, so that sums of seconds are exact: 2^20 bytes a second, a latency of 2^-10 s, 2^-14 s for a message.
 LINK = Link(8 * 2**20, latency_s=2**-10, per_message_s=2**-14)
@@ -151,6 +152,39 @@ def test_the_clock_agrees_with_the_closed_form_of_a_ring_of_messages(P):
     ring = Exchange("send_recv", steps * 4 * 64, steps, steps, steps * 4 * 64, "ring")
     network = flat_switch(LINK)
     assert elapsed(network, P, "skip_reduce", n, skip=1, protect=()) == [network.seconds(ring, P)] * P
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings"),
+    [
+        ("bf16", {}),
+        ("topk", {"density": 0.0625}),
+        ("two_shot", {"density": 0.0625, "values": "int4"}),
+        ("int4", {}),
+        ("random_k", {"density": 0.0625}),
+        ("gtopk", {"density": 0.0625}),
+        ("spardl", {"density": 0.0625}),
+        ("cltk", {"density": 0.0625}),
+        ("sparse_loco", {}),
+        ("demo", {}),
+    ],
+)
+def test_the_clock_agrees_with_the_plan_of_each_scheme_whose_traffic_is_fixed(scheme, settings):
+    """The closed form of every exchange, added up, is what the ranks' clocks show after the last of a few steps."""
+    P, n, network = 4, 2**12, flat_switch(LINK)
+    schemes = [registry.get(scheme, **settings) for _ in range(P)]
+
+    def body(comm: clock.ClockedComm) -> float:
+        began = 0.0
+        for step in range(2):
+            began = comm.now_s
+            grad = torch.randn(n, generator=generator(comm.rank, "b", step))
+            schemes[comm.rank].reduce(Bucket("b", grad, step), comm)
+        return comm.now_s - began
+
+    planned = plan(registry.get(scheme, **settings), n, P)
+    seconds = sum(network.seconds(exchange, P) for exchange in planned.exchanges)
+    assert clock.run(network, P, body)[0] == [pytest.approx(seconds, rel=1e-12)] * P
 
 
 def test_a_straggler_makes_all_wait_at_a_collective_and_only_its_neighbours_at_a_message():

@@ -11,7 +11,9 @@ cross the link of its group of g ranks out of P, in each direction:
     ring    n                        one edge of the ring leaves each group, where ranks of a group stand together in it
     all     g n (P-g)/(P-1)          each rank sends as much to every other rank
     pair    g n                      at worst, all partners are outside
-    one     g n on the way up, and on the way down what the busiest rank receives
+
+On the way down the busiest rank counts with what it receives. An all_reduce is a ring. "pair" is the worst case: where partners are in the
+same group, the virtual clock (`predict.clock`) says less.
 
 Bandwidth of a ring all_reduce of S bytes is what nccl-tests calls busbw, S/t * 2 (P-1)/P, since n = 2 (P-1)/P * S leaves each rank
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); that of all_gather is busbw as well. Algorithms and their costs:
@@ -128,7 +130,7 @@ class Tiers:
             return tree_s if self.all_reduce == "tree" else min(tree_s, self._seconds(exchange, P, "ring"))
         if exchange.kind in self.rings and exchange.peers == "all":
             return self._seconds(replace(exchange, rounds=exchange.rounds * (P - 1)), P, "ring")
-        return self._seconds(exchange, P, exchange.peers)
+        return self._seconds(exchange, P, "ring" if exchange.kind == "all_reduce" else exchange.peers)
 
     def _seconds(self, exchange: Exchange, P: int, peers: str, critical: bool = False) -> float:
         """`critical`: every round crosses the slowest tier, even round a ring."""

@@ -1,5 +1,6 @@
 """`sparsync simulate`: what a set-up would do, as a table, JSON and a picture; the list of set-ups; published figures predicted."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +12,45 @@ from sparsync.lab.simulate.setup import SetUp
 
 if TYPE_CHECKING:
     from sparsync.lab.simulate.model import Predicted
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sparsync simulate`."""
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--preset", metavar="NAME|FILE.toml", help="a name of --list, or a file like those in sparsync/predict/presets"
+    )
+    what.add_argument("--list", action="store_true", help="list the presets")
+    what.add_argument(
+        "--published", action="store_true", help="compare published figures with what the model says of them"
+    )
+    add("--ranks", type=int, default=None, help="instead of the preset's own")
+    add(
+        "--gbit",
+        type=float,
+        default=None,
+        metavar="RATE",
+        help="Gbit/s of a link between nodes, instead of the preset's own",
+    )
+    add("--out", type=Path, default=None, metavar="FOLDER", help="write a picture (SVG) and all figures (JSON) there")
+    add("--json", default=None, metavar="FILE", help="write the figures there; -: on standard output, and nothing else")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="with --published: write the page")
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Run `sparsync simulate`."""
+    if options.page is not None and not options.published:
+        raise ValueError("--page goes with --published; for a preset use --out FOLDER")
+    for name, value in (("--ranks", options.ranks), ("--gbit", options.gbit)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")
+    if options.list:
+        list_presets()
+    elif options.published:
+        published(options.page, options.json)
+    else:
+        simulate(options.preset, options.ranks, options.gbit, options.out, options.json)
 
 
 def list_presets() -> None:

@@ -22,7 +22,7 @@ _HUES = ("#3d3d3d", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B
 
 def draw(chosen: SetUp, here: Sequence[Predicted], by_ranks: Sequence[Predicted], by_rate: Sequence[Predicted]) -> str:
     """Return the SVG. The same figures give the same bytes."""
-    with rc_context({**STYLE, "svg.hashsalt": "sparsync", "svg.fonttype": "none"}):
+    with rc_context(STYLE | {"svg.hashsalt": "sparsync", "svg.fonttype": "none"}):  # pyright: ignore[reportArgumentType]  # as in plots
         figure = Figure(figsize=(11, 4.4))
         FigureCanvasSVG(figure)
         left, right = figure.subplots(1, 2)
@@ -53,7 +53,7 @@ def draw(chosen: SetUp, here: Sequence[Predicted], by_ranks: Sequence[Predicted]
     return buffer.getvalue()
 
 
-def _logarithmic(axes: Axes, values: Sequence[float], base: int) -> None:
+def _logarithmic(axes: Axes, values: Sequence[int | float], base: int) -> None:
     ticks = sorted(set(values))
     axes.set_xscale("log", base=base)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8, rotation=45 if len(ticks) > 8 else 0)

@@ -1,37 +1,37 @@
 """Set-ups as TOML files: a job, a network and the schemes to compare, each figure with its source. Imports no torch.
 
-    title = "..."
-    [job]                           # what one rank does in a step without communication
-    elements = 133547324            # parameters
-    itemsize = 4                    # bytes of a gradient's element
-    ranks = 256
-    forward_s = 0.06
-    backward_s = 0.12
-    optimizer_s = 0.0
-    bucket_mb = 25                  # of DDP's buckets; 0: one bucket
-    overlap = true                  # reduce buckets during the backward pass
-    samples = 8                     # of a rank in a step
-    unit = "sequences"
-    [network]
-    gbit_per_s = 25                 # of a link between nodes
-    efficiency = 0.8                # the share of it that payload gets
-    latency_us = 25
-    per_message_us = 0
-    ranks_per_node = 4
-    links_per_node = 1
-    inside_gbit_per_s = 100         # needed with several ranks on a node
-    inside_latency_us = 3
-    all_reduce = "best"             # "ring" | "tree" | "best"
-    rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL's
-    [memory]
-    gb_per_s = 500                  # of a rank, for passes over its gradient
-    [[scheme]]
-    label = "Ok-Topk"               # the first scheme is the one that the others are compared with
-    name = "oktopk"                 # of `sparsync schemes`
-    settings = { density = 0.01 }
-    every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
-    [sources]
-    "job.elements" = "section 5, table 2"      # of each figure above: where it is from, or "assumed: why"
+title = "..."
+[job]                           # what one rank does in a step without communication
+elements = 133547324            # parameters
+itemsize = 4                    # bytes of a gradient's element
+ranks = 256
+forward_s = 0.06
+backward_s = 0.12
+optimizer_s = 0.0
+bucket_mb = 25                  # of DDP's buckets; 0: one bucket
+overlap = true                  # reduce buckets during the backward pass
+samples = 8                     # of a rank in a step
+unit = "sequences"
+[network]
+gbit_per_s = 25                 # of a link between nodes
+efficiency = 0.8                # the share of it that payload gets
+latency_us = 25
+per_message_us = 0
+ranks_per_node = 4
+links_per_node = 1
+inside_gbit_per_s = 100         # needed with several ranks on a node
+inside_latency_us = 3
+all_reduce = "best"             # "ring" | "tree" | "best"
+rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL's
+[memory]
+gb_per_s = 500                  # of a rank, for passes over its gradient
+[[scheme]]
+label = "Ok-Topk"               # the first scheme is the one that the others are compared with
+name = "oktopk"                 # of `sparsync schemes`
+settings = { density = 0.01 }
+every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
+[sources]
+"job.elements" = "section 5, table 2"      # of each figure above: where it is from, or "assumed: why"
 """
 
 import difflib
@@ -165,7 +165,9 @@ def parse(text: str, name: str) -> SetUp:
             raise ValueError(f'set-up {name!r}: [sources] must say where {key} is from, or "{ASSUMED}: why"')
     for key in sources:
         if key not in given:
-            raise ValueError(f"set-up {name!r}: [sources] names {key}, which is not there; there are {', '.join(given)}")
+            raise ValueError(
+                f"set-up {name!r}: [sources] names {key}, which is not there; there are {', '.join(given)}"
+            )
     return SetUp(name, content.get("title", name), job, network, schemes, float(memory.get("gb_per_s", 0.0)), sources)
 
 
@@ -180,17 +182,18 @@ def _section(kind: type[Section], content: Mapping[str, Any], where: str) -> Sec
     for key, each in allowed.items():
         if key not in content and each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"{where} needs {key}")
-    values = {}
-    for key, value in content.items():
-        wanted = allowed[key].type
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if isinstance(value, list):
-            value = tuple(value)
-        if wanted in (int, float, str, bool) and type(value) is not wanted:
-            raise ValueError(f"{where}: {key} must be of type {wanted.__name__}, got {value!r}")
-        values[key] = value
+    values = {key: _as_typed(allowed[key].type, value, f"{where}: {key}") for key, value in content.items()}
     return kind(**values)
+
+
+def _as_typed(wanted: Any, value: Any, what: str) -> Any:  # Any: what a field and TOML hold
+    if isinstance(value, list):
+        return tuple(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if wanted in (int, float, str, bool) and type(value) is not wanted:
+        raise ValueError(f"{what} must be of type {wanted.__name__}, got {value!r}")
+    return value
 
 
 def _folder() -> Any:  # Any: a Traversable, whose place in the standard library differs between versions of Python
