@@ -29,7 +29,16 @@ def test_listing_the_schemes_by_name_does_not_import_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["workloads"], ["schemes"], ["compare", "--help"], ["launch", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["workloads"],
+        ["schemes"],
+        ["compare", "--help"],
+        ["launch", "--help"],
+        ["simulate", "--list"],
+    ],
 )
 def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
     statement = f"""

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync import __version__
+from sparsync.lab.simulate.command import add_options as add_simulate_options
+from sparsync.lab.simulate.command import run as run_simulate
 
 if TYPE_CHECKING:
     from sparsync.lab.compare.settings import Settings
@@ -86,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `sparsync bench SUBJECT --help`")
     bench.set_defaults(run=_bench)
+
+    simulate = commands.add_parser(
+        "simulate", help="predict a published set-up, or one of your own, at other numbers of ranks and rates of links"
+    )
+    add_simulate_options(simulate)
+    simulate.set_defaults(run=run_simulate)
 
     traffic = commands.add_parser(
         "traffic", help="count what schemes send, select and leave in the residual, step by step, in this process"

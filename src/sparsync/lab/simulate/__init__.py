@@ -1,0 +1,1 @@
+"""Predict published and imagined set-ups: `sparsync simulate`."""

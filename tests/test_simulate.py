@@ -1,0 +1,169 @@
+"""`sparsync simulate`: set-ups as data with their sources, predictions on cases worked out by hand, published figures on their page."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from sparsync.lab.cli import main
+from sparsync.lab.simulate import model, published, setup
+from sparsync.lab.simulate.model import predict
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# 2^20 elements of 4 bytes in one bucket on 4 ranks at 8 * 2^20 bit/s: an all_reduce takes 2 * 3/4 * 4 s.
+OWN = """
+title = "one of my own"
+[job]
+elements = 1048576
+ranks = 4
+forward_s = 1
+backward_s = 2
+optimizer_s = 0.5
+bucket_mb = 0
+samples = 8
+[network]
+gbit_per_s = 0.008388608
+[[scheme]]
+label = "dense"
+name = "dense"
+[[scheme]]
+label = "every 10"
+name = "dense"
+every = 10
+[sources]
+"job.elements" = "made up"
+"job.ranks" = "made up"
+"job.forward_s" = "made up"
+"job.backward_s" = "made up"
+"job.optimizer_s" = "made up"
+"job.bucket_mb" = "made up"
+"job.samples" = "assumed: made up"
+"network.gbit_per_s" = "made up"
+"""
+
+
+def test_a_step_is_the_one_worked_out_by_hand() -> None:
+    own = setup.parse(OWN, "own")
+    dense, seldom = (predict(own, entry) for entry in own.schemes)
+    assert (dense.step_s, dense.communication_s, dense.exposed_s) == (9.5, 6.0, 6.0)
+    assert (dense.nbytes, dense.throughput) == (6 * 2**20, 32 / 9.5)
+    assert seldom.step_s == 3.5 + 0.6
+    assert own.assumed == ["job.samples"]
+
+
+def test_other_ranks_and_rates() -> None:
+    own = setup.parse(OWN, "own")
+    assert predict(own, own.schemes[0], ranks=2).communication_s == 4.0
+    assert predict(own, own.schemes[0], gbit_per_s=0.016777216).communication_s == 3.0
+
+
+def test_half_the_buckets_are_hidden_behind_the_backward_pass() -> None:
+    """Two buckets of 3 s each, ready at 2 and 3 s: the second ends at 8."""
+    own = setup.parse(OWN.replace("bucket_mb = 0", "bucket_mb = 2"), "own")
+    assert predict(own, own.schemes[0]).step_s == 8.5
+    serial = setup.parse(
+        OWN.replace("bucket_mb = 0", "bucket_mb = 2\noverlap = false").replace(
+            '"job.bucket_mb"', '"job.overlap" = "made up"\n"job.bucket_mb"'
+        ),
+        "own",
+    )
+    assert predict(serial, serial.schemes[0]).step_s == 9.5
+
+
+@pytest.mark.parametrize("name", setup.names())
+def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
+    chosen = setup.read(name)
+    steps = [predict(chosen, entry, ranks).step_s for entry in chosen.schemes for ranks in (None, 8)]
+    assert min(steps) >= chosen.job.compute_s
+    assert len(chosen.schemes) >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("elements = 1048576", "elemnts = 1048576"), r"no setting 'elemnts'.*did you mean elements\?"),
+        (("elements = 1048576\n", ""), r"\[job\] of set-up 'own' needs elements"),
+        (("ranks = 4", 'ranks = "4"'), "ranks must be of type int, got '4'"),
+        (('"job.ranks" = "made up"\n', ""), r"\[sources\] must say where job.ranks is from"),
+        (('"job.ranks" =', '"job.rnks" ='), "must say where job.ranks is from"),
+        (("[sources]", '[sources]\n"job.unit" = "x"'), "names job.unit, which is not there"),
+        (("[network]", "[network]\nranks_per_node = 2"), "2 ranks on a node; give inside_gbit_per_s"),
+        (("[network]", "[nework]"), "no section 'nework'"),
+        (("[job]", "[job"), "is no TOML"),
+    ],
+)
+def test_a_set_up_that_cannot_be_says_what_is_wrong(change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setup.parse(OWN.replace(*change), "own")
+
+
+def test_an_unknown_preset_names_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"there are .*oktopk-bert-256.*did you mean '2x6-10gbe'\?"):
+        setup.read("2x6-10gb")
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.toml"):
+        setup.read("nowhere.toml")
+
+
+def test_a_fat_tree_and_nodes_of_a_set_up() -> None:
+    settings = setup.NetworkSettings(
+        gbit_per_s=8, ranks_per_node=4, inside_gbit_per_s=80, links_per_node=2, ranks_per_leaf=16, oversubscription=4.0
+    )
+    tiers = model.network_of(settings).tiers
+    # A leaf of 4 nodes with 2 links of 8 Gbit/s each, a quarter of them upwards.
+    assert [(tier.ranks, tier.links[0].bandwidth_bits_per_s) for tier in tiers] == [(1, 80e9), (4, 16e9), (16, 16e9)]
+
+
+def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(OWN)
+    main(["simulate", "--preset", str(file), "--json", "-"])
+    content = json.loads(capsys.readouterr().out)
+    assert [each["label"] for each in content["predicted"]] == ["dense", "every 10"]
+    assert {each["ranks"] for each in content["by_ranks"]} == set(model.RANKS)
+    main(["simulate", "--preset", str(file), "--out", str(tmp_path)])
+    assert "9.5 s" in capsys.readouterr().out
+    assert ElementTree.fromstring((tmp_path / "own.svg").read_bytes()).tag.endswith("svg")
+    assert json.loads((tmp_path / "own.json").read_text()) == content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", setup.names())
+def test_every_preset_scales_to_16384_ranks_and_makes_the_same_picture_twice(name: str, tmp_path: Path) -> None:
+    pictures = []
+    for _ in range(2):
+        main(["simulate", "--preset", name, "--out", str(tmp_path)])
+        pictures.append((tmp_path / f"{name}.svg").read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+# Published figures.
+
+
+def test_the_page_of_published_figures_is_what_the_model_says_now() -> None:
+    assert (ROOT / "docs" / "published.md").read_text() == published.page()
+
+
+def test_rows_name_their_sources_and_misses_are_explained() -> None:
+    found, _ = published.rows()
+    assert len(published.counted(found)) >= 20
+    for row in found:
+        assert row.source
+        assert row.why or (row.counted and row.error is not None and abs(row.error) <= published.GOAL), row.name
+        assert row.predicted is None or row.inputs_source, row.name
+
+
+def test_models_of_published_rows_on_cases_worked_out_by_hand() -> None:
+    links = {"plain": published.LinkClass(1.0, 0.0, "")}
+    flat = {"link": "plain", "gbit_per_s": 8e-9}  # a byte a second
+    assert published.all_reduce_s(links, nbytes=4.0, ranks=4, **flat) == 6.0
+    assert published.all_reduce_from(links, reference_s=8.0, reference_ranks=2, nbytes=4.0, ranks=4, **flat) == 12.0
+    assert published.step_s(links, 1.0, 2.0, nbytes=4.0, ranks=4, overlap=False, times=10, **flat) == 90.0
+    assert published.efficiency(links, 1.0, 2.0, nbytes=4.0, ranks=4, **flat) == 100 * 3 / 9
+    assert published.wire_halved(links, 1.0, 2.0, measured=9.0, share=0.5) == 5.0
+    assert published.wire_halved(links, 1.0, 2.0, measured=3.5, share=0.5) == 3.0
+    assert published.skipped_ring_speedup(links, ranks=8, skipped=4) == 1.4
+    # 16 bits of 8 elements: 16 bytes, 24 s. 1 bit: 2 times 3/4 of a byte, 1.5 s.
+    slow = {"reference_s": 24.0, "reference_ranks": 4, "warm_up": 0.0, **flat}
+    assert published.one_bit_speedup(links, compute_s=6.0, elements=8.0, ranks=4, **slow) == 30 / 7.5
