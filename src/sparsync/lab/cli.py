@@ -137,11 +137,21 @@ def _add_workload_options(parser: argparse.ArgumentParser, default: str) -> None
     add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
 
 
+def _add_group_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--ranks", type=int, default=None, help="data-parallel ranks (default: 4; under torchrun: those it has started)"
+    )
+    link = "rate of each rank's link, each way, or none (default: 100mbit; not under torchrun, where links are what they are)"
+    add("--link", default=None, help=link)
+    gpu = "under torchrun: gloo or nccl (default: nccl where every rank has a GPU of its own)"
+    add("--backend", choices=("gloo", "nccl"), default=None, help=gpu)
+
+
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_workload_options(parser, default="shakespeare")
-    add("--ranks", type=int, default=4, help="data-parallel ranks (default: 4)")
-    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
+    _add_group_options(parser)
     add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
@@ -256,13 +266,18 @@ def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.lab.compare.comparison import compare
+    from sparsync.lab.compare.comparison import compare, compare_on_hosts
     from sparsync.lab.netlab import restart_with_rights
 
+    hosts = _on_hosts(options)
     settings = _settings(options)
-    if settings.rate_bits_per_s is not None:
-        restart_with_rights("sparsync.lab.cli", arguments)
-    compare(settings, options.out, ["sparsync", *arguments])
+    if hosts:
+        if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
+            return
+    else:
+        if settings.rate_bits_per_s is not None:
+            restart_with_rights("sparsync.lab.cli", arguments)
+        compare(settings, options.out, ["sparsync", *arguments])
     _report(argparse.Namespace(folder=options.out, within=options.within), arguments)
 
 
@@ -283,6 +298,24 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     status = launch(settings)
     if status:
         raise SystemExit(status)
+
+
+def _on_hosts(options: argparse.Namespace) -> bool:
+    """Return whether torchrun has started the ranks, and fill in what `options` leaves open. Raises ValueError for options against it."""
+    from sparsync.lab.workers.hosts import launched, world_size
+
+    if not launched():
+        if options.backend is not None:
+            raise ValueError(f"--backend is for ranks that torchrun has started, got {options.backend!r}; leave it out")
+        options.ranks = 4 if options.ranks is None else options.ranks
+        options.link = options.link or "100mbit"
+        return False
+    if options.ranks not in (None, world_size()):
+        raise ValueError(f"torchrun has started {world_size()} ranks, got --ranks {options.ranks}; leave --ranks out")
+    if options.link not in (None, "none"):
+        raise ValueError(f"torchrun's ranks use the hosts' own links, got --link {options.link}; leave --link out")
+    options.ranks, options.link = world_size(), "none"
+    return True
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:

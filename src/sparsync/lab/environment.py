@@ -1,6 +1,8 @@
 """The versions and the machine of a run, which a reader needs to judge a figure and to make it again."""
 
+import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import subprocess
@@ -30,6 +32,24 @@ def machine() -> dict[str, Any]:  # Any: JSON
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
     }
+
+
+def code_digest() -> str:
+    """Return a text that is the same on machines where the package is the same, file by file of Python source."""
+    root = Path(sparsync.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def source_digest(*classes: type) -> str:
+    """Return a text that is the same where the files are the same in which these classes are written."""
+    files = (inspect.getsourcefile(kind) for kind in classes)
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(Path(file).read_bytes() if file else b"")
+    return digest.hexdigest()
 
 
 def _field(path: Path, name: str) -> str:

@@ -1,8 +1,9 @@
-"""The comparison itself: starts the ranks, shows their progress, and writes every record to results.jsonl as it comes."""
+"""The comparison itself: starts the ranks or joins those of a launcher, shows progress, and writes every record as it comes."""
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sparsync.lab.netlab import network
 from sparsync.lab.progress import progress as waiting
 from sparsync.lab.report import results
 from sparsync.lab.workers.group import RankFailedError, worker_group
+from sparsync.lab.workers.hosts import Backend, joined
 from sparsync.lab.workers.process import Message
 from sparsync.lab.workloads.base import Workload
 
@@ -33,33 +35,108 @@ def compare(settings: Settings, out: Path, command: Sequence[str]) -> None:
     with waiting("checking the schemes and reading the data", announced=True):
         workload = settings.check()
     run = _run_record(settings, workload, command)
-    results.append(out, run)
-    current: Message | None = None  # the start of the scheme that trains now
-    trainings = len(settings.schemes) * len(settings.seeds)
-    try:
+    with (
+        _recorded(run, out) as records,
+        progress.shown(len(settings.schemes) * len(settings.seeds), settings.steps, workload.metric) as display,
+        network(settings.ranks, settings.rate_bits_per_s) as links,
+        worker_group("sparsync.lab.compare.train:train_all", asdict(settings), links, settings.timeout_s) as workers,
+    ):
+        for message in workers.messages():
+            display.update(message)
+            records.take(message)
+
+
+def compare_on_hosts(settings: Settings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
+    """Do the same with the ranks that a launcher has started, each of which calls this; return whether this one has the results.
+
+    Raises on all ranks where one of them has other settings or another version, or fails.
+    """
+    from sparsync.lab.compare.train import train_all  # torch's
+
+    def checked() -> tuple[Workload, Mapping[str, str]]:
+        workload = settings.check()
+        return workload, _identity(settings, workload)
+
+    with joined(settings.timeout_s, backend) as hosts:
+        workload = hosts.agree(checked)
+        if hosts.place.rank:
+            hosts.run(train_all, asdict(settings), lambda message: None, lambda why: None)
+            return False
+        run = _run_record(settings, workload, command, hosts.network)
         with (
-            progress.shown(trainings, settings.steps, workload.metric) as display,
-            network(settings.ranks, settings.rate_bits_per_s) as links,
-            worker_group(
-                "sparsync.lab.compare.train:train_all", asdict(settings), links, settings.timeout_s
-            ) as workers,
+            _recorded(run, out) as records,
+            progress.shown(len(settings.schemes) * len(settings.seeds), settings.steps, workload.metric) as display,
         ):
-            for message in workers.messages():
+
+            def take(message: Message) -> None:
                 display.update(message)
-                if message["kind"] == "scheme":
-                    current = message
-                if message["kind"] == "end":
-                    current = None
-                if message["kind"] in _RECORDS:
-                    results.append(out, _record(run.run, message))
-    except (RankFailedError, KeyboardInterrupt) as error:
+                records.take(message)
+
+            hosts.run(train_all, asdict(settings), take, records.failed)
+    return True
+
+
+@dataclass
+class _Records:
+    """Writes the messages of one run, and knows which scheme trains now."""
+
+    run: str
+    out: Path
+    current: Message | None = None  # the start of the scheme that trains now
+
+    def take(self, message: Message) -> None:
+        if message["kind"] == "scheme":
+            self.current = message
+        if message["kind"] == "end":
+            self.current = None
+        if message["kind"] in _RECORDS:
+            results.append(self.out, _record(self.run, message))
+
+    def failed(self, why: str) -> None:
+        """Record the end of the scheme that trains now."""
+        current, self.current = self.current, None
         if current is not None:
-            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error).splitlines()[0]
-            results.append(out, results.End(run.run, current["scheme"], current["seed"], None, f"failed: {why}"))
+            status = f"failed: {why.splitlines()[0]}"
+            results.append(self.out, results.End(self.run, current["scheme"], current["seed"], None, status))
+
+
+@contextmanager
+def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
+    """Record the run and yield what records the rest; where the block is left early, that is recorded, too."""
+    results.append(out, run)
+    records = _Records(run.run, out)
+    try:
+        yield records
+    except RankFailedError as error:
+        records.failed(str(error))
+        raise
+    except KeyboardInterrupt:
+        records.failed("interrupted")
         raise
 
 
-def _run_record(settings: Settings, workload: Workload, command: Sequence[str]) -> results.Run:
+def _identity(settings: Settings, workload: Workload) -> Mapping[str, str]:
+    """Return what must be the same on all ranks. Where the data lie may differ; what is in them is part of the workload's text."""
+    plain = asdict(settings)
+    plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
+    described = dict(workload.describe())
+    described["options"] = {key: value for key, value in described.get("options", {}).items() if key != "data"}
+    versions = environment.versions()
+    return {
+        **{f"the setting {key}": repr(value) for key, value in plain.items() if key != "schemes"},
+        "the schemes": repr([(choice.label, choice.described()) for choice in settings.schemes]),
+        "the workload": repr(described),
+        "the source of schemes and workload": environment.source_digest(
+            type(workload), *(type(choice.make()) for choice in settings.schemes)
+        ),
+        "the version of Python": ".".join(versions["python"].split(".")[:2]),
+        "the version of torch": versions["torch"],
+        "the version of sparsync": versions["sparsync"],
+        "the code of sparsync": environment.code_digest(),
+    }
+
+
+def _run_record(settings: Settings, workload: Workload, command: Sequence[str], hosts: str = "") -> results.Run:
     config = asdict(settings)
     config["rate_bits_per_s"] = settings.rate_bits_per_s
     return results.Run(
@@ -71,6 +148,7 @@ def _run_record(settings: Settings, workload: Workload, command: Sequence[str]) 
         versions=environment.versions(),
         machine=environment.machine(),
         limited=settings.rate_bits_per_s is not None,
+        network=hosts,
     )
 
 

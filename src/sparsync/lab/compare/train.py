@@ -71,11 +71,12 @@ def train(workload: Workload, choice: SchemeChoice, seed: int, settings: Setting
     with naming(workload.job_class(), "model"):
         model = workload.model(seed)
     _check_start(workload, model)
+    model = model.to(place.device)
     about = {"scheme": choice.label, "seed": seed}
     compute_s, own_compute_s = _compute_s(workload, model, seed, settings.steps, place, emit)
     times = {"compute_s": compute_s, "own_compute_s": own_compute_s}
     emit({"kind": "scheme", **about, "config": _described(choice), **times})
-    training = _training(workload, model, choice, settings)
+    training = _training(workload, model, choice, settings, place)
     seconds = sent = 0.0
     for start in range(0, settings.steps, settings.eval_every):
         steps = range(start, min(start + settings.eval_every, settings.steps))
@@ -126,15 +127,18 @@ class _Training:
         return nullcontext() if self.local is None else self.local.averaged()
 
 
-def _training(workload: Workload, model: nn.Module, choice: SchemeChoice, settings: Settings) -> _Training:
+def _training(
+    workload: Workload, model: nn.Module, choice: SchemeChoice, settings: Settings, place: Place
+) -> _Training:
     if choice.local is not None:
         optimizer, schedule = _optimizer(workload, model, settings.steps)
-        where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb}
+        where = {"timeout_s": settings.timeout_s, "bucket_mb": settings.bucket_mb, "group": place.group}
         local = choice.make_local(model, optimizer, **{key: where[key] for key in where if key not in choice.local})
         return _Training(model, optimizer, schedule, local, local)
     # No initial broadcast: the weights are the same by their seed.
     ddp = DistributedDataParallel(
         model,
+        process_group=place.group,
         bucket_cap_mb=settings.bucket_mb,
         init_sync=False,
         gradient_as_bucket_view=True,
@@ -162,6 +166,7 @@ def _step(workload: Workload, training: _Training, seed: int, step: int, place: 
         if exchange:
             training.local.exchange()
     training.schedule.step()
+    _finish(place)
     step_s = time.perf_counter() - began
     reports = training.handle.take_reports()
     elements = sum(report.elements for report in reports)
@@ -187,6 +192,12 @@ def _forward_backward(
     return loss.detach()
 
 
+def _finish(place: Place) -> None:
+    """Wait until the device has done its work, so that the clock counts it."""
+    if place.device != "cpu":
+        torch.cuda.synchronize(place.device)
+
+
 def _compute_s(
     workload: Workload, model: nn.Module, seed: int, steps: int, place: Place, emit: Emit
 ) -> tuple[float, float]:
@@ -204,6 +215,7 @@ def _compute_s(
         workload.clip(alone)
         optimizer.step()
         schedule.step()
+        _finish(place)
         times.append(time.perf_counter() - began)
         emit({"kind": "alive"})
     slowest = torch.tensor(times[COMPUTE_WARMUP:], dtype=torch.float64)
@@ -214,6 +226,8 @@ def _compute_s(
 
 
 def _quality(workload: Workload, model: nn.Module, place: Place) -> float:
+    if place.device != "cpu":  # jobs evaluate where their data are; outside the clock
+        model = copy.deepcopy(bare(model)).cpu()
     with naming(workload.job_class(), "evaluate", rank=place.rank, ranks=place.ranks):
         total, count = workload.evaluate(model, place.rank, place.ranks)
     summed = torch.tensor([total, count], dtype=torch.float64)

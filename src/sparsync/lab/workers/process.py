@@ -50,6 +50,8 @@ class Place:
     interface: str
     own_interface: bool  # False over loopback, where the interface counts the traffic of all ranks together
     timeout_s: float  # for one operation of a rank
+    device: str = "cpu"  # of the model
+    group: dist.ProcessGroup | None = None  # over which gradients travel; None: the default group
 
 
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
