@@ -21,6 +21,9 @@ FRONTIER = (
     "oktopk:density=0.05:values=int4"
 )
 
+# Whose tiny buckets a probe measures.
+PROBED = "dense,topk,two_shot,micro,exdyna,oktopk,powersgd"
+
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
 METHODS_HELP = (
     SCHEMES_HELP
@@ -60,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="run a script of torch.distributed as it is, over rate-limited links")
     _add_launch_options(launch)
     launch.set_defaults(run=_launch)
+
+    probe = commands.add_parser(
+        "probe", help="measure what exchanges, memory and kernels take on a group of ranks, for predictions"
+    )
+    _add_probe_options(probe)
+    probe.set_defaults(run=_probe)
 
     demo = commands.add_parser(
         "demo", help="two comparisons, with SGD and with AdamW, that two cores finish within minutes"
@@ -129,10 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_workload_options(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_workload_options(parser: argparse.ArgumentParser, default: str | None) -> None:
     add = parser.add_argument
     forms = "a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
-    add("--workload", default=default, help=f"the training job: {forms} (default: {default})")
+    add("--workload", default=default, help=f"the training job: {forms} (default: {default or 'none'})")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
     add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
 
@@ -187,6 +196,22 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace", type=float, default=5.0, metavar="S", help="for the others when a rank has failed (default: 5)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
+
+
+def _add_probe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_workload_options(parser, default=None)
+    _add_group_options(parser)
+    add(
+        "--schemes",
+        default=PROBED,
+        metavar="A,B:KEY=VALUE",
+        help=f"whose tiny buckets are measured (default: {PROBED})",
+    )
+    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
+    add("--seconds", type=float, default=45.0, help="for the exchanges and kernels, about (default: 45)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
 
 
 def _add_frontier_options(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +323,29 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     status = launch(settings)
     if status:
         raise SystemExit(status)
+
+
+def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab.netlab import parse_link, restart_with_rights
+    from sparsync.lab.probe.command import probe_here, probe_on_hosts
+    from sparsync.lab.probe.task import Request
+
+    hosts = _on_hosts(options)
+    request = Request(
+        seconds=options.seconds,
+        schemes=options.schemes,
+        link=f"emulated links of {options.link}" if options.link != "none" else "loopback",
+        workload=options.workload,
+        options=_workload_options(options),
+        bucket_mb=options.bucket_mb,
+        timeout_s=options.timeout,
+    )
+    if hosts:
+        probe_on_hosts(request, options.backend, options.out)
+        return
+    if parse_link(options.link) is not None:
+        restart_with_rights("sparsync.lab.cli", arguments)
+    probe_here(request, options.ranks, options.link, options.out)
 
 
 def _on_hosts(options: argparse.Namespace) -> bool:

@@ -52,7 +52,7 @@ class Hosts:
 
     place: Place
     network: str
-    backend: Backend
+    count: int  # of hosts: network stacks
     _store: Any  # Any: a store of torch's, whose stubs lack append and clone
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -220,7 +220,9 @@ def _hosts(rank: int, ranks: int, interface: str, timeout_s: float, backend: Bac
     place = Place(rank, ranks, interface, bool(owners), timeout_s, device, group)
     text = _network(Counter(stacks), sorted(set(interfaces)), backend, speeds)
     store: Any = dist.distributed_c10d._get_default_store()
-    return Hosts(place, text, backend, store.clone())  # a connection of its own: the other one may be inside a wait
+    return Hosts(
+        place, text, len(set(stacks)), store.clone()
+    )  # a connection of its own: the other one may be inside a wait
 
 
 def _stack() -> str:

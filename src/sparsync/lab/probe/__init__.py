@@ -1,0 +1,1 @@
+"""`sparsync probe`: measures a group of ranks for predictions, and writes what it found into a file."""

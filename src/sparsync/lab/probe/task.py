@@ -1,0 +1,115 @@
+"""What each rank does for a probe; rank 0 sends the content of the file."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparsync.comm.group import GroupComm
+from sparsync.lab import workloads
+from sparsync.lab.scheme_choice import parse_schemes
+from sparsync.lab.workers.process import Emit, Place
+from sparsync.lab.workloads.base import Workload
+from sparsync.predict import probe_file
+from sparsync.predict.backward import timeline
+from sparsync.predict.probing import measure
+
+STEPS = 6  # of the job, of which the first does not count
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured, for how long, and what the file says of the group."""
+
+    seconds: float  # about, for all of it but the job
+    schemes: str  # whose tiny buckets are measured, as `--schemes` of compare
+    link: str  # what connects the ranks, for the reader
+    hosts: int = 1
+    workload: str | None = None  # the job whose backward pass is recorded
+    options: dict[str, Any] = field(default_factory=dict)  # Any: of the workload, as in Settings
+    bucket_mb: float = 25.0
+    timeout_s: float = 120.0  # for one operation of a rank
+
+    def check(self, ranks: int) -> Workload | None:
+        """Return the workload, if there is one. Raises ValueError for what cannot be measured."""
+        if ranks < 2:
+            raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
+        if self.seconds <= 0 or self.timeout_s <= 0 or self.bucket_mb <= 0:
+            raise ValueError(
+                f"--seconds, --timeout and --bucket-mb must be above 0, got {self.seconds}, {self.timeout_s} and {self.bucket_mb}"
+            )
+        local = [choice.label for choice in parse_schemes(self.schemes, 0.01) if choice.local is not None]
+        if local:
+            raise ValueError(f"a probe measures schemes by themselves, got the steps around one: {', '.join(local)}")
+        if self.workload is None:
+            return None
+        workload = workloads.get(self.workload, **self.options)
+        workload.batch(0, 0, 0, ranks)  # raises where there are no equal shares
+        workload.prepare()
+        return workload
+
+
+def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
+    """Measure the group as the Request `spec` says; the task of every rank."""
+    request = Request(**spec)
+    device = torch.device(place.device)
+    comm = GroupComm.private(place.group, timeout_s=place.timeout_s)
+    schemes = {choice.label: choice.make() for choice in parse_schemes(request.schemes, 0.01)}
+    found = measure(
+        comm,
+        device,
+        request.seconds,
+        schemes,
+        lambda text, done: emit({"kind": "progress", "text": text, "done": done}),
+    )
+    backward = None
+    if request.workload is not None:
+        emit({"kind": "progress", "text": f"the backward pass of {request.workload}", "done": 0.99})
+        backward = _backward(request, place)
+    emit({"kind": "alive"})
+    content = probe_file.Probe(
+        _group(request, place), found.operation, found.latency, found.memory, found.kernel, found.scheme, backward
+    )
+    comm.close()
+    emit({"kind": "probe", "content": probe_file.text(content)})
+
+
+def _backward(request: Request, place: Place) -> probe_file.Backward:
+    """Return the timeline of the job on the slowest rank; all ranks compute at the same time, and none communicates."""
+    assert request.workload is not None
+    workload = workloads.get(request.workload, **request.options)
+    model = workload.model(0).to(place.device)
+    optimizer, schedule = workload.optimizer(model, STEPS)
+    batch = workload.batch(0, 0, place.rank, place.ranks)
+    if place.device != "cpu":
+        batch = replace(batch, input=batch.input.to(place.device), target=batch.target.to(place.device))
+    with timeline(model, request.bucket_mb) as recorded:
+        for _ in range(STEPS):
+            dist.barrier()
+            optimizer.zero_grad(set_to_none=True)
+            workload.loss(model, batch).backward()
+            workload.clip(model)
+            optimizer.step()
+            schedule.step()
+    own = recorded.backward(request.workload)
+    every: list[Any] = [None] * place.ranks  # Any: what is gathered
+    dist.all_gather_object(every, own)
+    return max(every, key=lambda each: each.forward_s + each.backward_s + each.optimizer_s)
+
+
+def _group(request: Request, place: Place) -> probe_file.Group:
+    backend = dist.get_backend(place.group)
+    return probe_file.Group(
+        ranks=place.ranks,
+        backend=str(backend),
+        hosts=request.hosts,
+        link=request.link,
+        device=torch.device(place.device).type,
+        cores=len(os.sched_getaffinity(0)),
+        torch=torch.__version__,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
