@@ -197,8 +197,15 @@ def _table(name: str, record: Any, several: bool) -> list[str]:  # Any: one of t
         if isinstance(value, tuple):
             inner += [line for each in value for line in _table(f"{name}.{field.name}", each, several=True)]
         else:
-            lines.append(f"{field.name} = {_quoted(value) if isinstance(value, str) else repr(value)}")
+            lines.append(f"{field.name} = {_plain(value)}")
     return [*lines, "", *inner]
+
+
+def _plain(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    short = f"{value:g}"  # 6.586e+08, not 658600000.0
+    return short if isinstance(value, float) and float(short) == value else repr(value)
 
 
 def _quoted(value: str) -> str:

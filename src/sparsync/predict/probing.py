@@ -26,7 +26,7 @@ SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
 SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends
 REPEATS = (5, 200)  # fewest and most
 OPERATIONS_SHARE = 0.75  # of the time
-TRIAL_S = 0.02  # the rate is estimated from an exchange that takes so long
+TRIAL, TRIAL_S = 64_000, 0.02  # the rate is estimated from an exchange of these bytes, or of more, that takes so long
 PAIRINGS = 8  # at most: how often partners change when round trips are measured
 KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
 SELECTED_N = 1 << 16  # elements that are encoded and decoded: selections are smaller than buckets
@@ -147,11 +147,13 @@ class _Bench:
 
 def _sizes(bench: _Bench, budget_s: float) -> list[int]:
     """Return the sizes that can be measured in time, from SMALLEST to at most LARGEST bytes."""
-    nbytes, sent, seconds = 64_000, 0, 0.0
-    while seconds < TRIAL_S and nbytes < LARGEST:
+    nbytes = min(TRIAL, LARGEST)
+    while True:
         run, sent = _exchange(bench, "all_to_all", nbytes)
         seconds = min(bench.repeated(run, 0.0)[-2:])
-        nbytes *= 4
+        if seconds >= TRIAL_S or nbytes >= LARGEST:
+            break
+        nbytes = min(4 * nbytes, LARGEST)
     rate = sent / seconds
     turns = len(KINDS) * (REPEATS[0] + 1)
     largest = int(min(LARGEST, max(16 * SMALLEST, rate * budget_s / turns)))

@@ -1,0 +1,138 @@
+"""The file of a probe: it comes back as it was written, and says where it is wrong. And the network that is read from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsync.comm.plan import Exchange
+from sparsync.predict import probe_file
+from sparsync.predict.probe_file import (
+    Backward,
+    Group,
+    Kernel,
+    Latency,
+    Memory,
+    Operation,
+    Probe,
+    ProbeFileError,
+    ReadyBucket,
+    SchemeOverhead,
+)
+from sparsync.predict.probed import ProbedNetwork
+
+GROUP = Group(4, "gloo", 2, "10 Gbit/s", "cpu", 8, "2.13.0", "2026-11-22T15:00:00+00:00")
+PROBE = Probe(
+    GROUP,
+    (
+        Operation("all_gather", 1000, 0.25, 0.125, 0.5),
+        Operation("all_gather", 9000, 2.25, 2.0, 3.0),
+        Operation("all_gather", 5000, 0.5, 0.5, 0.5),
+        Operation("all_reduce", 6000, 3.0, 3.0, 3.0),
+        Operation("send_recv", 100, 1.0, 1.0, 1.0),
+        Operation("send_recv", 200, 2.0, 2.0, 2.0),
+    ),
+    Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5),
+    Memory(1.5e10),
+    (Kernel("select", 1e9, 2e-6),),
+    (SchemeOverhead("topk:density=0.1", 0.001),),
+    Backward("gpt", 0.5, 1.0, 0.25, (ReadyBucket(10, 0.5), ReadyBucket(20, 1.0))),
+)
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+positive = st.floats(min_value=0, max_value=1e18, exclude_min=True, allow_subnormal=False)
+counts = st.integers(min_value=1, max_value=2**62)
+
+
+@given(texts, texts, counts, positive, st.booleans())
+def test_what_is_written_is_read_again(link: str, label: str, nbytes: int, figure: float, more: bool) -> None:
+    probe = replace(
+        PROBE,
+        group=replace(GROUP, link=link),
+        operation=(Operation("all_to_all", nbytes, figure, 0.0, figure),),
+        kernel=(Kernel("apply", figure, figure),),
+        scheme=(SchemeOverhead(label, figure),) if more else (),
+        backward=Backward(label, figure, figure, figure, (ReadyBucket(nbytes, figure),)) if more else None,
+    )
+    assert probe_file.parse(probe_file.text(probe)) == probe
+
+
+def test_a_file_keeps_a_probe(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "probe.toml"
+    probe_file.write(PROBE, path)
+    assert probe_file.read(path) == PROBE
+    path.write_text(path.read_text().replace("seconds = 0.25", "seconds = 4"))  # by a person, without a point
+    assert probe_file.read(path).operation[0].seconds == 4.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("format = 1", "format = 2", r"probe\.toml: format must be 1, got 2; measure again"),
+        ("format = 1", "", "format must be 1, got None"),
+        ("[latency]", "[latency", "not TOML: .*line"),
+        ("ranks = 4\n", "", "group.ranks is missing"),
+        ("ranks = 4", "ranks = 0", "at least 1 rank, got 0"),
+        ("ranks = 4", "ranks = 4.5", "group.ranks must be a whole number of at least 0, got 4.5"),
+        ("ranks = 4", "ranks = true", "group.ranks must be a whole number of at least 0, got True"),
+        ('backend = "gloo"', "backend = 1", "group.backend must be a text, got 1"),
+        ("seconds = 0.5", 'seconds = "fast"', r"operation\[2\].seconds must be a number of at least 0, got 'fast'"),
+        ("seconds = 0.5", "seconds = -1.0", "must be a number of at least 0, got -1.0"),
+        ("seconds = 0.5", "seconds = nan", "must be a number of at least 0, got nan"),
+        ("seconds = 0.5", f"seconds = 1{'0' * 400}", "must be a number of at least 0"),
+        ("bytes_per_s = 1.5e+10", "bytes_per_s = 0", "memory.bytes_per_s must be a number above 0, got 0"),
+        ("nbytes = 5000", "nbytes = 1000", "all_gather of 1000 bytes is there twice"),
+        ('kind = "all_reduce"', 'kind = "broadcast"', "must be one of send_recv, .*, got 'broadcast'"),
+        ('kind = "select"', 'kind = "sort"', "must be one of accumulate, .*, got 'sort'"),
+        ("[memory]", "[memorie]", "the file has an unknown entry 'memorie'; known are group, operation, latency"),
+        ("ready_s = 0.5", "ready = 0.5", r"backward.bucket\[0\] has an unknown entry 'ready'"),
+        ("[[kernel]]", "[kernel]", r"kernel must be tables \[\[kernel\]\]"),
+    ],
+)
+def test_a_wrong_file_says_where_it_is_wrong(tmp_path: Path, before: str, after: str, said: str) -> None:
+    path = tmp_path / "probe.toml"
+    content = probe_file.text(PROBE)
+    assert before in content
+    path.write_text(content.replace(before, after, 1))
+    with pytest.raises(ProbeFileError, match=said):
+        probe_file.read(path)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "probe.toml"
+    with pytest.raises(ProbeFileError, match=r"cannot read .*probe\.toml.*sparsync probe"):
+        probe_file.read(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProbeFileError, match="cannot read"):
+        probe_file.read(path)
+
+
+def exchange(kind: str, nbytes: float, rounds: float = 1.0, received: float = 0.0) -> Exchange:
+    return Exchange(kind, nbytes, 3.0, rounds, received)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"),
+    [(0.0, 0.25), (1000.0, 0.25), (3000.0, 0.375), (5000.0, 0.5), (7000.0, 1.375), (9000.0, 2.25), (13000.0, 4.0)],
+)
+def test_times_are_exact_at_measured_sizes_and_linear_between_and_above(nbytes: float, seconds: float) -> None:
+    network = ProbedNetwork(PROBE)
+    assert network.seconds(exchange("all_gather", nbytes), 4) == seconds
+    assert network.seconds(exchange("all_gather", 0.0, received=nbytes), 4) == seconds  # the busier direction
+
+
+def test_dependent_rounds_take_the_time_of_as_many_operations() -> None:
+    network = ProbedNetwork(PROBE)
+    assert network.seconds(exchange("send_recv", 450.0, rounds=3.0), 4) == 3 * 1.5
+    assert network.seconds(exchange("all_reduce", 6000.0, rounds=6.0), 4) == 3.0  # its rounds were measured with it
+
+
+def test_other_groups_and_unmeasured_kinds_are_refused() -> None:
+    network = ProbedNetwork(PROBE)
+    assert network.seconds(exchange("all_gather", 1e9), 1) == 0.0
+    with pytest.raises(ValueError, match=r"made with 4 ranks and says nothing of 8.*run `sparsync probe` with 8 ranks"):
+        network.seconds(exchange("all_gather", 1.0), 8)
+    with pytest.raises(ValueError, match=r"no .*operation.* of kind 'all_to_all'"):
+        network.seconds(exchange("all_to_all", 1.0), 4)

@@ -1,0 +1,117 @@
+"""Measuring: what a probe of two ranks holds, and the timeline of a model. Nothing here asserts how long anything takes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.distributed import run
+from sparsync import GroupComm, TopK
+from sparsync.predict import probing
+from sparsync.predict.backward import timeline
+from sparsync.predict.probe_file import KERNELS, KINDS, Backward
+
+
+def measure_quickly() -> tuple[probing.Measured, list[str]]:
+    probing.LARGEST, probing.KERNEL_N, probing.SELECTED_N, probing.KERNEL_S = 32_000, 1 << 14, 1 << 12, 0.005
+    probing.REPEATS = (2, 4)
+    told: list[str] = []
+    comm = GroupComm.private(timeout_s=30.0)
+    found = probing.measure(comm, torch.device("cpu"), 1.0, {"topk": TopK()}, lambda text, done: told.append(text))
+    comm.close()
+    return found, told
+
+
+@pytest.mark.distributed
+def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> None:
+    (found, told), (other, _) = run(measure_quickly, 2)
+    assert found == other
+    assert [each.kind for each in found.operation] == [kind for kind in KINDS for _ in range(5)]
+    for kind in KINDS:
+        sizes = [each.nbytes for each in found.operation if each.kind == kind]
+        assert sizes[0] == 1000
+        assert sizes == sorted(set(sizes))
+        assert 16_000 <= sizes[-1] <= 32_000
+    assert all(0 < each.p20_s <= each.seconds <= each.p80_s for each in found.operation)
+    assert 0 < found.latency.round_trip_s <= found.latency.slowest_round_trip_s
+    assert [each.kind for each in found.kernel] == list(KERNELS)
+    assert [each.scheme for each in found.scheme] == ["topk"]
+    assert told[0] == "round trips"
+
+
+@pytest.mark.parametrize("P", [2, 3, 5, 8, 64])
+def test_pairings_agree_on_both_sides_and_never_come_again(P: int) -> None:
+    partners = [list(probing._partners(rank, P)) for rank in range(P)]
+    assert len({len(each) for each in partners}) == 1
+    pairs = [(rank, other) for rank, each in enumerate(partners) for other in each if other is not None]
+    assert len(pairs) == len(set(pairs))
+    for turn in range(len(partners[0])):
+        for rank in range(P):
+            partner = partners[rank][turn]
+            assert partner is None or (partner != rank and partners[partner][turn] == rank)
+
+
+def trained(model: nn.Module, steps: int, bucket_mb: float | None = None, micro_batches: int = 1) -> Backward:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with timeline(model, bucket_mb) as recorded:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for _ in range(micro_batches):
+                model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+    return recorded.backward("layers")
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))  # 16640 bytes each
+
+
+@pytest.fixture
+def group_of_one() -> object:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    yield None
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("cap_mb", [0.03, None])
+def test_the_buckets_of_a_timeline_are_those_of_ddp(cap_mb: float | None) -> None:
+    model = DistributedDataParallel(layers(), bucket_cap_mb=cap_mb)  # pyright: ignore[reportArgumentType]
+    seen: list[int] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
+        seen.append(bucket.buffer().numel())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)
+    found = trained(model, 3)
+    assert [bucket.elements for bucket in found.bucket] == seen[-len(found.bucket) :]
+    assert len(found.bucket) == (3 if cap_mb else 1)
+    bare = trained(layers(), 3, cap_mb)
+    assert [bucket.elements for bucket in bare.bucket] == [bucket.elements for bucket in found.bucket]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_buckets_become_ready_in_order_until_the_backward_pass_ends(micro_batches: int) -> None:
+    found = trained(layers(), 2, 0.03, micro_batches)
+    ready = [bucket.ready_s for bucket in found.bucket]
+    assert ready[0] > 0
+    assert ready == sorted(ready)
+    assert ready[-1] == found.backward_s
+    assert found.forward_s > 0
+    assert found.optimizer_s > 0
+    assert sum(bucket.elements for bucket in found.bucket) == 5 * 64 * 65
+
+
+def test_a_block_without_a_step_and_a_model_without_parameters_are_errors() -> None:
+    model = layers()
+    with timeline(model) as recorded:
+        model(torch.ones(2, 64))
+    with pytest.raises(RuntimeError, match="no whole step was recorded"):
+        recorded.backward()
+    assert not model._forward_hooks
+    with pytest.raises(ValueError, match="no parameter that takes a gradient"), timeline(nn.ReLU()):
+        pass
