@@ -1,5 +1,6 @@
 """The comparison itself: starts the ranks or joins those of a launcher, shows progress, and writes every record as it comes."""
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from sparsync.lab.workers.hosts import Backend, joined
 from sparsync.lab.workers.process import Message
 from sparsync.lab.workloads.base import Workload
 
+_ADDRESS = r" at 0x[0-9a-f]+"  # of an object whose class has no text of its own
 _RECORDS: dict[str, type] = {
     "scheme": results.SchemeStart,
     "step": results.Step,
@@ -124,10 +126,10 @@ def _identity(settings: Settings, workload: Workload) -> Mapping[str, str]:
     versions = environment.versions()
     return {
         **{f"the setting {key}": repr(value) for key, value in plain.items() if key != "schemes"},
-        "the schemes": repr([(choice.label, choice.described()) for choice in settings.schemes]),
+        "the schemes": re.sub(_ADDRESS, "", repr([(each.label, each.described()) for each in settings.schemes])),
         "the workload": repr(described),
         "the source of schemes and workload": environment.source_digest(
-            type(workload), *(type(choice.make()) for choice in settings.schemes)
+            workload.job_class(), *(type(choice.make()) for choice in settings.schemes)
         ),
         "the version of Python": ".".join(versions["python"].split(".")[:2]),
         "the version of torch": versions["torch"],

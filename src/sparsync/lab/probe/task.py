@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +13,7 @@ from sparsync.comm.group import GroupComm
 from sparsync.lab import workloads
 from sparsync.lab.scheme_choice import parse_schemes
 from sparsync.lab.workers.process import Emit, Place
-from sparsync.lab.workloads.base import Workload
+from sparsync.lab.workloads.base import Workload, loss_of
 from sparsync.predict import probe_file
 from sparsync.predict.backward import timeline
 from sparsync.predict.probing import measure
@@ -84,14 +84,11 @@ def _backward(request: Request, place: Place) -> probe_file.Backward:
     workload = workloads.get(request.workload, **request.options)
     model = workload.model(0).to(place.device)
     optimizer, schedule = workload.optimizer(model, STEPS)
-    batch = workload.batch(0, 0, place.rank, place.ranks)
-    if place.device != "cpu":
-        batch = replace(batch, input=batch.input.to(place.device), target=batch.target.to(place.device))
     with timeline(model, request.bucket_mb) as recorded:
-        for _ in range(STEPS):
+        for step in range(STEPS):
             dist.barrier()
             optimizer.zero_grad(set_to_none=True)
-            workload.loss(model, batch).backward()
+            loss_of(workload, model, 0, step, place.rank, place.ranks).backward()
             workload.clip(model)
             optimizer.step()
             schedule.step()
