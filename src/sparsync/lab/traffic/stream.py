@@ -1,7 +1,7 @@
 """Gradients to try schemes on, step by step and rank by rank: drawn from a seed, or recorded from a training."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,6 +125,11 @@ def recorded(path: Path) -> Recorded:
         raise ValueError(f"--gradients: {path} cannot be read ({error}); make it by `sparsync gradients`") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"--gradients: {path} is not a file of `sparsync gradients`, which have the format {FORMAT!r}")
+    return from_record(found)
+
+
+def from_record(found: Mapping[str, Any]) -> Recorded:  # Any: as `record` returns
+    """Return the gradients that `record` has recorded."""
     return Recorded(found["gradients"], tuple(ParameterSpan(name, Span(*span)) for name, *span in found["layout"]))
 
 

@@ -74,7 +74,7 @@ def train(
     for step in range(steps):
         gradients = _gradients(workload, model, seed, step, ranks)
         mean = reduce(step, gradients, float(optimizer.param_groups[0]["lr"]))
-        for each, parameter in zip(spans, _trained_parameters(model), strict=True):
+        for each, parameter in zip(spans, trained_parameters(model), strict=True):
             parameter.grad = each.span.of(mean).view_as(parameter).clone()
         with naming(workload.job_class(), "clip", step):
             workload.clip(model)
@@ -194,7 +194,7 @@ def _gradients(workload: Workload, model: nn.Module, seed: int, step: int, ranks
             buffer.copy_(value)
         model.zero_grad(set_to_none=True)
         loss_of(workload, model, seed, step, rank, ranks).backward()
-        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in _trained_parameters(model)]
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained_parameters(model)]
         gradients.append(torch.cat([each.flatten() for each in parts]))
         if rank == 0:
             after = [each.clone() for each in buffers]
@@ -203,5 +203,6 @@ def _gradients(workload: Workload, model: nn.Module, seed: int, step: int, ranks
     return gradients
 
 
-def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained, in the order of `layout`."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,266 @@
+"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/predictions.md.
+
+    .venv/bin/python runs/predictions.py probe --out build/predictions      # about 10 minutes
+    .venv/bin/python runs/predictions.py measure --out build/predictions    # some 20 minutes; another day, or at least another hour
+    .venv/bin/python runs/predictions.py table --out build/predictions      # writes the page, from what is there
+
+Each is resumable: what lies in the folder is not measured again. `probe` runs `sparsync probe` for each number of ranks and link.
+`measure` runs `sparsync bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with two
+jobs. Predictions use the probe and the closed forms, and nothing of what was measured.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+
+from sparsync.lab.advise.command import step
+from sparsync.lab.report import results
+from sparsync.lab.report.format import significant
+from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync.predict import advice, probe_file
+from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
+
+PAGE = Path(__file__).parent.parent / "docs" / "predictions.md"
+BEGIN, END = "<!-- begin predictions -->", "<!-- end predictions -->"
+RANKS, LINKS = (2, 4, 8), ("50mbit", "200mbit", "1gbit")
+MBYTES, BUCKETS = (1.0, 4.0, 25.0), (1, 4, 16)
+CELLS, SEED = 24, 0
+LONGEST_S = 3.0  # of a dense reduction in a cell: its many repetitions take minutes otherwise
+BACKWARD_S = 0.1
+ROUNDS = 5
+SCHEMES = (
+    "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,skip_reduce:skip=1,"
+    "micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+)
+JOBS = ("shakespeare-small", "gpt")
+JOB_SCHEMES = (
+    "dense,bf16,two_shot:density=1.0:values=int4,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+)
+JOB_LINKS = ("100mbit", "1gbit")
+JOB_RANKS, JOB_STEPS = 4, 24
+DIFFERENT = 0.10  # orders and verdicts are judged where measured times differ by more
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one place, predicted and measured."""
+
+    place: str
+    ranks: int
+    label: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("probe", "measure", "table"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of what was measured")
+    parser.add_argument("--print", action="store_true", help="print the part of the page instead of writing it")
+    options = parser.parse_args()
+    if options.what == "probe":
+        probe_all(options.out)
+    elif options.what == "measure":
+        measure_all(options.out)
+    else:
+        content = page(options.out)
+        if options.print:
+            print(content)
+            return
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{content}\n\n{END}{rest.partition(END)[2]}")
+
+
+def cells() -> list[tuple[int, str, float, int]]:
+    """Return the drawn cells: ranks, link, megabytes and buckets. Every number of ranks and every link has equally many."""
+    chosen: list[tuple[int, str, float, int]] = []
+    draw = random.Random(SEED)
+    for P, link in product(RANKS, LINKS):
+        rest = [
+            (P, link, mbytes, buckets)
+            for mbytes, buckets in product(MBYTES, BUCKETS)
+            if 2 * (P - 1) / P * mbytes * 8e6 / _bits_per_s(link) <= LONGEST_S
+        ]
+        chosen += draw.sample(rest, min(len(rest), -(-CELLS // (len(RANKS) * len(LINKS)))))
+    return chosen
+
+
+def probe_all(out: Path) -> None:
+    """Probe every group; those of the jobs with the timeline of each."""
+    for P, link in product(RANKS, LINKS):
+        _run(_probe(out, P, link), "probe", "--ranks", str(P), "--link", link)
+    for job, link in product(JOBS, JOB_LINKS):
+        _run(_probe(out, JOB_RANKS, link, job), "probe", "--ranks", str(JOB_RANKS), "--link", link, "--workload", job)
+
+
+def measure_all(out: Path) -> None:
+    """Measure every cell and every job."""
+    for cell in cells():
+        P, link, mbytes, buckets = cell
+        size = ("--mbytes", str(mbytes), "--buckets", str(buckets), "--backward-s", str(BACKWARD_S))
+        what = ("bench", "overlap", "--ranks", str(P), "--link", link, "--schemes", SCHEMES, "--rounds", str(ROUNDS))
+        _run(_cell(out, cell), *what, *size, flag="--json")
+    for job, link in product(JOBS, JOB_LINKS):
+        folder = out / f"job-{job}-{link}"
+        if not folder.exists():
+            what = ("compare", "--workload", job, "--ranks", str(JOB_RANKS), "--link", link, "--schemes", JOB_SCHEMES)
+            steps = ("--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
+            _sparsync(*what, *steps, "--out", str(folder))
+
+
+def rows_of(out: Path) -> list[Row]:
+    """Return every method in every place that was probed and measured."""
+    rows: list[Row] = []
+    for cell in cells():
+        P, link, mbytes, buckets = cell
+        probe_path, path = _probe(out, P, link), _cell(out, cell)
+        if not probe_path.exists() or not path.exists():
+            continue
+        probe = probe_file.read(probe_path)
+        measured = {each["case"]: each for each in map(json.loads, path.read_text().splitlines())}
+        for choice in parse_schemes(SCHEMES, 0.01):
+            found = measured[choice.label]
+            backward_s = found["backward_s"]["p50"]
+            predicted = _overlap(choice, probe, mbytes, buckets, backward_s)
+            place = f"{P} ranks, {link}, {mbytes:g} MB, {buckets} bucket{'s' if buckets > 1 else ''}"
+            rows.append(Row(place, P, choice.label, predicted, found["step_s"]["p50"]))
+    for job, link in product(JOBS, JOB_LINKS):
+        probe_path, folder = _probe(out, JOB_RANKS, link, job), out / f"job-{job}-{link}"
+        if not probe_path.exists() or not folder.exists():
+            continue
+        probe = probe_file.read(probe_path)
+        assert probe.backward is not None
+        traces = {label: trace for (label, _), trace in results.read(folder).runs[-1].traces.items()}
+        for choice in parse_schemes(JOB_SCHEMES, 0.01):
+            seconds = statistics.median(each.step_s for each in traces[choice.label].steps[3:])
+            predicted = step(choice, probe, probe.backward).step_s
+            rows.append(Row(f"{job}, {JOB_RANKS} ranks, {link}", JOB_RANKS, choice.label, predicted, seconds))
+    return rows
+
+
+def page(out: Path) -> str:
+    """Return the part of the page."""
+    rows = rows_of(out)
+    if not rows:
+        raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
+    errors = sorted(abs(each.error) for each in rows)
+    within = sum(error <= 0.25 for error in errors)
+    places = list(dict.fromkeys(each.place for each in rows))
+    by_place = [[each for each in rows if each.place == place] for place in places]
+    right, pairs = _order(by_place)
+    regrets = [_regret(each) for each in by_place]
+    good, judged = _verdicts(by_place)
+    lines = [
+        f"{len(rows)} predictions in {len(places)} places. Median error {100 * statistics.median(errors):.1f} %, "
+        f"{100 * within / len(errors):.0f} % within 25 %, the worst {100 * errors[-1]:.0f} %.",
+        "",
+        f"Of {pairs} pairs of methods whose measured times differ by more than {100 * DIFFERENT:.0f} %, {right} are in the right order. "
+        f"Who takes the method predicted quickest loses {100 * statistics.median(regrets):.1f} % against the quickest in the median place, "
+        f"and {100 * max(regrets):.0f} % in the worst. Whether anything is {advice.WORTH:g} times as fast as bf16 was predicted rightly in {good} of {judged} places "
+        "where the answer is clear.",
+        "",
+        "| method | predictions | median error | mean, with its sign | worst |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for label in dict.fromkeys(each.label for each in rows):
+        own = [each.error for each in rows if each.label == label]
+        worst = max(own, key=abs)
+        lines.append(
+            f"| `{label}` | {len(own)} | {100 * statistics.median(map(abs, own)):.1f} % | {100 * statistics.fmean(own):+.1f} % | {100 * worst:+.0f} % |"
+        )
+    labels = list(dict.fromkeys(each.label for each in rows))
+    lines += ["", "Milliseconds of a step, predicted / measured:", ""]
+    lines += [f"| place | {' | '.join(f'`{label}`' for label in labels)} |", f"|{' --- |' * (len(labels) + 1)}"]
+    for place, own in zip(places, by_place, strict=True):
+        found = {each.label: each for each in own}
+        shown = [
+            f"{significant(1e3 * found[label].predicted_s)} / {significant(1e3 * found[label].measured_s)}"
+            if label in found
+            else ""
+            for label in labels
+        ]
+        lines.append(f"| {place} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, backward_s: float) -> float:
+    """Return the predicted step of the benchmark's model; its own backward time, which the machine decides, is given."""
+    width = round((mbytes * 1e6 / 4 / buckets) ** 0.5)
+    ready = tuple(ReadyBucket(width * width, backward_s * (i + 1) / buckets) for i in range(buckets))
+    backward = Backward("layers that sleep", 0.0, backward_s, 0.0, ready)
+    # Sleeping layers leave the cores to the reductions, and the benchmark joins no buckets.
+    return advice.step(choice.label, choice.make(), probe, backward, join_mb=0.0, crowded=False).step_s
+
+
+def _order(by_place: Iterable[Sequence[Row]]) -> tuple[int, int]:
+    """Return how many pairs are in the right order, and how many there are."""
+    pairs = [
+        (one, other)
+        for rows in by_place
+        for one, other in combinations(rows, 2)
+        if max(one.measured_s, other.measured_s) > (1 + DIFFERENT) * min(one.measured_s, other.measured_s)
+    ]
+    right = sum((one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s) for one, other in pairs)
+    return right, len(pairs)
+
+
+def _regret(rows: Sequence[Row]) -> float:
+    chosen = min(rows, key=lambda each: each.predicted_s)
+    return chosen.measured_s / min(each.measured_s for each in rows) - 1
+
+
+def _verdicts(by_place: Iterable[Sequence[Row]]) -> tuple[int, int]:
+    """Return in how many places the prediction says rightly whether anything is worth it, and how many places are clear."""
+    good = judged = 0
+    for rows in by_place:
+        bf16 = next(each for each in rows if each.label == "bf16")
+        others = [each for each in rows if each.label not in advice.BASELINES]
+        gain = bf16.measured_s / min(each.measured_s for each in others)
+        if abs(gain / advice.WORTH - 1) <= DIFFERENT:
+            continue
+        judged += 1
+        expected = bf16.predicted_s / min(each.predicted_s for each in others)
+        good += (expected > advice.WORTH) == (gain > advice.WORTH)
+    return good, judged
+
+
+def _probe(out: Path, P: int, link: str, job: str = "") -> Path:
+    return out / f"probe-{P}-{link}{f'-{job}' if job else ''}.toml"
+
+
+def _cell(out: Path, cell: tuple[int, str, float, int]) -> Path:
+    P, link, mbytes, buckets = cell
+    return out / f"overlap-{P}-{link}-{mbytes:g}-{buckets}.jsonl"
+
+
+def _bits_per_s(link: str) -> float:
+    return float(link[:-4]) * (1e9 if link.endswith("gbit") else 1e6)
+
+
+def _run(path: Path, *arguments: str, flag: str = "--out") -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")  # what is interrupted is measured again
+    _sparsync(*arguments, flag, str(part))
+    part.rename(path)
+
+
+def _sparsync(*arguments: str) -> None:
+    print("sparsync", *arguments, file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "sparsync.lab.cli", *arguments], check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""`sparsync advise`: what each method would bring on the group of a probe, as a table, and which to use."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch.optim import SGD
+
+from sparsync.lab.advise import extra_steps
+from sparsync.lab.advise.replay import deviation
+from sparsync.lab.report.format import significant
+from sparsync.lab.scheme_choice import SchemeChoice
+from sparsync.lab.traffic.stream import Recorded, recorded
+from sparsync.lab.workloads.base import Workload
+from sparsync.predict import advice, plans
+from sparsync.predict.advice import Extra, Step, Verdict
+from sparsync.predict.network import Network
+from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
+from sparsync.predict.probed import ProbedNetwork
+
+BASELINES = ("dense", "bf16")
+HEADS = (
+    "method",
+    "ms a step",
+    "hidden",
+    "x dense",
+    "x bf16",
+    "bits sent",
+    "state MB",
+    "extra steps",
+    "x bf16 to dense's quality",
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The prediction of every method, its extra steps where they are known, and the verdict."""
+
+    elements: int
+    steps: Mapping[str, Step]
+    extra: Mapping[str, Extra]  # of those methods whose effect was measured, and of those that change nothing
+    verdict: Verdict
+
+
+def even_backward(elements: int, bucket_mb: float, forward_s: float, backward_s: float, optimizer_s: float) -> Backward:
+    """Return the timeline of a model of which only its size and times are known: buckets of `bucket_mb`, ready at even distances.
+
+    The first bucket of DistributedDataParallel is of 1 MB, as by its default. Raises ValueError for a model without elements.
+    """
+    if elements < 1:
+        raise ValueError(f"--parameters must be at least 1, got {elements}")
+    sizes: list[int] = []
+    left, limits = elements, [min(1.0, bucket_mb), bucket_mb]
+    while left:
+        size = min(left, max(1, round(limits[min(len(sizes), 1)] * 2**20 / 4)))
+        sizes.append(size)
+        left -= size
+    done, buckets = 0, []
+    for size in sizes:
+        done += size
+        buckets.append(ReadyBucket(size, backward_s * done / elements))
+    return Backward("even", forward_s, backward_s, optimizer_s, tuple(buckets))
+
+
+def advise(
+    probe: Probe,
+    backward: Backward,
+    choices: Sequence[SchemeChoice],
+    workload: Workload | None = None,
+    gradients: Path | None = None,
+    seed: int = 0,
+    total_steps: int = 300,
+    worth: float = advice.WORTH,
+) -> Advice:
+    """Predict every method, and say which to use. With `workload` and `gradients`, recorded of it, also how many steps each needs."""
+    have = [choice.label for choice in choices]
+    missing = [label for label in BASELINES if label not in have]
+    if missing:
+        raise ValueError(f"--schemes needs {' and '.join(missing)} to compare with, got {', '.join(have)}")
+    steps = {choice.label: step(choice, probe, backward) for choice in choices}
+    extra: dict[str, Extra] = {label: Extra() for label in BASELINES}
+    if gradients is not None and workload is not None:
+        stream = recorded(gradients)
+        for choice in choices:
+            if choice.label not in extra:
+                extra[choice.label] = extra_of(workload, seed, stream, choice, total_steps)
+    known = {label: each for label, each in steps.items() if label in extra}
+    verdict = advice.verdict(known, extra, worth)
+    if len(known) < len(steps):
+        others = {label: each for label, each in steps.items() if label not in extra}
+        best = min(others, key=lambda label: others[label].step_s)
+        ratio = steps["bf16"].step_s / others[best].step_s
+        verdict = replace(
+            verdict,
+            why=f"{verdict.why} What the other methods cost in quality is not known without --gradients: {best}, the quickest of them, "
+            f"takes bf16's time for a step {ratio:.2f} times less; it may need up to {max(1.0, ratio):.2f} times as many steps before it loses.",
+        )
+    return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict)
+
+
+def extra_of(workload: Workload, seed: int, stream: Recorded, choice: SchemeChoice, total_steps: int) -> Extra:
+    """Return the extra steps of one method by the fitted curve."""
+    return extra_steps.curve(adaptive(workload)).extra(deviation(workload, seed, stream, choice, total_steps))
+
+
+def adaptive(workload: Workload) -> bool:
+    """Return whether the job's optimizer divides by second moments: anything but SGD is taken to."""
+    optimizer, _ = workload.optimizer(workload.model(0), 1)
+    return not isinstance(optimizer, SGD)
+
+
+def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Network | None = None) -> Step:
+    """Return the prediction of a step of one method: under DistributedDataParallel, or of local steps or steps of AdamW."""
+    scheme = choice.make()
+    if choice.local is None:
+        return advice.step(choice.label, scheme, probe, backward, network=network)
+    P, elements = probe.group.ranks, sum(each.elements for each in backward.bucket)
+    network = network or ProbedNetwork(probe)
+    settings = choice.local
+    if choice.steps == "local_steps":
+        every = int(settings["every"])
+        made = plans.local_steps(scheme, [elements], P, 1, int(settings.get("fragments", 1)))
+        delay = int(settings.get("delay", 0))
+    else:
+        every, delay = 1, 0
+        made = plans.adamw_steps(scheme, [elements], P, measure_every=int(settings.get("measure_every", 8)))
+    reduce_s = advice.bucket_s(made, P, network, probe) / every
+    end = backward.forward_s + max(backward.backward_s, *(each.ready_s for each in backward.bucket))
+    computing = end + backward.optimizer_s
+    exposed = max(0.0, reduce_s - delay * computing / every)
+    hidden = 1 - exposed / reduce_s if reduce_s else 1.0
+    mean = plans.averaged(made, every)
+    sent = sum(each.nbytes for each in (*mean.exchanges, *mean.beside))
+    rounds = sum(each.rounds for each in mean.exchanges)
+    return Step(choice.label, computing + exposed, reduce_s, hidden, sent, rounds, made.state_nbytes)
+
+
+def table(found: Advice) -> list[tuple[str, ...]]:
+    """Return the rows of the table, the heads first, the method that reaches dense's quality soonest on top."""
+    dense, bf16 = (found.steps[label].step_s for label in BASELINES)
+
+    def to_quality(label: str) -> float:
+        return found.steps[label].step_s * found.extra.get(label, Extra()).factor
+
+    rows: list[tuple[str, ...]] = [HEADS]
+    for label in sorted(found.steps, key=lambda each: (each not in found.extra, to_quality(each))):
+        each, extra = found.steps[label], found.extra.get(label)
+        factor = "not known" if extra is None else _interval(extra)
+        gain = "" if extra is None else f"{bf16 / to_quality(label):.2f}"
+        rows.append(
+            (
+                label,
+                significant(1e3 * each.step_s),
+                f"{100 * each.hidden:.0f} %",
+                f"{dense / each.step_s:.2f}",
+                f"{bf16 / each.step_s:.2f}",
+                significant(each.bits(found.elements)),
+                significant(each.state_nbytes / 1e6),
+                factor,
+                gain,
+            )
+        )
+    return rows
+
+
+def text(found: Advice, probe: Probe, backward: Backward) -> str:
+    """Return the whole answer as text."""
+    rows = table(found)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    computing = backward.forward_s + backward.backward_s + backward.optimizer_s
+    group = probe.group
+    head = (
+        f"{group.ranks} ranks, {group.backend}, {group.link}; {found.elements} parameters in {len(backward.bucket)} buckets, "
+        f"{1e3 * computing:.3g} ms of computing a step"
+    )
+    notes = [
+        "bits sent: by a rank for each parameter in a step. extra steps: times as many for dense's quality, and the interval for 80 % of the",
+        "trainings that the estimate was fitted to. It leaves out what local steps do to gradients, and learning rates other than the job's.",
+    ]
+    return "\n".join([head, "", *lines, "", *notes, "", found.verdict.why])
+
+
+def as_json(found: Advice) -> str:
+    """Return everything as one JSON object."""
+    content = {
+        "elements": found.elements,
+        "steps": {label: asdict(each) | {"bits": each.bits(found.elements)} for label, each in found.steps.items()},
+        "extra": {label: asdict(each) for label, each in found.extra.items()},
+        "verdict": asdict(found.verdict),
+    }
+    return json.dumps(content, indent=1)
+
+
+def _interval(extra: Extra) -> str:
+    if extra.factor == extra.low == extra.high == 1:
+        return "1"
+    return f"{extra.factor:.2f} ({extra.low:.2f} to {extra.high:.2f})"

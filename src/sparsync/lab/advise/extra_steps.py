@@ -1,0 +1,140 @@
+"""How many times as many steps a method needs for dense's quality, from how it makes the weights deviate on recorded gradients.
+
+The curve is fitted to trainings of this package's own jobs, which are in extra_steps.toml beside this file: of each, the deviation that
+`replay` measures on its recorded gradients, and the factor that the whole training came to. `runs/extra_steps.py` makes the file.
+
+    log(factor) = a max(0, -log(progress)) + b scatter^2
+
+with one pair (a, b) for optimizers that divide by second moments, and one for the others: of the same gradients Adam makes other steps.
+What it leaves out: a method that lets the ranks' weights differ (local steps) shows its cost only in gradients that were computed there;
+learning rates other than the job's own; trainings much longer than those of the file.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+
+from sparsync.lab.advise.replay import Deviation
+from sparsync.predict.advice import Extra
+
+SHARE = 0.8  # of the fitted trainings are within the interval
+SLOWEST = 0.01  # the least progress that is told from none
+LOWEST = 0.01  # the least half-width of the interval, as a logarithm
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that was done to its end beside dense ones of several lengths, and the deviation on its recorded gradients."""
+
+    job: str
+    method: str
+    adaptive: bool  # the optimizer divides by second moments
+    progress: float
+    scatter: float
+    factor: float
+
+    @property
+    def features(self) -> tuple[float, float]:
+        return _features(self.progress, self.scatter)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The fitted curve of one kind of optimizer, and the residuals of its trainings, each by a curve fitted to the other jobs."""
+
+    a: float
+    b: float
+    residuals: tuple[float, ...]  # log(factor) less the prediction, sorted
+
+    def extra(self, deviation: Deviation) -> Extra:
+        """Return the factor, at least 1, and the interval of the residuals' quantiles."""
+        lag, scatter = _features(deviation.progress, deviation.scatter)
+        expected = self.a * lag + self.b * scatter
+        below, above = _quantile(self.residuals, (1 - SHARE) / 2), _quantile(self.residuals, (1 + SHARE) / 2)
+        # Residuals grow with what is predicted, in proportion; the fit weighs them so.
+        width = max(LOWEST, expected)
+        low, high = expected + min(0.0, below) * width, expected + max(0.0, above) * width
+        return Extra(math.exp(expected), math.exp(max(0.0, low)), math.exp(max(high, expected + LOWEST)))
+
+
+@lru_cache(maxsize=1)
+def trainings() -> tuple[Training, ...]:
+    """Return the trainings of the file."""
+    content = tomllib.loads(files("sparsync.lab.advise").joinpath("extra_steps.toml").read_text("utf-8"))
+    return tuple(Training(**each) for each in content["training"])
+
+
+@lru_cache(maxsize=2)
+def curve(adaptive: bool) -> Curve:
+    """Return the curve for optimizers of this kind. Raises ValueError where no training is of it."""
+    own = [each for each in trainings() if each.adaptive == adaptive]
+    if not own:
+        raise ValueError(
+            "extra_steps.toml has no training with an optimizer of this kind; make it by runs/extra_steps.py"
+        )
+    a, b = fitted(own)
+    return Curve(a, b, tuple(sorted(residual for _, residual in held_out(own))))
+
+
+def held_out(own: Sequence[Training]) -> list[tuple[Training, float]]:
+    """Return each training with its residual, in units of the prediction's width, by a curve that was fitted without its job.
+
+    Where there is one job only, without its own method.
+    """
+    jobs = {each.job for each in own}
+    found = []
+    for each in own:
+        rest = [other for other in own if (other.job != each.job if len(jobs) > 1 else other.method != each.method)]
+        expected = predicted(each, fitted(rest))
+        found.append((each, (math.log(each.factor) - expected) / max(LOWEST, expected)))
+    return found
+
+
+def predicted(training: Training, coefficients: tuple[float, float]) -> float:
+    """Return the logarithm of the factor."""
+    return sum(c * x for c, x in zip(coefficients, training.features, strict=True))
+
+
+def fitted(own: Iterable[Training]) -> tuple[float, float]:
+    """Return (a, b), neither below 0, of least squares in the logarithm; errors count relative to 1 + what is fitted, so small factors count."""
+    rows = [(*each.features, math.log(max(1.0, each.factor))) for each in own]
+    weights = [1 / (0.05 + y) ** 2 for *_, y in rows]
+    xx, xz, zz, xy, zy = (
+        sum(w * f(x, z, y) for w, (x, z, y) in zip(weights, rows, strict=True))
+        for f in (
+            lambda x, z, y: x * x,
+            lambda x, z, y: x * z,
+            lambda x, z, y: z * z,
+            lambda x, z, y: x * y,
+            lambda x, z, y: z * y,
+        )
+    )
+    determinant = xx * zz - xz * xz
+    if determinant > 1e-12 * xx * zz:
+        a, b = (zz * xy - xz * zy) / determinant, (xx * zy - xz * xy) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+    alone = [(xy / xx if xx else 0.0, 0.0), (0.0, zy / zz if zz else 0.0)]
+
+    def error(coefficients: tuple[float, float]) -> float:
+        a, b = coefficients
+        return sum(w * (a * x + b * z - y) ** 2 for w, (x, z, y) in zip(weights, rows, strict=True))
+
+    return min(((max(0.0, a), max(0.0, b)) for a, b in alone), key=error)
+
+
+def _features(progress: float, scatter: float) -> tuple[float, float]:
+    return max(0.0, -math.log(max(progress, SLOWEST))), scatter**2
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Return the quantile of sorted values, between neighbours in proportion; 0 of none."""
+    if not values:
+        return 0.0
+    place = share * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - low) * (values[high] - values[low])
