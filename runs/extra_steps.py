@@ -110,7 +110,7 @@ def trainings(job: Job, finished: Mapping[runs.Key, runs.Finished]) -> list[Trai
 
 
 def factor(dense: Mapping[int, float], steps: int, end: float, lower: bool) -> float:
-    """Return how many times as many steps dense's training that ends at `end` would not have needed; at most steps over the least of dense's.
+    """Return `steps` over those of dense's training that ends at `end`; at most over the shortest of dense's.
 
     `dense` has the quality at the end of trainings of so many steps; of those beyond which a longer one is no better the shortest counts.
     """

@@ -167,8 +167,8 @@ def page(out: Path) -> str:
         "",
         f"Of {pairs} pairs of methods whose measured times differ by more than {100 * DIFFERENT:.0f} %, {right} are in the right order. "
         f"Who takes the method predicted quickest loses {100 * statistics.median(regrets):.1f} % against the quickest in the median place, "
-        f"and {100 * max(regrets):.0f} % in the worst. Whether anything is {advice.WORTH:g} times as fast as bf16 was predicted rightly in {good} of {judged} places "
-        "where the answer is clear.",
+        f"and {100 * max(regrets):.0f} % in the worst. Whether anything is {advice.WORTH:g} times as fast as bf16 was predicted "
+        f"rightly in {good} of {judged} places where the answer is clear.",
         "",
         "| method | predictions | median error | mean, with its sign | worst |",
         "| --- | --- | --- | --- | --- |",
@@ -176,9 +176,8 @@ def page(out: Path) -> str:
     for label in dict.fromkeys(each.label for each in rows):
         own = [each.error for each in rows if each.label == label]
         worst = max(own, key=abs)
-        lines.append(
-            f"| `{label}` | {len(own)} | {100 * statistics.median(map(abs, own)):.1f} % | {100 * statistics.fmean(own):+.1f} % | {100 * worst:+.0f} % |"
-        )
+        middle, mean = statistics.median(map(abs, own)), statistics.fmean(own)
+        lines.append(f"| `{label}` | {len(own)} | {100 * middle:.1f} % | {100 * mean:+.1f} % | {100 * worst:+.0f} % |")
     labels = list(dict.fromkeys(each.label for each in rows))
     lines += ["", "Milliseconds of a step, predicted / measured:", ""]
     lines += [f"| place | {' | '.join(f'`{label}`' for label in labels)} |", f"|{' --- |' * (len(labels) + 1)}"]

@@ -9,26 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync import __version__
+from sparsync.lab import cli_options
 from sparsync.lab.simulate.command import add_options as add_simulate_options
 from sparsync.lab.simulate.command import run as run_simulate
 
 if TYPE_CHECKING:
     from sparsync.lab.compare.settings import Settings
-
-# Minutes on gpt-tiny.
-FRONTIER = (
-    "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
-    "oktopk:density=0.05:values=int4"
-)
-
-# Whose tiny buckets a probe measures.
-PROBED = "dense,topk,two_shot,micro,exdyna,oktopk,powersgd"
-
-SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
-METHODS_HELP = (
-    SCHEMES_HELP
-    + "; in front of one local_steps(every=4)/ or adamw_steps(keep=0.5)/, see sparsync.LocalSteps and AdamWSteps"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,18 +43,24 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     compare = commands.add_parser("compare", help="train with several schemes over rate-limited links, and report")
-    _add_compare_options(compare)
+    cli_options.add_compare_options(compare)
     compare.set_defaults(run=_compare)
 
     launch = commands.add_parser("launch", help="run a script of torch.distributed as it is, over rate-limited links")
-    _add_launch_options(launch)
+    cli_options.add_launch_options(launch)
     launch.set_defaults(run=_launch)
 
     probe = commands.add_parser(
         "probe", help="measure what exchanges, memory and kernels take on a group of ranks, for predictions"
     )
-    _add_probe_options(probe)
+    cli_options.add_probe_options(probe)
     probe.set_defaults(run=_probe)
+
+    advise = commands.add_parser(
+        "advise", help="what each scheme would bring on a probed group, and which to use, dense bf16 included"
+    )
+    cli_options.add_advise_options(advise)
+    advise.set_defaults(run=_advise)
 
     demo = commands.add_parser(
         "demo", help="two comparisons, with SGD and with AdamW, that two cores finish within minutes"
@@ -80,12 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     frontier = commands.add_parser(
         "frontier", help="quality against the bits that a rank sends, each method at its best rate, in this process"
     )
-    _add_frontier_options(frontier)
+    cli_options.add_frontier_options(frontier)
     frontier.set_defaults(run=_frontier)
 
     report = commands.add_parser("report", help="make tables, pictures and report.html again from a results folder")
     report.add_argument("folder", type=Path, help="the folder a comparison wrote")
-    _add_within(report)
+    cli_options.add_within(report)
     report.set_defaults(run=_report)
 
     bench = commands.add_parser(
@@ -107,17 +99,17 @@ def _parser() -> argparse.ArgumentParser:
     traffic = commands.add_parser(
         "traffic", help="count what schemes send, select and leave in the residual, step by step, in this process"
     )
-    _add_traffic_options(traffic)
+    cli_options.add_traffic_options(traffic)
     traffic.set_defaults(run=_traffic)
 
     gradients = commands.add_parser("gradients", help="record every rank's gradients of a training, for `traffic`")
-    _add_gradients_options(gradients)
+    cli_options.add_gradients_options(gradients)
     gradients.set_defaults(run=_gradients)
 
     campaign = commands.add_parser(
         "campaign", help="disturb trainings with faults, and count where a rank hangs or says nothing of it"
     )
-    _add_campaign_options(campaign)
+    cli_options.add_campaign_options(campaign)
     campaign.set_defaults(run=_campaign)
 
     schemes = commands.add_parser("schemes", help="list the schemes, or the settings of one")
@@ -136,158 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     workloads.set_defaults(run=_workloads)
     return parser
-
-
-def _add_workload_options(parser: argparse.ArgumentParser, default: str | None) -> None:
-    add = parser.add_argument
-    forms = "a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
-    add("--workload", default=default, help=f"the training job: {forms} (default: {default or 'none'})")
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
-    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
-
-
-def _add_group_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--ranks", type=int, default=None, help="data-parallel ranks (default: 4; under torchrun: those it has started)"
-    )
-    link = "rate of each rank's link, each way, or none (default: 100mbit; not under torchrun, where links are what they are)"
-    add("--link", default=None, help=link)
-    gpu = "under torchrun: gloo or nccl (default: nccl where every rank has a GPU of its own)"
-    add("--backend", choices=("gloo", "nccl"), default=None, help=gpu)
-
-
-def _add_compare_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_workload_options(parser, default="shakespeare")
-    _add_group_options(parser)
-    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--target", type=float, default=None, help="the quality whose time counts")
-    add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
-    add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
-    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
-    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
-    add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
-    _add_within(parser)
-
-
-def _add_within(parser: argparse.ArgumentParser) -> None:
-    near = "how far behind dense's quality the report's choice may be (default: 2)"
-    parser.add_argument("--within", type=float, default=2.0, metavar="PERCENT", help=near)
-
-
-def _add_launch_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes, each with a link and an address of its own (default: 4)")
-    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
-    add("--up", default=None, metavar="RATE", help="what a rank sends at, where that is not --link")
-    add("--down", default=None, metavar="RATE", help="what a rank receives at, where that is not --link")
-    add(
-        "--scheme",
-        default=None,
-        metavar="A:KEY=VALUE",
-        help=f"for scripts that call sparsync.attach(model): {SCHEMES_HELP}",
-    )
-    add(
-        "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"
-    )
-    add("--grace", type=float, default=5.0, metavar="S", help="for the others when a rank has failed (default: 5)")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
-
-
-def _add_probe_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_workload_options(parser, default=None)
-    _add_group_options(parser)
-    add(
-        "--schemes",
-        default=PROBED,
-        metavar="A,B:KEY=VALUE",
-        help=f"whose tiny buckets are measured (default: {PROBED})",
-    )
-    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
-    add("--seconds", type=float, default=45.0, help="for the exchanges and kernels, about (default: 45)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
-    add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
-
-
-def _add_frontier_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_workload_options(parser, default="gpt-tiny")
-    methods = f"{METHODS_HELP}; oracle: the limit of every selection, which sends nothing (default: {FRONTIER})"
-    add("--schemes", default=FRONTIER, metavar="A,B:KEY=VALUE", help=methods)
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--ranks", type=_integers, default=(4,), help="one or more numbers, by commas (default: 4)")
-    add("--steps", type=_integers, default=(300,), help="of a training, one or more, by commas (default: 300)")
-    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
-    add("--rates", type=_numbers, default=(0.5, 1.0, 2.0), help="times the job's own rate (default: 0.5,1,2)")
-    add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
-    add("--follow-rate", action="store_true", help="what is held back follows the learning rate")
-    add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
-    add("--ours", default=None, metavar="A,B", help="names of schemes that are marked as ours, not as published")
-    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which one part is written anew")
-    add("--part", default=None, metavar="NAME", help="the part of the page (default: the name of the workload)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("frontier"),
-        help="folder of finished trainings and results (default: frontier)",
-    )
-
-
-def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--scheme",
-        "--schemes",
-        dest="schemes",
-        default="micro,exdyna,oktopk,topk",
-        metavar="A,B:KEY=VALUE",
-        help=SCHEMES_HELP,
-    )
-    add("--ranks", type=int, default=None, help="ranks, all in this process (default: 4, or as recorded)")
-    add("--elements", type=int, default=None, help="of the gradient (default: 100000, or as recorded)")
-    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
-    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--steps", type=int, default=None, help="steps (default: 300, or all that were recorded)")
-    add("--seed", type=int, default=0, help="of the drawn gradients (default: 0)")
-    add(
-        "--jump",
-        type=int,
-        default=None,
-        metavar="STEP",
-        help="from this step on, drawn gradients are 10 times as large",
-    )
-    add("--gradients", type=Path, default=None, metavar="FILE", help="take these of `sparsync gradients`, draw none")
-    add("--every", type=int, default=1, metavar="STEPS", help="write a line for every so many steps (default: 1)")
-    add("--json", default=None, metavar="FILE", help="write JSON lines there; -: on standard output, and nothing else")
-    add("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture")
-
-
-def _add_gradients_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_workload_options(parser, default="shakespeare-small")
-    add("--ranks", type=int, default=4, help="equal shares of each batch (default: 4)")
-    add("--steps", type=int, default=50, help="training steps, with the dense mean (default: 50)")
-    add("--every", type=int, default=1, metavar="STEPS", help="record one of so many steps (default: 1)")
-    add("--precision", default="bfloat16", help="of the file: bfloat16 or float32 (default: bfloat16)")
-    add("--seed", type=int, default=0, help="of the training (default: 0)")
-    add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-
-
-def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--trials", type=int, default=200, help="number of trials (default: 200)")
-    add("--seed", type=int, default=0, help="of faults, moments, ranks, weights and data (default: 0)")
-    add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
-    add("--timeout", type=float, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
-    add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
-    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
-    add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -364,6 +204,38 @@ def _on_hosts(options: argparse.Namespace) -> bool:
         raise ValueError(f"torchrun's ranks use the hosts' own links, got --link {options.link}; leave --link out")
     options.ranks, options.link = world_size(), "none"
     return True
+
+
+def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.lab import workloads
+    from sparsync.lab.advise import command
+    from sparsync.lab.scheme_choice import parse_schemes
+    from sparsync.predict import probe_file
+
+    probe = probe_file.read(options.probe)
+    times = (options.forward_ms, options.backward_ms)
+    if options.parameters is not None and None not in times:
+        seconds = (1e-3 * each for each in (*times, options.optimizer_ms))
+        backward = command.even_backward(options.parameters, options.bucket_mb, *seconds)
+    elif options.parameters is None and times == (None, None) and probe.backward is not None:
+        backward = probe.backward
+    else:
+        raise ValueError(
+            f"{options.probe} says nothing of a model; probe with --workload, or give --parameters, --forward-ms and --backward-ms"
+            if probe.backward is None
+            else "a model is --parameters, --forward-ms and --backward-ms together, or none of them for the one in the probe"
+        )
+    if (options.gradients is None) != (options.workload is None):
+        raise ValueError("--gradients and --workload go together: the gradients are replayed with the job's optimizer")
+    workload = None if options.workload is None else workloads.get(options.workload, **_workload_options(options))
+    if workload is not None:
+        workload.prepare()
+    choices = parse_schemes(options.schemes, options.density, options.skip)
+    found = command.advise(probe, backward, choices, workload, options.gradients, options.seed, options.steps)
+    if options.json is not None:
+        command.write(found, options.json)
+    if options.json != "-":
+        print(command.text(found, probe, backward))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -526,18 +398,6 @@ def _key_value(text: str) -> tuple[str, str]:
     if not equals:
         raise ValueError(f"--option takes KEY=VALUE, got {text!r}")
     return key, value
-
-
-def _count_or_share(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in text.split(","))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -56,10 +56,10 @@ def joined(buckets: Sequence[int], itemsize: int, join_mb: float) -> list[list[i
     """Return the places of the buckets that DistributedDataParallel's integration reduces as one, as `attach(join_mb=...)` joins them."""
     groups: list[list[int]] = []
     waiting: list[int] = []
-    for place, elements in enumerate(buckets):
+    for place in range(len(buckets)):
         waiting.append(place)
         held = sum(buckets[each] for each in waiting) * itemsize
-        if held >= int(join_mb * 2**20) or place == len(buckets) - 1 or elements * itemsize == 0:
+        if held >= int(join_mb * 2**20) or place == len(buckets) - 1:
             groups.append(waiting)
             waiting = []
     return groups
@@ -102,8 +102,8 @@ def step(
 ) -> Step:
     """Return the prediction of a step of `backward` with `scheme` under DistributedDataParallel, on the ranks of `probe`.
 
-    `join_mb` is that of `sparsync.attach`; only schemes with a residual join buckets. `crowded`: while a reduction
-    computes, the backward pass stands still; None: where a host has less than two cores for a rank. Raises ValueError where the scheme has no closed form.
+    `join_mb` is that of `sparsync.attach`; only schemes with a residual join buckets. `crowded`: while a reduction computes, the backward
+    pass stands still; None: where a host has less than two cores for a rank. Raises ValueError where the scheme has no closed form.
     """
     P, network = probe.group.ranks, network or ProbedNetwork(probe)
     sizes = [each.elements for each in backward.bucket]

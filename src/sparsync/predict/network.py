@@ -23,13 +23,14 @@ Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005). What the model leaves out: que
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from sparsync.comm.plan import Exchange, Kind
 
 AllReduce = Literal["ring", "tree", "best"]
 
 
+@runtime_checkable
 class Network(Protocol):
     """Anything that knows how long an exchange takes among P ranks."""
 

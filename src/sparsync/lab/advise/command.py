@@ -8,10 +8,10 @@ from pathlib import Path
 from torch.optim import SGD
 
 from sparsync.lab.advise import extra_steps
-from sparsync.lab.advise.replay import deviation
+from sparsync.lab.advise.replay import deviations
 from sparsync.lab.report.format import significant
 from sparsync.lab.scheme_choice import SchemeChoice
-from sparsync.lab.traffic.stream import Recorded, recorded
+from sparsync.lab.traffic.stream import recorded
 from sparsync.lab.workloads.base import Workload
 from sparsync.predict import advice, plans
 from sparsync.predict.advice import Extra, Step, Verdict
@@ -44,7 +44,7 @@ class Advice:
 
 
 def even_backward(elements: int, bucket_mb: float, forward_s: float, backward_s: float, optimizer_s: float) -> Backward:
-    """Return the timeline of a model of which only its size and times are known: buckets of `bucket_mb`, ready at even distances.
+    """Return the timeline of a model of which only its size and times are known: buckets of `bucket_mb`, the more ready the more is done.
 
     The first bucket of DistributedDataParallel is of 1 MB, as by its default. Raises ValueError for a model without elements.
     """
@@ -81,10 +81,10 @@ def advise(
     steps = {choice.label: step(choice, probe, backward) for choice in choices}
     extra: dict[str, Extra] = {label: Extra() for label in BASELINES}
     if gradients is not None and workload is not None:
-        stream = recorded(gradients)
-        for choice in choices:
-            if choice.label not in extra:
-                extra[choice.label] = extra_of(workload, seed, stream, choice, total_steps)
+        lossy = [choice for choice in choices if choice.label not in extra]
+        curve = extra_steps.curve(adaptive(workload))
+        found = deviations(workload, seed, recorded(gradients), lossy, total_steps)
+        extra |= {choice.label: curve.extra(each) for choice, each in zip(lossy, found, strict=True)}
     known = {label: each for label, each in steps.items() if label in extra}
     verdict = advice.verdict(known, extra, worth)
     if len(known) < len(steps):
@@ -93,15 +93,11 @@ def advise(
         ratio = steps["bf16"].step_s / others[best].step_s
         verdict = replace(
             verdict,
-            why=f"{verdict.why} What the other methods cost in quality is not known without --gradients: {best}, the quickest of them, "
-            f"takes bf16's time for a step {ratio:.2f} times less; it may need up to {max(1.0, ratio):.2f} times as many steps before it loses.",
+            why=f"{verdict.why} What the other methods cost in quality is not known without --gradients. The quickest of them is "
+            f"{best}: its step is {ratio:.2f} times as fast as bf16's"
+            + (f", so it gains where it needs less than {ratio:.2f} times as many steps." if ratio > 1 else "."),
         )
     return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict)
-
-
-def extra_of(workload: Workload, seed: int, stream: Recorded, choice: SchemeChoice, total_steps: int) -> Extra:
-    """Return the extra steps of one method by the fitted curve."""
-    return extra_steps.curve(adaptive(workload)).extra(deviation(workload, seed, stream, choice, total_steps))
 
 
 def adaptive(workload: Workload) -> bool:
@@ -182,10 +178,22 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
         f"{1e3 * computing:.3g} ms of computing a step"
     )
     notes = [
-        "bits sent: by a rank for each parameter in a step. extra steps: times as many for dense's quality, and the interval for 80 % of the",
-        "trainings that the estimate was fitted to. It leaves out what local steps do to gradients, and learning rates other than the job's.",
+        "bits sent: by a rank for each parameter in a step. extra steps: how many times as many for dense's quality, and the interval",
+        "that holds 80 % of the trainings it was fitted to. It leaves out what local steps do to later gradients, and other learning",
+        "rates than the job's own.",
     ]
     return "\n".join([head, "", *lines, "", *notes, "", found.verdict.why])
+
+
+def write(found: Advice, where: str) -> None:
+    """Write everything as one JSON object to a file; "-": to standard output. Raises RuntimeError where it cannot be written."""
+    if where == "-":
+        print(as_json(found))
+        return
+    try:
+        Path(where).write_text(as_json(found) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RuntimeError(f"cannot write {where}: {error.strerror}; choose another file with --json") from error
 
 
 def as_json(found: Advice) -> str:

@@ -22,7 +22,7 @@ from sparsync.predict.advice import Extra
 
 SHARE = 0.8  # of the fitted trainings are within the interval
 SLOWEST = 0.01  # the least progress that is told from none
-LOWEST = 0.01  # the least half-width of the interval, as a logarithm
+LEAST = 0.05  # what the logarithm of a factor is uncertain by at least, in proportion to which residuals count
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Curve:
         lag, scatter = _features(deviation.progress, deviation.scatter)
         expected = self.a * lag + self.b * scatter
         below, above = _quantile(self.residuals, (1 - SHARE) / 2), _quantile(self.residuals, (1 + SHARE) / 2)
-        # Residuals grow with what is predicted, in proportion; the fit weighs them so.
-        width = max(LOWEST, expected)
+        # Residuals grow with what is predicted.
+        width = LEAST + expected
         low, high = expected + min(0.0, below) * width, expected + max(0.0, above) * width
-        return Extra(math.exp(expected), math.exp(max(0.0, low)), math.exp(max(high, expected + LOWEST)))
+        return Extra(math.exp(expected), math.exp(max(0.0, low)), math.exp(high))
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +89,7 @@ def held_out(own: Sequence[Training]) -> list[tuple[Training, float]]:
     for each in own:
         rest = [other for other in own if (other.job != each.job if len(jobs) > 1 else other.method != each.method)]
         expected = predicted(each, fitted(rest))
-        found.append((each, (math.log(each.factor) - expected) / max(LOWEST, expected)))
+        found.append((each, (math.log(each.factor) - expected) / (LEAST + expected)))
     return found
 
 
@@ -99,11 +99,10 @@ def predicted(training: Training, coefficients: tuple[float, float]) -> float:
 
 
 def fitted(own: Iterable[Training]) -> tuple[float, float]:
-    """Return (a, b), neither below 0, of least squares in the logarithm; errors count relative to 1 + what is fitted, so small factors count."""
+    """Return (a, b), neither below 0, by least squares of the logarithm."""
     rows = [(*each.features, math.log(max(1.0, each.factor))) for each in own]
-    weights = [1 / (0.05 + y) ** 2 for *_, y in rows]
     xx, xz, zz, xy, zy = (
-        sum(w * f(x, z, y) for w, (x, z, y) in zip(weights, rows, strict=True))
+        sum(f(x, z, y) for x, z, y in rows)
         for f in (
             lambda x, z, y: x * x,
             lambda x, z, y: x * z,
@@ -121,7 +120,7 @@ def fitted(own: Iterable[Training]) -> tuple[float, float]:
 
     def error(coefficients: tuple[float, float]) -> float:
         a, b = coefficients
-        return sum(w * (a * x + b * z - y) ** 2 for w, (x, z, y) in zip(weights, rows, strict=True))
+        return sum((a * x + b * z - y) ** 2 for x, z, y in rows)
 
     return min(((max(0.0, a), max(0.0, b)) for a, b in alone), key=error)
 

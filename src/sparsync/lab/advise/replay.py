@@ -1,4 +1,4 @@
-"""How far a scheme takes a training from its way, on recorded gradients: the job's own optimizer, fed the exact mean and what the scheme makes.
+"""How far a scheme takes the weights from dense's way: the job's own optimizer on recorded gradients, with either mean.
 
 The gradients do not answer to what the scheme does to the weights; they are those of the dense training. So this measures what an
 optimizer is given, and not where it ends; `extra_steps` says how the two go together in trainings that were done to their end.
@@ -33,19 +33,14 @@ class Deviation:
     scatter: float
 
 
-def deviation(workload: Workload, seed: int, recorded: Recorded, choice: SchemeChoice, total_steps: int) -> Deviation:
-    """Replay the recorded gradients through `choice` and through the exact mean, and return how the weights deviate.
+def deviations(
+    workload: Workload, seed: int, recorded: Recorded, choices: Sequence[SchemeChoice], total_steps: int
+) -> list[Deviation]:
+    """Replay the recorded gradients through the exact mean and each of `choices`, and return how each makes the weights deviate.
 
     `total_steps` is the length of the training, for the job's schedule; the recorded steps are its first ones. Raises ValueError for fewer
     than LEAST recorded steps.
     """
-    return deviations(workload, seed, recorded, [choice], total_steps)[0]
-
-
-def deviations(
-    workload: Workload, seed: int, recorded: Recorded, choices: Sequence[SchemeChoice], total_steps: int
-) -> list[Deviation]:
-    """Return the deviation of each of `choices`; dense's way is computed once."""
     if recorded.steps < LEAST:
         raise ValueError(
             f"--gradients has {recorded.steps} steps, and {LEAST} are the least that show what a scheme holds back; "

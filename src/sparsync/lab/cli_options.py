@@ -1,0 +1,209 @@
+"""The options of the commands of `sparsync`. Nothing here imports torch."""
+
+import argparse
+from pathlib import Path
+
+# Minutes on gpt-tiny.
+FRONTIER = (
+    "dense,bf16,topk,micro,exdyna,oktopk,topk:density=0.05:values=int4,micro:density=0.05:values=int4,"
+    "oktopk:density=0.05:values=int4"
+)
+
+# Whose tiny buckets a probe measures.
+PROBED = "dense,topk,two_shot,micro,exdyna,oktopk,powersgd"
+
+# What `sparsync advise` compares.
+ADVISED = (
+    "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,"
+    "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+)
+
+SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
+METHODS_HELP = (
+    SCHEMES_HELP
+    + "; in front of one local_steps(every=4)/ or adamw_steps(keep=0.5)/, see sparsync.LocalSteps and AdamWSteps"
+)
+
+
+def add_workload_options(parser: argparse.ArgumentParser, default: str | None) -> None:
+    add = parser.add_argument
+    forms = "a name of `sparsync workloads`, package.module:Class or path/to/file.py:Class"
+    add("--workload", default=default, help=f"the training job: {forms} (default: {default or 'none'})")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the workload, e.g. width=128")
+    add("--data", default=None, metavar="FOLDER", help="the workload's data, instead of where it is usually found")
+
+
+def add_group_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--ranks", type=int, default=None, help="data-parallel ranks (default: 4; under torchrun: those it has started)"
+    )
+    link = "rate of each rank's link, each way, or none (default: 100mbit; not under torchrun, where links are what they are)"
+    add("--link", default=None, help=link)
+    gpu = "under torchrun: gloo or nccl (default: nccl where every rank has a GPU of its own)"
+    add("--backend", choices=("gloo", "nccl"), default=None, help=gpu)
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_workload_options(parser, default="shakespeare")
+    add_group_options(parser)
+    add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--target", type=float, default=None, help="the quality whose time counts")
+    add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
+    add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
+    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
+    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
+    add_within(parser)
+
+
+def add_within(parser: argparse.ArgumentParser) -> None:
+    near = "how far behind dense's quality the report's choice may be (default: 2)"
+    parser.add_argument("--within", type=float, default=2.0, metavar="PERCENT", help=near)
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="processes, each with a link and an address of its own (default: 4)")
+    add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
+    add("--up", default=None, metavar="RATE", help="what a rank sends at, where that is not --link")
+    add("--down", default=None, metavar="RATE", help="what a rank receives at, where that is not --link")
+    add(
+        "--scheme",
+        default=None,
+        metavar="A:KEY=VALUE",
+        help=f"for scripts that call sparsync.attach(model): {SCHEMES_HELP}",
+    )
+    add(
+        "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"
+    )
+    add("--grace", type=float, default=5.0, metavar="S", help="for the others when a rank has failed (default: 5)")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
+
+
+def add_probe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_workload_options(parser, default=None)
+    add_group_options(parser)
+    add(
+        "--schemes",
+        default=PROBED,
+        metavar="A,B:KEY=VALUE",
+        help=f"whose tiny buckets are measured (default: {PROBED})",
+    )
+    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
+    add("--seconds", type=float, default=45.0, help="for the exchanges and kernels, about (default: 45)")
+    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
+
+
+def add_advise_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_workload_options(parser, default=None)
+    add("--probe", type=Path, required=True, metavar="FILE.toml", help="the group, as `sparsync probe` has measured it")
+    add("--gradients", type=Path, default=None, metavar="FILE", help="of the job, by `sparsync gradients`: extra steps")
+    add("--seed", type=int, default=0, help="of the training whose gradients were recorded (default: 0)")
+    add("--steps", type=int, default=300, help="of the whole training, for its schedule (default: 300)")
+    add("--schemes", default=ADVISED, metavar="A,B:KEY=VALUE", help=f"{METHODS_HELP} (default: {ADVISED})")
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--parameters", type=int, default=None, metavar="N", help="of the model, where the probe has none ([backward])")
+    add("--forward-ms", type=float, default=None, metavar="MS", help="its forward pass")
+    add("--backward-ms", type=float, default=None, metavar="MS", help="its backward pass")
+    add("--optimizer-ms", type=float, default=0.0, metavar="MS", help="its optimizer (default: 0)")
+    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of that model in MB (default: 25)")
+    add(
+        "--json", default=None, metavar="FILE", help="write the answer as JSON; -: on standard output, and nothing else"
+    )
+
+
+def add_frontier_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_workload_options(parser, default="gpt-tiny")
+    methods = f"{METHODS_HELP}; oracle: the limit of every selection, which sends nothing (default: {FRONTIER})"
+    add("--schemes", default=FRONTIER, metavar="A,B:KEY=VALUE", help=methods)
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--ranks", type=_integers, default=(4,), help="one or more numbers, by commas (default: 4)")
+    add("--steps", type=_integers, default=(300,), help="of a training, one or more, by commas (default: 300)")
+    add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
+    add("--rates", type=_numbers, default=(0.5, 1.0, 2.0), help="times the job's own rate (default: 0.5,1,2)")
+    add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
+    add("--follow-rate", action="store_true", help="what is held back follows the learning rate")
+    add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
+    add("--ours", default=None, metavar="A,B", help="names of schemes that are marked as ours, not as published")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which one part is written anew")
+    add("--part", default=None, metavar="NAME", help="the part of the page (default: the name of the workload)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("frontier"),
+        help="folder of finished trainings and results (default: frontier)",
+    )
+
+
+def add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--scheme",
+        "--schemes",
+        dest="schemes",
+        default="micro,exdyna,oktopk,topk",
+        metavar="A,B:KEY=VALUE",
+        help=SCHEMES_HELP,
+    )
+    add("--ranks", type=int, default=None, help="ranks, all in this process (default: 4, or as recorded)")
+    add("--elements", type=int, default=None, help="of the gradient (default: 100000, or as recorded)")
+    add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
+    add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
+    add("--steps", type=int, default=None, help="steps (default: 300, or all that were recorded)")
+    add("--seed", type=int, default=0, help="of the drawn gradients (default: 0)")
+    add(
+        "--jump",
+        type=int,
+        default=None,
+        metavar="STEP",
+        help="from this step on, drawn gradients are 10 times as large",
+    )
+    add("--gradients", type=Path, default=None, metavar="FILE", help="take these of `sparsync gradients`, draw none")
+    add("--every", type=int, default=1, metavar="STEPS", help="write a line for every so many steps (default: 1)")
+    add("--json", default=None, metavar="FILE", help="write JSON lines there; -: on standard output, and nothing else")
+    add("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture")
+
+
+def add_gradients_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_workload_options(parser, default="shakespeare-small")
+    add("--ranks", type=int, default=4, help="equal shares of each batch (default: 4)")
+    add("--steps", type=int, default=50, help="training steps, with the dense mean (default: 50)")
+    add("--every", type=int, default=1, metavar="STEPS", help="record one of so many steps (default: 1)")
+    add("--precision", default="bfloat16", help="of the file: bfloat16 or float32 (default: bfloat16)")
+    add("--seed", type=int, default=0, help="of the training (default: 0)")
+    add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+
+
+def add_campaign_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trials", type=int, default=200, help="number of trials (default: 200)")
+    add("--seed", type=int, default=0, help="of faults, moments, ranks, weights and data (default: 0)")
+    add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
+    add("--timeout", type=float, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
+    add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
+    add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
+
+
+def _count_or_share(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))

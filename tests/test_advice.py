@@ -1,0 +1,176 @@
+"""Advice from a probe: times that are computed by hand, verdicts, and the curve of extra steps."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.futures import Future
+
+from sparsync import Bucket, Dense, TopK
+from sparsync.integrations.joining import Joining
+from sparsync.lab.advise import command, extra_steps
+from sparsync.lab.advise.extra_steps import Training
+from sparsync.lab.advise.replay import Deviation, deviations
+from sparsync.lab.cli import main
+from sparsync.lab.scheme_choice import parse_schemes
+from sparsync.lab.traffic.record import record
+from sparsync.lab.traffic.stream import from_record
+from sparsync.lab.workloads.plain import PlainJob
+from sparsync.predict import advice, probe_file
+from sparsync.predict.advice import Extra, Step
+from sparsync.predict.probe_file import Backward, Group, Kernel, Latency, Memory, Operation, Probe, ReadyBucket
+
+N = 1000
+SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
+PROBE = Probe(
+    Group(4, "gloo", 4, "made", "cpu", 8, "2.13.0", "2026-01-01T00:00:00+00:00"),
+    tuple(
+        Operation(kind, nbytes, seconds, seconds, seconds)
+        for kind in ("all_reduce", "all_gather", "all_to_all", "send_recv")
+        for nbytes, seconds in ((SENT // 2, 0.25), (SENT, 0.5))
+    ),
+    Latency(0.0, 0.0, 0.0, 1.0, 0.0625),
+    Memory(1e9),
+    tuple(Kernel(kind, 1e9, 0.0) for kind in probe_file.KERNELS),
+)
+TWO_BUCKETS = Backward("made", 1.0, 2.0, 0.125, (ReadyBucket(N, 1.0), ReadyBucket(N, 2.0)))
+
+
+def test_a_dense_step_is_the_backward_pass_and_what_the_last_bucket_adds() -> None:
+    """Forward 1 s, backward 2 s; each reduction takes 0.5 s and 0.0625 s of announcement; the first is hidden; the optimizer 0.125 s."""
+    found = advice.step("dense", Dense(), PROBE, TWO_BUCKETS)
+    assert found.step_s == pytest.approx(3 + 0.5625 + 0.125, rel=1e-4)  # and what dividing takes
+    assert found.hidden == pytest.approx(0.5, rel=1e-3)
+    assert found.bits(2 * N) == 8 * (2 * SENT + 2 * 3 * 32) / (2 * N)  # announcements are 32 bytes to each other rank
+    assert found.rounds == 12
+
+
+def test_half_the_bytes_take_half_the_time_where_the_table_says_so() -> None:
+    full, half = (advice.step("", each, PROBE, TWO_BUCKETS) for each in (Dense(), Dense.bf16()))
+    assert full.reduce_s - half.reduce_s == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])
+def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> None:
+    seen: list[int] = []
+
+    def submit(bucket: Bucket, prepare: object) -> Future:
+        seen.append(bucket.grad.numel())
+        done: Future = Future()
+        done.set_result(bucket.grad)
+        return done
+
+    joining = Joining(submit, 4 * 2**20)
+    joining.begin_step(lambda: None)
+    for place, size in enumerate(sizes):
+        joining.submit(Bucket(f"bucket{place}", torch.zeros(size), 0), place == len(sizes) - 1)
+    assert [sum(sizes[place] for place in group) for group in advice.joined(sizes, 4, 4.0)] == seen
+
+
+def test_a_missing_kernel_of_the_probe_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no \[\[kernel\]\] of kind select"):
+        advice.step("topk", TopK(), replace(PROBE, kernel=PROBE.kernel[:1] + PROBE.kernel[2:]), TWO_BUCKETS)
+
+
+def test_the_verdict_is_bf16_unless_the_gain_is_sure() -> None:
+    def step(label: str, step_s: float) -> Step:
+        return Step(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0)
+
+    steps = {each.label: each for each in (step("dense", 4.0), step("bf16", 2.0), step("topk", 1.0))}
+    assert advice.verdict(steps, {}).label == "topk"
+    assert "2.0 times as fast as dense bf16 (2.0 at the least)" in advice.verdict(steps, {}).why
+    assert advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.75)}).label == "topk"
+    unsure = advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.9)})
+    assert unsure.label == "bf16"
+    assert "topk comes nearest, 1.33 times as fast, 1.05 at the least" in unsure.why
+    assert advice.verdict(steps, {"topk": Extra(2.5, 2.0, 3.0)}).label == "bf16"
+    with pytest.raises(ValueError, match="bf16"):
+        advice.verdict({"dense": steps["dense"]}, {})
+
+
+def test_the_curve_finds_the_coefficients_that_made_the_factors() -> None:
+    made = [
+        Training("job", f"m{i}", False, progress, scatter, math.exp(-1.5 * math.log(progress) + 2 * scatter**2))
+        for i, (progress, scatter) in enumerate([(0.9, 0.25), (0.5, 0.5), (1.0, 0.375), (0.75, 0.0)])
+    ]
+    assert extra_steps.fitted(made) == pytest.approx((1.5, 2.0))
+    assert all(residual == pytest.approx(0, abs=1e-9) for _, residual in extra_steps.held_out(made))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_what_does_not_deviate_needs_no_extra_steps_and_what_deviates_more_needs_more(adaptive: bool) -> None:
+    curve = extra_steps.curve(adaptive)
+    assert curve.extra(Deviation(1.0, 0.0)).factor == 1.0
+    factors = [curve.extra(Deviation(progress, 0.2)) for progress in (1.0, 0.9, 0.5, 0.1, 0.0)]
+    assert all(a.factor < b.factor for a, b in pairwise(factors))
+    assert all(1 <= each.low <= each.factor <= each.high for each in factors)
+
+
+class _Fit:
+    """Least squares of two layers, with SGD."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+    def batch(self, step: int, rank: int, ranks: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(step * ranks + rank))
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_dense_does_not_deviate_and_a_scheme_that_holds_back_does() -> None:
+    job = PlainJob(_Fit())
+    stream = from_record(record(job, 0, 2, 20, precision="float32"))
+    before = stream.values.clone()
+    dense, sparse = deviations(job, 0, stream, parse_schemes("dense,topk:density=0.05", 0.01), 20)
+    assert dense.progress == pytest.approx(1.0, abs=1e-5)
+    assert dense.scatter < 1e-3
+    assert sparse.scatter > 0.1
+    assert torch.equal(stream.values, before)
+    assert not command.adaptive(job)
+    with pytest.raises(ValueError, match="20 are the least"):
+        deviations(job, 0, replace(stream, values=stream.values[:5]), parse_schemes("dense", 0.01), 20)
+
+
+def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "probe.toml"
+    probe_file.write(PROBE, path)
+    model = ["--parameters", "2000", "--forward-ms", "1", "--backward-ms", "2"]
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk", *model])
+    said = capsys.readouterr().out
+    assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 buckets, 3 ms of computing a step\n")
+    assert "not known" in said
+    assert "is not known without --gradients" in said
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["label"] == "bf16"
+    assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], "says nothing of a model"),
+        (["--parameters", "10"], "says nothing of a model"),
+        (["--parameters", "0", "--forward-ms", "1", "--backward-ms", "1"], "--parameters must be at least 1"),
+        (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "topk"], "needs dense and bf16"),
+        (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--gradients", "g.pt"], "go together"),
+    ],
+)
+def test_wrong_arguments_are_said_so(
+    more: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.toml"
+    probe_file.write(PROBE, path)
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", "--probe", str(path), *more])
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
