@@ -140,8 +140,8 @@ def _numbers(version: str) -> list[int]:
 _HEAD = """# Where it runs
 
 Made by `make test-versions`, which tries each row with each pair of versions, of Python and of torch, on Linux x86-64 and the CPU: 2
-processes over gloo where a row needs several, 3 for the checkpoint. `make test` runs everything else with Python 3.11 and torch 2.13.0 only. "from torch" is
-the lowest version from which on a row works in all columns.
+processes over gloo where a row needs several, 3 for the checkpoint. `make test` runs everything else, with Python 3.11 and torch 2.13.0
+only. "from torch" is the lowest version from which on a row works in all columns.
 
 `sparsync.doctor` and `attach` say before the first step what the torch that is installed cannot do.
 
