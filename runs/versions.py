@@ -6,6 +6,7 @@ has a virtual environment in build/versions, which is used again. Fails, and wri
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def _page(found: dict[tuple[str, str], Verdicts]) -> str:
     def cell(verdict: dict[str, str]) -> str:
         if not verdict["reason"]:
             return verdict["word"]
-        return f"no ({reasons.setdefault(verdict['reason'], len(reasons) + 1)})"
+        reason = re.sub(r"of torch \S+", "of this torch", verdict["reason"])
+        return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
 
     head = ["what works", "from torch", *(f"{python} / {torch}" for python, torch in found)]
     rows = [head, ["---"] * len(head)]
