@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo campaign test test-slow test-all test-adapters check docs sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo campaign test test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -44,6 +44,11 @@ $(OTHERS)/.ready: pyproject.toml
 	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
 	$(OTHERS)/bin/python -m pip install --quiet --editable ".[dev,adapters]"
 	touch $(OTHERS)/.ready
+
+# What works with which Python and torch; each pair gets an environment in build/versions. VERSIONS="3.11/2.15.0 3.12/2.15.0" are tried alone.
+VERSIONS ?=
+test-versions:
+	$(PYTHON) runs/versions.py $(VERSIONS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -18,9 +18,9 @@ def main() -> None:
     torch.manual_seed(0)  # the same parameters on all ranks: FSDP2 broadcasts nothing
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh["shard"])  # the shard axis only, not the whole mesh
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = sparsync.attach(model, sparsync.OkTopk(density=0.01), replicate=mesh["replicate"], optimizer=optimizer)
+    handle = sparsync.attach(model, sparsync.OkTopk(density=0.01), optimizer=optimizer)
 
     torch.manual_seed(dist.get_rank())  # every rank has data of its own
     for _ in range(5):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import sparsync
 from helpers.distributed import case, run
@@ -150,6 +150,41 @@ def both_axes() -> None:
     assert [len(handle.reports()) for handle in (across, inside)] == [4, 4]
 
 
+def two_axes() -> None:
+    """With the whole mesh given to fully_shard, a scheme does what it does on mesh["replicate"], and nothing else changes."""
+    mesh = grid()
+    plain, apart, hybrid = made(mesh), made(mesh["shard"]), made(mesh)
+    before = backward(hybrid, inputs(0))
+    states = [_group(module).copy() for module in _units(hybrid)]
+    assert sparsync.doctor(hybrid, MiCRO(density=0.1)) == []
+    a, b = on(apart, MiCRO(density=0.1), replicate=mesh["replicate"]), on(hybrid, MiCRO(density=0.1))
+    for step in range(3):
+        wanted, found = backward(apart, inputs(step)), backward(hybrid, inputs(step))
+        assert all(same_bits(found[name], wanted[name]) for name in SHAPES)
+    assert saved(b)["part"] == f"shard{mesh['shard'].get_local_rank()}of2"
+    assert same(saved(b)["scheme"]["residual"], saved(a)["scheme"]["residual"])
+    assert [report.sent for report in b.reports()] == [report.sent for report in a.reports()]
+    placed = [[cast(DTensor, each).placements for each in net.parameters()] for net in (hybrid, plain)]
+    assert placed[0] == placed[1]
+    b.detach()
+    for module, state in zip(_units(hybrid), states, strict=True):
+        now = _group(module)
+        assert all(now[name] is state[name] for name in ("mesh_info", "post_forward_mesh_info", "_all_reduce_hook"))
+    assert same(backward(hybrid, inputs(0)), before)
+    on(hybrid, TopK(density=1.0), replicate=mesh["replicate"], parameters="float32")
+    assert same(backward(hybrid, inputs(0)), before)
+    accumulated = made(mesh)
+    on(accumulated, Dense())
+    for part in range(2):
+        as_fsdp(accumulated).set_requires_all_reduce(part == 1)
+        accumulated(inputs(part)).backward()
+    assert same(gradients(accumulated), {name: mean(4, 0)[name] + mean(4, 1)[name] for name in SHAPES})
+
+
+def _group(module: FSDPModule) -> dict[str, Any]:
+    return vars(module._get_fsdp_state()._fsdp_param_groups[0])
+
+
 def resumed(folder: Path) -> None:
     mesh = grid()
     axes = {"replicate": mesh["replicate"]}
@@ -189,7 +224,7 @@ def detached() -> None:
     mesh = grid()
     net = made(mesh["shard"])
     before = backward(net, inputs(0))
-    states = [vars(module._get_fsdp_state()._fsdp_param_groups[0]).copy() for module in _units(net)]
+    states = [_group(module).copy() for module in _units(net)]
     for options in ({}, {"replicate": mesh["replicate"]}):
         if not options:
             with pytest.warns(UserWarning, match="has 2 copies of each shard, and nothing reduces over them"):
@@ -200,7 +235,7 @@ def detached() -> None:
         handle.detach()
         assert same(backward(net, inputs(0)), before)
         for module, state in zip(_units(net), states, strict=True):
-            now = vars(module._get_fsdp_state()._fsdp_param_groups[0])
+            now = _group(module)
             for name in ("_reduce_scatter_comm", "_all_reduce_hook", "reduce_scatter_unused_params"):
                 assert now[name] is state[name]
         assert len(handle.reports()) == 4
@@ -251,6 +286,7 @@ def replicas(folder: Path) -> None:
         sparse_on_replicas,
         accumulated_on_replicas,
         both_axes,
+        two_axes,
         detached,
         overflow_on_replicas,
         skipped_on_replicas,
@@ -356,7 +392,17 @@ def refusals() -> None:
         "use fully_shard over a shard axis of 1 rank", replicate(Net(), mesh=mesh["replicate"]), TopK(), RuntimeError
     )
     refused("the shard axis has 1 rank", single, SkipReduce(), ValueError)
-    refused("give it the shard axis only", made(mesh), TopK(), RuntimeError)
+    refused("leave replicate= out", made(mesh), TopK(), ValueError, replicate=mesh["shard"])
+    mixed = Net()
+    fully_shard(mixed.first, mesh=mesh)
+    refused("have different replicate axes", fully_shard(mixed, mesh=mesh["shard"]), TopK(), RuntimeError)
+    waiting = made(mesh)
+    as_fsdp(waiting).set_requires_all_reduce(False)
+    backward(waiting, inputs(0))
+    refused("attach between two steps", waiting, TopK(), RuntimeError)
+    hybrid = made(mesh)
+    on(hybrid, Dense())
+    refused("a module has an all-reduce hook already", hybrid, Dense(), RuntimeError)
     refused("which may share only this rank", net, TopK(), ValueError, replicate=mesh["replicate"])
     with pytest.raises(ValueError, match="replicate takes one axis of a mesh"):
         sparsync.attach(single, TopK(), replicate=mesh)

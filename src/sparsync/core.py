@@ -238,6 +238,11 @@ def raise_if_found_inf(received: Iterable[int]) -> None:
         raise NonFiniteError("a rank's gradient holds NaN or Inf")
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that tracebacks show below the error; those of Python 3.10 do not, which keeps it in `__notes__` alone."""
+    error.__notes__ = [*getattr(error, "__notes__", []), note]
+
+
 def digest(text: str) -> int:
     """Return a number of 63 bits that is the same for the same text, on every machine, and another for any other text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -77,7 +77,7 @@ class Announcements:
         self.current, self._works = announcement, []
         if self._on_gpu:
             rows = torch.empty((self.size, NUMBERS), dtype=torch.int64, device="cuda")
-            work = dist.all_gather_single(rows, own.cuda(), group=self.group, async_op=True)
+            work = all_gather_single(rows, own.cuda(), self.group, async_op=True)
             assert work is not None
             self._rows, self._works = list(rows), [work]
             return
@@ -101,11 +101,11 @@ class Announcements:
         device = "cuda" if self._on_gpu else "cpu"
         encoded = own.encode()
         lengths = torch.empty(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(lengths, torch.tensor([len(encoded)], device=device), group=self.group)
+        all_gather_single(lengths, torch.tensor([len(encoded)], device=device), self.group)
         longest = max(int(lengths.max()), 1)
         padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8).to(device)
         texts = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
-        dist.all_gather_single(texts, padded, group=self.group)
+        all_gather_single(texts, padded, self.group)
         rows = texts.cpu().view(self.size, longest)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
@@ -129,3 +129,11 @@ class Announcements:
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None  # only for a rank outside the group
     return work
+
+
+def all_gather_single(
+    out: Tensor, own: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `out` with what each rank passes as `own`, in rank order: the function of torch, which before 2.13 has an older name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, own, group=group, async_op=async_op)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class GroupComm:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
         base = _existing(group)
         rank, size = dist.get_rank(base), dist.get_world_size(base)
-        store, own = base.get_group_store(), f"sparsync/{dist.get_rank(base)}"
+        store, own = _store_of(base), f"sparsync/{dist.get_rank(base)}"
         doing = f"rank {rank} of {size} makes a private group"
         number = asked(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
         meeting = Meeting(store, f"sparsync/{base.group_name}/{number}", rank, size)
@@ -88,7 +88,7 @@ class GroupComm:
                 ranks,
                 backend,
                 meeting.store,
-                c10d.GroupName(name),
+                cast("c10d.GroupName", name),  # a str; torch before 2.10 has no such type
                 timeout=timedelta(seconds=timeout_s),
                 device_id=base.bound_device_id,
             )[0]
@@ -341,6 +341,13 @@ def _reports(meeting: Meeting, name: str, cause: str, wait_s: float) -> str:
         f"rank {rank} does not answer" if reported is None else f"rank {rank} reports {reported}"
         for rank, reported in others
     )
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:  # Any: torch's stubs have several stores and no common class
+    """Return the store of a group, which all of its ranks share."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return c10d._world.pg_map[group][1]  # torch before 2.10
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from sparsync.core import sum_in_rank_order
+from sparsync.core import add_note, sum_in_rank_order
 
 Result = TypeVar("Result")
 
@@ -51,7 +51,7 @@ class LocalWorld:
             except _Stopped:
                 pass
             except BaseException as error:  # carried over to the caller's thread, whatever it is
-                error.add_note(f"(on rank {rank} of {self.size})")
+                add_note(error, f"(on rank {rank} of {self.size})")
                 scheduler.fail(error)
             finally:
                 scheduler.finish(rank)

@@ -14,7 +14,7 @@ from sparsync.comm.announcement import Announcement, RanksDifferError, announcem
 from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.waiting import abort
-from sparsync.core import Bucket, Comm, Cost, Report, digest
+from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest
 from sparsync.integrations.rollback import Rollback
 
 _CURE = (
@@ -90,7 +90,7 @@ class Connection:
                 if self._rollback is not None:
                     self._rollback.reduced(scheme, written() if written else bucket, report)
         except BaseException as error:
-            error.add_note(f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}")
+            add_note(error, f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}")
             raise
         return report
 

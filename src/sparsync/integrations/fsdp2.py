@@ -23,12 +23,12 @@ from sparsync.integrations.findings import Axis
 from sparsync.integrations.fsdp2_doctor import examine
 from sparsync.integrations.fsdp2_gather import ParameterGather
 from sparsync.integrations.fsdp2_units import (
-    ReduceScatter,
     ShardedParameter,
     Unit,
+    counts_unused,
     fingerprint,
     parameter_text,
-    process_group,
+    replicate_axis,
     units_of,
 )
 from sparsync.integrations.handle import AttachedHandle
@@ -144,9 +144,14 @@ class Fsdp2Handle(AttachedHandle):
         """Return the error of a step that ends because a buffer lacks parameters."""
         self._abandon()
         wanted = sum(each.length for each in unit.trained())
+        cure = (
+            "leave set_reduce_scatter_unused_params(True), as attach set it"
+            if counts_unused()
+            else f"torch {torch.__version__} leaves them out; use all of them in each step, or install torch 2.13 or later"
+        )
         return RuntimeError(
             f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
-            "gradient, and this scheme must know which; leave set_reduce_scatter_unused_params(True), as attach set it"
+            f"gradient, and this scheme must know which; {cure}"
         )
 
     def _abandon(self) -> None:
@@ -169,14 +174,14 @@ class ShardHandle(Fsdp2Handle):
         super().__init__(scheme, comm, rescaler, units, part)
         self._before = [(unit, unit.reduce_scatter) for unit in units]
         for unit in units:
-            unit.module.set_custom_reduce_scatter(_UnitReduceScatter(self, unit))
+            unit.set_reduce_scatter(_UnitReduceScatter(self, unit))
         if scheme.needs_layout:
             self._count_unused()
 
     def detach(self) -> None:
         super().detach()
         for unit, comm in self._before:
-            unit.module.set_custom_reduce_scatter(comm)
+            unit.set_reduce_scatter(comm)
         self._before = []
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
@@ -245,6 +250,7 @@ class ReplicateHandle(Fsdp2Handle):
         part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
         super().__init__(scheme, comm, rescaler, units, part)
         self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
+        self._all_reduce_again = [unit.reduce_over_shards_only() for unit in units]
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
         self._count_unused()
@@ -253,6 +259,9 @@ class ReplicateHandle(Fsdp2Handle):
         super().detach()
         for unit in self._units:
             unit.set_all_reduce_hook(None)
+        for undo in self._all_reduce_again:
+            undo()
+        self._all_reduce_again = []
 
     def _residual_sizes(self) -> dict[str, int]:
         return {each.name: each.length for unit in self._units for each in unit.trained()}
@@ -282,8 +291,8 @@ class ReplicateHandle(Fsdp2Handle):
         self._partial.clear()
 
 
-class _UnitReduceScatter(ReduceScatter):
-    """The reduce-scatter of one unit."""
+class _UnitReduceScatter:
+    """The reduce-scatter of one unit, with the methods of torch's class ReduceScatter."""
 
     def __init__(self, handle: ShardHandle, unit: Unit) -> None:
         self._handle, self._unit = handle, unit
@@ -327,8 +336,10 @@ def attach_fsdp2(
 ) -> Fsdp2Handle:
     """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
-    Without `replicate` that is the shard axis, and the scheme SkipReduce, OkTopk or Dense, as a reduce-scatter. With it, an axis of a mesh
-    or a process group, every scheme works, on the shards that FSDP2 has reduced already; `attach` can be called once for each axis.
+    Where fully_shard was given a mesh of one axis and `replicate` is None, that is the shard axis, and the scheme SkipReduce, OkTopk or
+    Dense, as a reduce-scatter. With `replicate`, an axis of a mesh or a process group, every scheme works, on the shards that FSDP2 has
+    reduced already; `attach` can be called once for each axis. Where fully_shard was given a mesh of two axes (HSDP), the scheme takes
+    the place of FSDP2's all-reduce over the first one, as with `replicate`.
     `parameters` is how the shard axis exchanges parameters: as rounded differences, and then every rank holds all of them, n more
     elements; with ParameterFormat also without. None: FSDP2's own all-gather.
     Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
@@ -340,14 +351,15 @@ def attach_fsdp2(
             raise finding.refused(str(finding))
         warnings.warn(str(finding), stacklevel=3)
     units = units_of(model)
+    replicas = replicate_axis(units, replicate)
     names, settings = {number: name for unit in units for number, name in unit.ids.items()}, scheme.config_fingerprint()
     how = parameter_format(parameters) if parameters is not None else None
     if how is not None:
         settings += f" and {how}"
-    form = scheme.reduce_scatter_form() if replicate is None else scheme
+    form = scheme.reduce_scatter_form() if replicas is None else scheme
     rescaler = ResidualRescaler(form, names, optimizer, scaler)
-    axis = units[0].shard_group if replicate is None else process_group(replicate)
-    if replicate is not None:
+    axis = units[0].shard_group if replicas is None else replicas
+    if replicas is not None:
         settings += f" and parameters {fingerprint(units)}"
     else:
         settings += f" and parameters {parameter_text(units)}"

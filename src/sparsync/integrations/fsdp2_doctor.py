@@ -1,8 +1,10 @@
 """Preflight for FSDP2: what would break, or do something unexpected in silence, and the cure."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import get_args
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -10,14 +12,22 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
-from sparsync.integrations.fsdp2_units import Unit, process_group, units_of
+from sparsync.integrations.fsdp2_units import (
+    Unit,
+    counts_unused,
+    replicate_axis,
+    takes_all_reduce_hook,
+    takes_custom_communication,
+    units_of,
+)
 from sparsync.integrations.parameter_format import ParameterFormat
 from sparsync.integrations.parameter_names import named_parameters
 from sparsync.wire.values import Values
 
-_ONE_AXIS = (
-    'mesh = init_device_mesh(device, (nodes, gpus), mesh_dim_names=("replicate", "shard")); fully_shard(module, mesh=mesh["shard"]) '
-    'for each module; attach(model, scheme, replicate=mesh["replicate"])'
+HOOK_SINCE, CUSTOM_SINCE, UNUSED_SINCE = "2.8", "2.10", "2.13"  # versions of torch, each the lowest that was tried
+_TWO_AXES = (
+    'mesh = init_device_mesh(device, (nodes, gpus), mesh_dim_names=("replicate", "shard")); fully_shard(module, mesh=mesh) '
+    "for each module; attach(model, scheme)"
 )
 
 
@@ -36,8 +46,10 @@ def examine(
         return found
     names = [name for unit in units for name in unit.names]
     found += _ignored(model, names)
-    found += _shard_axis(units, scheme) if replicate is None else _replicate_axis(units, replicate)
+    replicas = replicate_axis(units, replicate)
+    found += _shard_axis(units, scheme) if replicas is None else _replicate_axis(units, replicas)
     found += _gathered(units, parameters) if parameters is not None else []
+    found += _unused(units, scheme, replicas is None)
     return [*found, *findings.patterns(names, scheme), *findings.optimizers(optimizer, scheme)]
 
 
@@ -53,22 +65,22 @@ def _meshes(units: list[Unit]) -> Iterator[Finding]:
             "give all parameters of a module one mesh",
             RuntimeError,
         )
-    elif any(unit.is_hybrid for unit in units):
-        yield Finding(
-            "fully_shard was given a mesh of two axes, and then FSDP2 all-reduces gradients in full before any hook sees them",
-            f"give it the shard axis only: {_ONE_AXIS}",
-            RuntimeError,
-        )
     elif any(unit.shard_group is None for unit in units):
         yield Finding(
             "replicate() all-reduces gradients in full before any hook sees them",
-            f"use fully_shard over a shard axis of 1 rank instead: {_ONE_AXIS} with gpus = 1",
+            f"use fully_shard over a shard axis of 1 rank instead: {_TWO_AXES}, with gpus = 1",
             RuntimeError,
         )
-    elif len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
+    elif len({_ranks(unit.shard_group) for unit in units}) > 1:
         yield Finding(
             "modules of this model are sharded over different ranks, and a scheme reduces over one group of them",
             "attach to each part by itself, or give all modules the same mesh",
+            RuntimeError,
+        )
+    elif len({_ranks(unit.replicate_group) for unit in units}) > 1:
+        yield Finding(
+            "modules of this model have different replicate axes, or some have one and others have not",
+            "give fully_shard the same mesh for each module",
             RuntimeError,
         )
     elif any(unit.in_other_meshes for unit in units):
@@ -93,6 +105,9 @@ def _ignored(model: nn.Module, names: list[str]) -> Iterator[Finding]:
 def _shard_axis(units: list[Unit], scheme: Scheme) -> Iterator[Finding]:
     group = units[0].shard_group
     assert group is not None
+    if not takes_custom_communication():
+        yield _lacks("a reduce-scatter in place of its own", CUSTOM_SINCE)
+        return
     try:
         scheme.reduce_scatter_form()
     except ValueError as error:
@@ -121,9 +136,25 @@ def _shard_axis(units: list[Unit], scheme: Scheme) -> Iterator[Finding]:
     yield from findings.backends(group, units[0].devices)
 
 
-def _replicate_axis(units: list[Unit], replicate: Axis) -> Iterator[Finding]:
-    shards, group = units[0].shard_group, process_group(replicate)
+def _replicate_axis(units: list[Unit], group: dist.ProcessGroup) -> Iterator[Finding]:
+    shards, own = units[0].shard_group, units[0].replicate_group
     assert shards is not None
+    if not takes_all_reduce_hook():
+        yield _lacks("an all-reduce hook", HOOK_SINCE)
+        return
+    if own is not None and _ranks(own) != _ranks(group):
+        yield Finding(
+            f"replicate= names ranks {list(_ranks(group))}, and the mesh that fully_shard was given has ranks {list(_ranks(own))} on its "
+            "replicate axis",
+            "leave replicate= out",
+            ValueError,
+        )
+    if any(unit.has_partial_sum for unit in units):
+        yield Finding(
+            "FSDP2 holds gradients that it has not all-reduced yet, because of set_requires_all_reduce(False)",
+            "attach between two steps",
+            RuntimeError,
+        )
     in_both = set(dist.get_process_group_ranks(shards)) & set(dist.get_process_group_ranks(group))
     if in_both != {dist.get_rank()}:
         yield Finding(
@@ -145,6 +176,9 @@ def _replicate_axis(units: list[Unit], replicate: Axis) -> Iterator[Finding]:
 
 def _gathered(units: list[Unit], parameters: Values | ParameterFormat) -> Iterator[Finding]:
     """Find what the rounded all-gather of parameters cannot do."""
+    if not takes_custom_communication():
+        yield _lacks("an all-gather in place of its own", CUSTOM_SINCE)
+        return
     if not isinstance(parameters, ParameterFormat) and parameters not in get_args(Values):
         yield Finding(
             f"parameters={parameters!r} is no format",
@@ -179,6 +213,35 @@ def _gathered(units: list[Unit], parameters: Values | ParameterFormat) -> Iterat
                 RuntimeError,
             )
     yield from findings.backends(group, units[0].devices)
+
+
+def _unused(units: list[Unit], scheme: Scheme, on_shards: bool) -> Iterator[Finding]:
+    """Find what becomes of a parameter without gradient where this torch leaves it out."""
+    if counts_unused() or (on_shards and not _needs_layout(scheme)):
+        return
+    yield Finding(
+        f"FSDP2 of torch {torch.__version__} leaves a parameter that gets no gradient in a step out of what is reduced; "
+        "the backward pass of such a step raises",
+        f"use all parameters in each step, or install torch {UNUSED_SINCE} or later",
+    )
+
+
+def _needs_layout(scheme: Scheme) -> bool:
+    with suppress(ValueError):  # it has no such form, which is another finding
+        return scheme.reduce_scatter_form().needs_layout
+    return False
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _lacks(what: str, since: str) -> Finding:
+    return Finding(
+        f"FSDP2 of torch {torch.__version__} does not take {what}",
+        f"install torch {since} or later; docs/versions.md says what works with which version",
+        RuntimeError,
+    )
 
 
 def _premultiplied() -> Finding:

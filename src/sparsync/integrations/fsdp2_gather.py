@@ -13,7 +13,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Comm, Report
 from sparsync.integrations.connection import Connection
-from sparsync.integrations.fsdp2_units import AllGather, Unit, inside_backward
+from sparsync.integrations.fsdp2_units import Unit, inside_backward, recovery
 from sparsync.integrations.parameter_format import ParameterFormat
 from sparsync.integrations.summary import MAX_REPORTS
 from sparsync.wire.values import ValueCodec
@@ -40,7 +40,7 @@ class ParameterGather:
         self._before = [(unit, unit.all_gather) for unit in units]
         self._loading = [hook for unit in units for hook in self._forget_when_loaded(unit)]
         for unit in units:
-            unit.module.set_custom_all_gather(_UnitAllGather(self, unit))
+            unit.set_all_gather(_UnitAllGather(self, unit))
 
     def reports(self) -> list[Report]:
         """Return one report for each gather that sent something, oldest first; only the newest 10 000 are there."""
@@ -53,7 +53,7 @@ class ParameterGather:
     def detach(self) -> None:
         """Give the units their all-gather back."""
         for unit, comm in self._before:
-            unit.module.set_custom_all_gather(comm)
+            unit.set_all_gather(comm)
         for hook in self._loading:
             hook.remove()
         self._before, self._loading = [], []
@@ -94,8 +94,7 @@ class ParameterGather:
         failed = self._step
         others = self._begin_anew("" if lost else cause)
         raise RuntimeError(
-            f"the parameters of module {unit.key!r} were not gathered in pass {failed}: {cause}{others}; "
-            "call reset_iter_state() on the model, then continue"
+            f"the parameters of module {unit.key!r} were not gathered in pass {failed}: {cause}{others}; {recovery()}"
         )
 
     def _begin_anew(self, cause: BaseException | str) -> str:
@@ -162,8 +161,8 @@ class SharedShards(Scheme):
         return self._codec if known and small else _AS_IT_IS
 
 
-class _UnitAllGather(AllGather):
-    """The all-gather of one unit."""
+class _UnitAllGather:
+    """The all-gather of one unit, with the methods of torch's class AllGather."""
 
     def __init__(self, gather: ParameterGather, unit: Unit) -> None:
         self._gather, self._unit = gather, unit

@@ -1,13 +1,13 @@
 """The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
 
 HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
-torch.distributed.fsdp that start with an underscore. Price: they may change with torch; tests/test_fsdp.py and test_fsdp_gather.py use
-each.
+torch.distributed.fsdp that start with an underscore. Price: they change with torch, which is asked for each when it is used;
+tests/test_fsdp.py and test_fsdp_gather.py use all of them, and `make test-versions` does so with several versions of torch.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from sparsync.integrations.findings import Axis
 from sparsync.integrations.parameter_names import plain_name
@@ -93,21 +90,51 @@ class Unit:
         return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
 
     @property
-    def is_hybrid(self) -> bool:
-        """True where FSDP2 itself all-reduces over a second axis."""
-        return isinstance(self.group.mesh_info, HSDPMeshInfo)
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard where fully_shard was given a mesh of two axes (HSDP); None where it was not."""
+        info = self.parameters[0].mesh_info  # the group's own is changed by `reduce_over_shards_only`
+        return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+
+    def reduce_over_shards_only(self) -> Callable[[], None]:
+        """Have FSDP2 leave out its own all-reduce over the replicate axis, if it has one; return what undoes that.
+
+        It then takes its path for a mesh of one axis, on which the all-reduce hook gets what is reduced over the shards alone. The
+        parameters stay DTensors on the mesh of two axes.
+        """
+        group, info = self.group, self.group.mesh_info
+        if not isinstance(info, HSDPMeshInfo):
+            return lambda: None
+        shards = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if hasattr(info, "reduce_scatter_process_group"):  # of set_separate_reduce_scatter_group
+            shards.reduce_scatter_process_group = info.reduce_scatter_process_group
+
+        def exchange(before: FSDPMeshInfo, after: FSDPMeshInfo) -> None:
+            if (
+                group.post_forward_mesh_info is before
+            ):  # FSDP2 compares the two to know whether it reshards to fewer ranks
+                group.post_forward_mesh_info = after
+            group.mesh_info = after
+
+        exchange(info, shards)
+        return lambda: exchange(shards, info)
+
+    @property
+    def has_partial_sum(self) -> bool:
+        """True while FSDP2 holds gradients that it has not all-reduced yet (set_requires_all_reduce(False))."""
+        return self.group._partial_reduce_output is not None
 
     @property
     def copies(self) -> int:
         """The number of ranks with the same shard, in the mesh that the shard axis was taken from."""
-        mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
-        return mesh._get_root_mesh().size() // mesh.size()
+        group = self.shard_group
+        assert group is not None
+        return _root_of(self.group.mesh_info.mesh).size() // group.size()
 
     @property
     def copy(self) -> int:
         """Which of these `copies` this rank's is, from 0 on."""
-        mesh: Any = self.group.mesh_info.mesh  # Any: the root is private
-        root = mesh._get_root_mesh()
+        mesh = self.group.mesh_info.mesh
+        root: Any = _root_of(mesh)  # Any: torch says that it may have no coordinate
         names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
         if not own <= set(names):  # axes that were joined: the place of the first rank, which no other copy has
             return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
@@ -137,19 +164,27 @@ class Unit:
     def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
         return self.group._reduce_scatter_comm
 
+    def set_reduce_scatter(self, comm: Any) -> None:
+        """Replace the reduce-scatter by an object with `allocate` and `__call__`, as torch's class ReduceScatter has them."""
+        self.module.set_custom_reduce_scatter(comm)
+
     @property
     def has_default_reduce_scatter(self) -> bool:
         """True while the reduce-scatter is FSDP2's own."""
-        return type(self.reduce_scatter) is DefaultReduceScatter
+        return type(self.reduce_scatter).__name__ == "DefaultReduceScatter"
 
     @property
     def all_gather(self) -> Any:  # Any: one of torch's private classes, or anybody's
         return self.group._all_gather_comm
 
+    def set_all_gather(self, comm: Any) -> None:
+        """Replace the all-gather of parameters by an object with `allocate` and `__call__`, as torch's class AllGather has them."""
+        self.module.set_custom_all_gather(comm)
+
     @property
     def has_default_all_gather(self) -> bool:
         """True while the all-gather of parameters is FSDP2's own."""
-        return type(self.all_gather) is DefaultAllGather
+        return type(self.all_gather).__name__ == "DefaultAllGather"
 
     @property
     def gathers_over_fewer(self) -> bool:
@@ -159,11 +194,10 @@ class Unit:
     @property
     def gathered_types(self) -> set[str]:
         """The types in which parameters are gathered; "bytes" where a tensor subclass has an all-gather of its own."""
-        wanted = self.group.mp_policy.param_dtype
         return {
             "bytes"
             if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
-            else str(wanted or each.sharded_param.dtype)
+            else str(each.mp_policy.param_dtype or each.sharded_param.dtype)
             for each in self.parameters
         }
 
@@ -180,7 +214,9 @@ class Unit:
         self.group._all_reduce_hook = hook
 
     def reduce_unused(self, wanted: bool) -> bool:
-        """Have parameters without gradient count as zero, or not; return the setting before."""
+        """Have parameters without gradient count as zero, or not, where this torch can; return the setting before."""
+        if not counts_unused():
+            return False
         before = self.group.reduce_scatter_unused_params
         self.group.reduce_scatter_unused_params = wanted
         return before
@@ -191,9 +227,15 @@ class Unit:
             ShardedParameter(
                 name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
             )
-            for name, each in zip(self.names, self.parameters, strict=True)
+            for name, each in self._in_buffer_order()
             if each.sharded_param.requires_grad
         ]
+
+    def _in_buffer_order(self) -> list[tuple[str, Any]]:
+        """Return name and FSDPParam of each parameter as buffers of gradients have them: by type first, in torch 2.15 and later."""
+        named = list(zip(self.names, self.parameters, strict=True))
+        order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
+        return [named[index] for index in order] if order else named
 
     def lengths(self, count: int) -> list[tuple[str, int]] | None:
         """Return name and length of each parameter in a shard of `count` elements; None where some parameters are missing from it."""
@@ -205,9 +247,17 @@ class Unit:
 
         They are read earlier where FSDP2 divides or converts them, adds them to others or moves them to the CPU, and by hooks on them.
         """
-        group = self.group
-        unchanged = dtype in _NOT_DIVIDED and dtype == (group._orig_dtype or dtype)
-        return unchanged and not group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
+        unchanged = dtype in _NOT_DIVIDED and self._gradient_types <= {dtype, None}
+        return (
+            unchanged and not self.group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
+        )
+
+    @property
+    def _gradient_types(self) -> set[torch.dtype | None]:
+        """The types to which reduced gradients are converted; None is that of the reduction."""
+        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
+            return {self.group._orig_dtype}
+        return {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -219,7 +269,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # Any: private
-        groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
+        groups = [group for group in _groups_of(state) if group.fsdp_params]
         infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
         if groups and id(state) not in found:
             names = [prefixes[id(info.module)] + info.param_name for info in infos]
@@ -227,8 +277,34 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(found.values())
 
 
+def takes_custom_communication() -> bool:
+    """Return whether this torch's FSDP2 takes another reduce-scatter and another all-gather."""
+    return hasattr(FSDPModule, "set_custom_reduce_scatter") and hasattr(FSDPModule, "set_custom_all_gather")
+
+
+def takes_all_reduce_hook() -> bool:
+    """Return whether this torch's FSDP2 takes an all-reduce hook."""
+    return hasattr(FSDPModule, "set_all_reduce_hook")
+
+
+def counts_unused() -> bool:
+    """Return whether this torch's FSDP2 can have parameters without gradient count as zero."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def recovery() -> str:
+    """Return how a model goes on after a backward or forward pass that failed."""
+    if hasattr(FSDPModule, "reset_iter_state"):
+        return "call reset_iter_state() on the model, then continue"
+    return f"FSDP2 of torch {torch.__version__} cannot continue after it; start again from a checkpoint, or install torch 2.13 or later"
+
+
 def inside_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        is_bw,
+    )  # where FSDP2 takes no custom all-gather, there is none
+
     return is_bw()
 
 
@@ -241,6 +317,11 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
             f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {axis.ndim} axes {axis.mesh_dim_names}'
         )
     return axis.get_group()
+
+
+def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
+    """Return the ranks over which gradients are reduced after FSDP2 has reduced them over shards; None for the shard axis itself."""
+    return process_group(given) if given is not None else units[0].replicate_group
 
 
 def parameter_text(units: Iterable[Unit]) -> str:
@@ -263,6 +344,22 @@ def fingerprint(units: Iterable[Unit]) -> str:
             total = int(data.view(torch.uint8).sum(dtype=torch.int64))  # a host sync, once
             digest.update(f"{name} {tuple(each._orig_size)} {total}".encode())
     return digest.hexdigest()
+
+
+def _groups_of(state: Any) -> list[Any]:  # Any: FSDPState, FSDPParamGroup
+    """Return the groups of parameters of a module; torch before 2.12 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that this one was taken from."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam

@@ -5,9 +5,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme

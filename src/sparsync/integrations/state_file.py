@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsync.core import add_note
+
 VERSION = 1  # of the format of files and of what is in them
 
 _DTYPES = {
@@ -63,7 +65,7 @@ def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.add_note(f"{file} was not written; what was there before is still whole. Make room, and save again")
+            add_note(error, f"{file} was not written; what was there before is still whole. Make room, and save again")
         raise
 
 

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+
+from typing_extensions import Self
 
 from sparsync.core import Report
 

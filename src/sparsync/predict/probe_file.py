@@ -4,12 +4,13 @@
 """
 
 import json
-import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
+
+import tomllib
 
 from sparsync.comm.plan import Kind
 

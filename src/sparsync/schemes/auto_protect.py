@@ -5,9 +5,10 @@ The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); meas
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.exchange import all_reduce

@@ -10,10 +10,10 @@ Differs from the paper: the broadcast is P-1 messages of the leader, not a tree;
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.forms import NOTHING, planned, quantized_work

@@ -13,10 +13,10 @@ that holds the counts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update

@@ -1,9 +1,10 @@
 """Dense reduction: every element of every rank, in full or in 16 bits. The baselines everything else is measured against."""
 
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import torch
+from typing_extensions import Self
 
 from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme

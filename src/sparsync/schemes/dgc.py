@@ -8,9 +8,10 @@ clipping is of a bucket, not of a layer; and the warm-up is counted in steps, no
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import Update, add_dropped_

@@ -10,10 +10,10 @@ padding; NaN and Inf are noticed, by the message that holds the counts.
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan

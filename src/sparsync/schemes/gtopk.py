@@ -10,7 +10,8 @@ Inf are among the largest, reach all ranks, and leave residuals untouched.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update

@@ -9,9 +9,9 @@ bucket, not of the model; selections are gathered without padding; NaN and Inf a
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan

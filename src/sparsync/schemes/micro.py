@@ -15,10 +15,11 @@ bytes, not 8; the threshold falls again where the union is up to 9 % too small. 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update

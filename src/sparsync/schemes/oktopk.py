@@ -21,10 +21,11 @@ The plain constructor differs more, so that traffic has a bound and nothing drif
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything

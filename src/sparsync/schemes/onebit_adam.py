@@ -10,10 +10,11 @@ and where v is 0, because there was no gradient in the warm-up, nothing is writt
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
 from sparsync.base.forms import planned, plus, quantized_work

@@ -6,7 +6,9 @@ are rules of this kind with a residual in 8 bits or with rotations; neither is n
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
+
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
 from sparsync.base.forms import planned, quantized_work

@@ -6,10 +6,11 @@ Differs from the authors' code: the draws come from a generator of their own, no
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme

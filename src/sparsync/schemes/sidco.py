@@ -18,10 +18,11 @@ at one stage and at the most, ceil(log2(1/d)).
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan

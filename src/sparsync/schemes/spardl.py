@@ -10,9 +10,9 @@ reduce-scatter has ceil(log2 P) rounds, as in the paper, not P-1.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.forms import NOTHING, paired, planned, plus

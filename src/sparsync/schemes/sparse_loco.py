@@ -9,10 +9,11 @@ parameter; a smaller tile sends the same share; and no rank's update is clipped 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update

@@ -5,7 +5,8 @@ with P. Differs from the paper: nothing of note; NaN and Inf are passed on witho
 """
 
 from dataclasses import dataclass
-from typing import Self
+
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan

@@ -12,10 +12,10 @@ Sparse packets need few bits for a position, so the plain setting turns dense la
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update

@@ -9,9 +9,9 @@ NaN and Inf are passed on without touching the residual.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.base.forms import NOTHING, planned, quantized_work, union_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket, Cost, laid_out
+from sparsync.core import Bucket, Cost, add_note, laid_out
 from sparsync.feedback import redistributed
 from sparsync.testing.checks import (
     check_conservation,
@@ -48,7 +48,7 @@ def check(
     try:
         INVARIANTS[invariant](subject)
     except Exception as error:
-        error.add_note(f"(while checking the invariant {invariant!r})")
+        add_note(error, f"(while checking the invariant {invariant!r})")
         raise
 
 

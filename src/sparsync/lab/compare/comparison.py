@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsync.lab import environment
@@ -142,8 +142,8 @@ def _run_record(settings: Settings, workload: Workload, command: Sequence[str], 
     config = asdict(settings)
     config["rate_bits_per_s"] = settings.rate_bits_per_s
     return results.Run(
-        run=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        run=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=tuple(command),
         config=config,
         workload={"metric": workload.metric, "better": workload.better, "unit": workload.unit, **workload.describe()},

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -108,5 +108,5 @@ def _group(request: Request, place: Place) -> probe_file.Group:
         device=torch.device(place.device).type,
         cores=len(os.sched_getaffinity(0)),
         torch=torch.__version__,
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

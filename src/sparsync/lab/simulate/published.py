@@ -6,11 +6,12 @@ of its set-up is a calibration and is not counted; a row whose source says too l
 
 import math
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
+
+import tomllib
 
 from sparsync.comm.plan import Exchange
 from sparsync.predict.network import Link, Tiers, flat_switch, nodes

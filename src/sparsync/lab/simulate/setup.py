@@ -35,12 +35,13 @@ every = 1                       # steps between exchanges of weights; with fragm
 """
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
+
+import tomllib
 
 Section = TypeVar("Section")
 ASSUMED = "assumed"

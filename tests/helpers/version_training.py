@@ -1,0 +1,120 @@
+"""Short trainings on 2 ranks for `make test-versions`, which import nothing that only some versions of torch have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sparsync
+from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
+from invariants.world import same_bits
+from sparsync import AdamWSteps, Bucket, Dense, LocalSteps, MiCRO, Report, TopK
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm
+from sparsync.integrations.fsdp2_units import recovery
+from sparsync.integrations.handle import Handle
+
+
+def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:
+    """Return the handle of attach, or else what the doctor refuses the model for."""
+    found = [finding for finding in sparsync.doctor(net, scheme, **options) if finding.refused]
+    return (None, str(found[0])) if found else (on(net, scheme, **options), "")
+
+
+def two_axes() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid, apart = made(mesh), made(mesh["shard"])
+    handle, refused = attached(hybrid, MiCRO(density=0.1))
+    if handle is None:
+        return refused
+    other = on(apart, MiCRO(density=0.1), replicate=mesh["replicate"])
+    for step in range(3):
+        found, wanted = backward(hybrid, inputs(step)), backward(apart, inputs(step))
+        assert all(same_bits(found[name], wanted[name]) for name in SHAPES)
+    assert same(saved(handle)["scheme"]["residual"], saved(other)["scheme"]["residual"])
+    exact = made(mesh)
+    on(exact, TopK(density=1.0))
+    assert same(backward(exact, inputs(0)), mean(2, 0))
+    return ""
+
+
+def gathered() -> str:
+    net = made()
+    handle, refused = attached(net, Dense(), parameters="float32")
+    if handle is None:
+        return refused
+    for step in range(2):
+        assert same(backward(net, inputs(step)), mean(2, step))
+    return ""
+
+
+def unused() -> str:
+    """A parameter that no rank uses counts as zero, or the doctor says that it cannot, and the backward pass that it raises."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net = made(mesh["shard"])
+    warned = [str(finding) for finding in sparsync.doctor(net, TopK(density=1.0), replicate=mesh["replicate"])]
+    on(net, TopK(density=1.0), replicate=mesh["replicate"])
+    try:
+        backward(net, inputs(0, leave_out="first.bias"))
+    except RuntimeError as error:
+        assert "some got no gradient" in str(error)
+        return warned[0]
+    assert not warned
+    return ""
+
+
+class _Unlucky(Dense):
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if (bucket.step, bucket.key, comm.rank) == (1, "middle", 1):
+            raise ValueError("no luck today")
+        return super().reduce(bucket, comm)
+
+
+def failed() -> str:
+    """After a step that fails on one rank the next one is exact, where FSDP2 can go on."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net: Any = made(mesh["shard"])  # Any: torch's stubs
+    on(net, _Unlucky(), replicate=mesh["replicate"])
+    for step in range(3):
+        try:
+            found = backward(net, inputs(step))
+        except RuntimeError as error:
+            assert (step, "failed on bucket" in str(error) or "was not reduced" in str(error)) == (1, True), error
+            if not hasattr(net, "reset_iter_state"):
+                return recovery()
+            net.reset_iter_state()
+        else:
+            assert step != 1
+            assert same(found, mean(2, step))
+    return ""
+
+
+def local_steps() -> str:
+    return _trained(
+        lambda model: LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), TopK(0.25), every=2, keep=0.0)
+    )
+
+
+def adamw_steps() -> str:
+    return _trained(lambda model: AdamWSteps(model, torch.optim.AdamW(model.parameters(), 0.01), TopK(0.25), keep=0.0))
+
+
+def _trained(steps_of: Callable[[nn.Module], Any]) -> str:
+    """Train for 4 steps; ranks have data of their own, and end with the same parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    before = model.weight.detach().clone()
+    steps = steps_of(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        if isinstance(steps, LocalSteps):
+            steps.optimizers[0].step()
+        steps.step()
+    assert not torch.equal(model.weight, before)
+    assert all(same_bits(*everywhere(parameter.detach())) for parameter in model.parameters())
+    return ""
