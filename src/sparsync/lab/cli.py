@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
 
 
+def commands() -> list[str]:
+    """Return the names of all commands."""
+    return [name for action in _parser()._actions for name in action.choices or ()]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparsync", description="Gradient synchronisation that sends less: try it on real data over slow links."

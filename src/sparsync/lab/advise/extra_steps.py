@@ -11,11 +11,12 @@ learning rates other than the job's own; trainings much longer than those of the
 """
 
 import math
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+
+import tomllib
 
 from sparsync.lab.advise.replay import Deviation
 from sparsync.predict.advice import Extra
