@@ -48,6 +48,11 @@ LONG = (
     "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign"
 )
 
+LONG_SGD = (
+    "two_shot:density=0.02:values=int4,topk:density=0.01:values=int8,topk:density=0.002,oktopk:density=0.01:values=int8,skip_reduce:skip=1,"
+    "powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4"
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -58,12 +63,19 @@ class Job:
     shorter: tuple[int, ...]
     methods: str
     fitted: bool
+    options: tuple[str, ...] = ()  # KEY=VALUE
+
+    @property
+    def title(self) -> str:
+        return " ".join((self.name, *self.options))
 
 
 JOBS = (
     Job("shakespeare-small", 300, (40, 75, 110, 150, 200, 250), COMMON, True),
     Job("gpt-tiny", 800, (100, 150, 200, 300, 400, 550), f"{COMMON},{ADAM}", True),
     Job("gpt", 300, (60, 100, 150, 200), LONG, False),
+    Job("gpt", 400, (60, 100, 150, 200, 300), LONG, False, ("width=96", "layers=3", "context=48", "batch_size=32")),
+    Job("shakespeare", 400, (75, 110, 150, 200, 300), LONG_SGD, False, ("vocabulary=1000", "width=128")),
 )
 
 
@@ -88,7 +100,7 @@ def main() -> None:
 
 def trainings(job: Job, finished: Mapping[runs.Key, runs.Finished]) -> list[Training]:
     """Return each method of `job` with its factor and its deviation."""
-    workload = workloads.get(job.name)
+    workload = workloads.get(job.name, **dict(option.split("=") for option in job.options))
     workload.prepare()
     choices = parse_schemes(job.methods, 0.01)
     described = runs.described(workload.describe())
@@ -104,7 +116,7 @@ def trainings(job: Job, finished: Mapping[runs.Key, runs.Finished]) -> list[Trai
     for choice, each in zip(choices, deviations(workload, SEED, stream, choices, job.steps), strict=True):
         value = factor(ends["dense"], job.steps, ends[choice.label][job.steps], workload.better == "lower")
         progress, scatter = float(f"{each.progress:.4g}"), float(f"{each.scatter:.4g}")
-        found.append(Training(job.name, choice.label, adapts, progress, scatter, float(f"{value:.4g}")))
+        found.append(Training(job.title, choice.label, adapts, progress, scatter, float(f"{value:.4g}")))
         print(found[-1], file=sys.stderr, flush=True)
     return found
 
@@ -158,7 +170,7 @@ def page(found: Mapping[Job, Sequence[Training]]) -> str:
     for job, own in found.items():
         for each in own:
             extra = _extra(each)
-            name = each.job if job.fitted else f"{each.job} (not fitted)"
+            name = job.title if job.fitted else f"{job.title} (not fitted)"
             interval = f"{extra.low:.2f} to {extra.high:.2f}"
             lines.append(
                 f"| {name} | `{each.method}` | {each.progress:.3f} | {each.scatter:.3f} | {each.factor:.2f} | {extra.factor:.2f} | "
@@ -168,7 +180,7 @@ def page(found: Mapping[Job, Sequence[Training]]) -> str:
     for job, own in found.items():
         off = sorted(abs(_extra(each).factor / each.factor - 1) for each in own)
         lines.append(
-            f"{job.name}{'' if job.fitted else ', which the curve has not seen'}: median error {100 * off[len(off) // 2]:.0f} %, "
+            f"- {job.title}{'' if job.fitted else ', to which no curve was fitted'}: median error {100 * off[len(off) // 2]:.0f} %, "
             f"{sum(each <= 0.1 for each in off)} of {len(off)} within 10 %, the worst {100 * off[-1]:.0f} %."
         )
     return "\n".join(lines)
@@ -182,7 +194,20 @@ def _extra(training: Training) -> Extra:
 
 def _frontier(job: Job, methods: str, steps: Sequence[int], out: Path) -> None:
     lengths = ",".join(map(str, steps))
-    what = ("--workload", job.name, "--schemes", methods, "--steps", lengths, "--rates", "1", "--out", str(out))
+    options = [word for option in job.options for word in ("--option", option)]
+    what = (
+        *options,
+        "--workload",
+        job.name,
+        "--schemes",
+        methods,
+        "--steps",
+        lengths,
+        "--rates",
+        "1",
+        "--out",
+        str(out),
+    )
     subprocess.run([sys.executable, "-m", "sparsync.lab.cli", "frontier", *what, "--ranks", str(RANKS)], check=True)
 
 

@@ -6,6 +6,7 @@ The curve is fitted to trainings of this package's own jobs, which are in extra_
     log(factor) = a max(0, -log(progress)) + b scatter^2
 
 with one pair (a, b) for optimizers that divide by second moments, and one for the others: of the same gradients Adam makes other steps.
+For the former b is 0: their steps are scattered anyway, and with the term the trainings of `gpt` came out worse.
 What it leaves out: a method that lets the ranks' weights differ (local steps) shows its cost only in gradients that were computed there;
 learning rates other than the job's own; trainings much longer than those of the file.
 """
@@ -39,7 +40,8 @@ class Training:
 
     @property
     def features(self) -> tuple[float, float]:
-        return _features(self.progress, self.scatter)
+        lag, scatter = _features(self.progress, self.scatter)
+        return lag, 0.0 if self.adaptive else scatter
 
 
 @dataclass(frozen=True)
