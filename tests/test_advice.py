@@ -146,7 +146,7 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     model = ["--parameters", "2000", "--forward-ms", "1", "--backward-ms", "2"]
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16,topk", *model])
     said = capsys.readouterr().out
-    assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 buckets, 3 ms of computing a step\n")
+    assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
     assert "is not known without --gradients" in said
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])

@@ -156,7 +156,7 @@ def verdict(steps: Mapping[str, Step], extra: Mapping[str, Extra], worth: float 
             "" if best in BASELINES else f" ({best} comes nearest, {gain:.2f} times as fast, {least:.2f} at the least)"
         )
         return Verdict(
-            "bf16", f"Use dense bf16: nothing here reaches the same quality {worth:g} times as fast{nearest}."
+            "bf16", f"Use dense bf16: nothing here is known to reach dense's quality {worth:g} times as fast{nearest}."
         )
     return Verdict(
         best,

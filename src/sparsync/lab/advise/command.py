@@ -174,7 +174,7 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
     computing = backward.forward_s + backward.backward_s + backward.optimizer_s
     group = probe.group
     head = (
-        f"{group.ranks} ranks, {group.backend}, {group.link}; {found.elements} parameters in {len(backward.bucket)} buckets, "
+        f"{group.ranks} ranks, {group.backend}, {group.link}; {found.elements} parameters in {_counted(len(backward.bucket), 'bucket')}, "
         f"{1e3 * computing:.3g} ms of computing a step"
     )
     notes = [
@@ -205,6 +205,10 @@ def as_json(found: Advice) -> str:
         "verdict": asdict(found.verdict),
     }
     return json.dumps(content, indent=1)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
 
 
 def _interval(extra: Extra) -> str:
