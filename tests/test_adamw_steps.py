@@ -200,7 +200,7 @@ def test_with_one_rank_neither_buckets_nor_blocks_change_any_bits() -> None:
     assert not any(each.any() for each in LocalWorld(1).run(body)[0])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
 def test_the_ratio_is_1_for_alike_gradients_a_quarter_for_the_noise_of_4_ranks_and_between_for_a_mixture(
     share: float,
 ) -> None:
@@ -684,6 +684,7 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
     assert torch.allclose(first[0] + second[0], first[1] + second[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_bit_an_element_fits_a_line_as_all_of_them_do() -> None:
     """Least squares; each rank has data of its own."""
 

@@ -58,6 +58,7 @@ def test_what_stands_beside_the_ranks_of_a_launch_imports_neither_torch_nor_pack
     assert not loaded & {"torch", "numpy", "matplotlib", "rich", "jinja2"}
 
 
+@pytest.mark.slow
 def test_the_library_does_not_import_the_lab() -> None:
     loaded = loaded_after("import sparsync\nfor name in sparsync.__all__: getattr(sparsync, name)")
     assert "sparsync.schemes.skip_reduce" in loaded

@@ -127,6 +127,7 @@ def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
             assert torch.equal(kept, expected)
 
 
+@pytest.mark.slow
 @given(count=st.integers(0, 300), P=st.integers(1, 40), element=st.sampled_from([2, 4, 8]), data=st.data())
 def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
     count: int, P: int, element: int, data: st.DataObject

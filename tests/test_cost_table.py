@@ -28,6 +28,7 @@ def committed(script: ModuleType) -> list[list[list[str]]]:
     return [[cell.strip().split(", ") for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
 
 
+@pytest.mark.slow
 def test_the_committed_table_is_what_is_counted_on_4_ranks(script: ModuleType) -> None:
     counted = [[cell.strip() for cell in line.strip("|").split("|")] for line in script.table((4,)).splitlines()[2:]]
     assert [[cell[0] for cell in row] for row in committed(script)] == counted

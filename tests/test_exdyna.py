@@ -21,7 +21,7 @@ from sparsync.selection.tail_sketch import apportion, quotas, sketch
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
-@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("P", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P: int) -> None:
     n, density = 33_000, 0.01
     scale = 1 / (2 * math.sqrt(density * n)) / 8
@@ -57,6 +57,7 @@ def test_neighbours_out_of_balance_hand_on_one_block_and_others_none() -> None:
     assert block_spans(edges, [256] * 4)[1] == Span(256 * 64, 512 * 64)
 
 
+@pytest.mark.slow
 def test_plain_padding_stays_below_five_percent_where_the_published_one_wastes() -> None:
     for P in (4, 8, 16):
         n = 20_000

@@ -254,6 +254,7 @@ def test_each_copy_of_the_shards_saves_its_own_residual(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_on_another_number_of_shards_residuals_lose_nothing(tmp_path: Path) -> None:
     old, new = run(save, 4, folder=tmp_path), run(load, 2, folder=tmp_path)
     for name in SHAPES:

@@ -95,7 +95,7 @@ def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
 @pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("special", "ties", "normal") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    [kind if kind == "special" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> None:
     n = BLOCK + 5

@@ -424,6 +424,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.slow
 def test_common_weights_are_exact_where_own_ones_are_rounded_to_16_bits() -> None:
     def body(comm: LocalComm) -> tuple[float, float]:
         made = nn.Linear(1, 1, bias=False).bfloat16()

@@ -158,7 +158,7 @@ def test_published_density_takes_hundreds_of_steps_where_the_plain_one_is_right_
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
-@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("P", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", [0.05, 1.0, 30.0])
 def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P: int, start: float) -> None:
     n, density = 1003, 0.05
@@ -176,6 +176,7 @@ def test_published_is_the_restated_algorithm_bit_for_bit(bug_compatible: bool, P
             assert (shown.report.union, shown.report.selected) == (restated.K, len(restated.chosen[rank]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN)
 def test_no_element_waits_longer_than_one_round_of_the_sweep(kind: str) -> None:
     """The second half of the vector is a million times smaller: without a refresh nothing of it is ever sent."""

@@ -128,6 +128,7 @@ def test_random_elements_keep_all_invariants_without_a_residual() -> None:
     check_scheme(lambda: RandomK(0.1, unbiased=True), complete=lambda: RandomK(1.0, unbiased=True), worlds=(1, 2, 4, 5))
 
 
+@pytest.mark.slow
 def test_scaled_random_elements_are_right_on_average_and_carry_no_positions() -> None:
     P, steps = 2, 1000
     schemes: list[Scheme] = [RandomK(0.23, unbiased=True) for _ in range(P)]

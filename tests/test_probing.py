@@ -23,6 +23,7 @@ def measure_quickly() -> tuple[probing.Measured, list[str]]:
     return found, told
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> None:
     (found, told), (other, _) = run(measure_quickly, 2)

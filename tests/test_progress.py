@@ -83,6 +83,7 @@ def test_a_terminal_gets_a_bar_that_vanishes() -> None:
     assert shown.count("a line") == 1
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_its_phases_on_a_terminal() -> None:
     messages = [
         {"kind": "alive"},

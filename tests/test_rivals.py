@@ -338,6 +338,7 @@ def test_deft_cuts_large_tensors_and_leaves_small_ones() -> None:
     assert pieces_of(layout, 2) == [Span(0, 25), Span(25, 50), Span(50, 60)]
 
 
+@pytest.mark.slow
 def test_the_union_of_deft_does_not_grow_with_the_number_of_ranks() -> None:
     n = 4000
     for P in (1, 2, 8, 16):

@@ -289,6 +289,7 @@ def test_a_name_that_is_no_invariant_is_refused_with_those_there_are() -> None:
         check("mass", Alternating)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(1,), (2,), (3, 6)])
 def test_any_worlds_will_do(worlds: tuple[int, ...]) -> None:
     check_scheme(Alternating, worlds=worlds, complete=lambda: Alternating(every=1))
@@ -307,6 +308,7 @@ def test_worlds_without_ranks_are_refused(worlds: tuple[int, ...]) -> None:
         check_scheme(Alternating, worlds=worlds)
 
 
+@pytest.mark.slow
 def test_the_invariants_need_no_test_runner() -> None:
     program = "import sys, sparsync; sparsync.testing.check_scheme(sparsync.Dense); assert 'pytest' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -49,6 +49,7 @@ def choice(text: str, density: float = 0.05) -> SchemeChoice:
     return parse_schemes(text, density)[0]
 
 
+@pytest.mark.slow
 def test_every_scheme_has_a_line_a_step_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "--scheme", ALL, *SMALL)
     labels = ALL.split(",")
@@ -112,6 +113,7 @@ def test_what_exclusive_selections_leave_out_and_write_add_up(capsys: pytest.Cap
         assert each["captured"] <= each["best"] + 1e-6
 
 
+@pytest.mark.slow
 def test_no_element_waits_longer_than_the_refresh_allows(capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "--scheme", "micro:refresh=0.5:density=0.2", "--elements", "300", "--steps", "25")
     assert 0 < found[-1]["after_1"]["staleness_max"] <= 10

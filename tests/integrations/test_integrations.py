@@ -44,6 +44,7 @@ def test_the_page_has_a_verdict_for_everything_and_nothing_fails() -> None:
                 assert re.fullmatch(rf"{WORKS}|({REFUSED}|{ABSENT}) .+", cell)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_run_again_is_what_the_page_says() -> None:
     committed = cells(PAGE.read_text())

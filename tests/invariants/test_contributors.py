@@ -154,6 +154,7 @@ def test_a_ring_refuses_other_sets_than_the_first_offsets() -> None:
 NODES = [(2, 1), (2, 2), (2, 3), (2, 8), (3, 3), (4, 2), (4, 4), (5, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("G", "N"), [pytest.param(G, N, id=f"{N}nodes-of-{G}") for G, N in NODES])
 @pytest.mark.parametrize("form", FORMS)
 def test_two_levels_leave_out_whole_nodes_of_each_shard(form: str, G: int, N: int) -> None:
