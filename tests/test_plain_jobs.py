@@ -299,6 +299,15 @@ def test_an_error_of_a_method_is_told_with_class_method_step_rank_and_line() -> 
     )
 
 
+@pytest.mark.parametrize("error", [StopIteration("7"), SystemExit("7"), KeyError(7)])
+def test_the_end_of_an_iterator_and_of_the_program_are_errors_of_a_method_like_others(error: BaseException) -> None:
+    with pytest.raises(JobError) as told, naming(Strange, "batch", 3, 1, 2):
+        raise error
+    assert error.__traceback__ is not None
+    place = f"({__file__}, line {error.__traceback__.tb_lineno})"
+    assert str(told.value) == f"Strange.batch failed (step 3, rank 1 of 2): {type(error).__name__}: 7 {place}"
+
+
 def test_an_error_of_torchs_communication_is_not_the_jobs() -> None:
     code = compile("raise RuntimeError('lost')", "/x/torch/nn/parallel/distributed.py", "exec")
     with pytest.raises(RuntimeError, match=r"^lost$"), naming(Least, "loss", 0, 0, 2):

@@ -1,8 +1,6 @@
 """Errors of a job's own methods, told with the class, the method, the place in the training and the line of the job's file."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 
@@ -11,25 +9,32 @@ class JobError(RuntimeError):
     """A method of a job failed. The message names class and method, step and rank, the job's own error and the line in its file."""
 
 
-@contextmanager
-def naming(job: type, method: str, step: int | None = None, rank: int | None = None, ranks: int = 1) -> Iterator[None]:
-    """Turn an exception of the block into a JobError that names `method` of the class `job`; a JobError stays as it is.
+class naming:  # noqa: N801  # reads as the function it is; no generator, because contextlib undoes `raise ... from StopIteration`
+    """Turn an exception of the block, SystemExit included, into a JobError that names `method` of the class `job`.
 
-    So does an error of torch's own communication, as of buffers that DistributedDataParallel broadcasts before a forward pass: the job
-    has nothing to do with it.
+    A JobError stays as it is. So does an error of torch's own communication, as of buffers that DistributedDataParallel broadcasts before
+    a forward pass: the job has nothing to do with it.
     """
-    try:
-        yield
-    except JobError:
-        raise
-    except Exception as error:
+
+    def __init__(
+        self, job: type, method: str, step: int | None = None, rank: int | None = None, ranks: int = 1
+    ) -> None:
+        self._job, self._method = job, method
+        self._place = ([] if step is None else [f"step {step}"]) + ([] if rank is None else [f"rank {rank} of {ranks}"])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, JobError):
+            return
         frames = extract_tb(error.__traceback__)
         if _is_communication(frames):
-            raise
-        place = ([] if step is None else [f"step {step}"]) + ([] if rank is None else [f"rank {rank} of {ranks}"])
-        where = f" ({', '.join(place)})" if place else ""
+            return
+        where = f" ({', '.join(self._place)})" if self._place else ""
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise JobError(f"{job.__qualname__}.{method} failed{where}: {what}{_line(job, frames)}") from error
+        text = f"{self._job.__qualname__}.{self._method} failed{where}: {what}{_line(self._job, frames)}"
+        raise JobError(text) from error
 
 
 def _is_communication(frames: list[FrameSummary]) -> bool:
