@@ -194,9 +194,12 @@ def test_the_comparison_of_the_quickstart_and_its_report_run(reader: Path) -> No
     """As written, but for the number of steps."""
     text = (ROOT / "docs/quickstart.md").read_text().replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("sparsync ")]
-    compare, report = ([line for line in lines if line[1] == name] for name in ("compare", "report"))
-    for words in [[*compare[0], "--steps", "20"], *report]:
-        assert "own_job" in run([sys.executable, "-m", "sparsync.lab.cli", *words[1:]], reader)
+    (report,) = (line for line in lines if line[1] == "report")
+    (compare,) = (line for line in lines if line[1] == "compare" and line[-1] == report[-1])
+    for words in [[*compare, "--steps", "20"], report]:
+        assert "On my_job.py:MyJob (4 ranks, 100 Mbit/s" in run(
+            [sys.executable, "-m", "sparsync.lab.cli", *words[1:]], reader
+        )
     assert (reader / "results" / "report.html").exists()
 
 
