@@ -243,6 +243,26 @@ def test_an_error_of_a_job_on_one_rank_ends_all_and_is_told_with_its_place(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ("Leaving", "rank 1 ended with exit status 0 before its task was done: something in it has ended the process"),
+        (
+            "Hanging",
+            "rank 1 hangs, or its step takes longer than --timeout: it still runs, and has reported no error; ",
+        ),
+    ],
+)
+def test_a_rank_that_leaves_or_hangs_is_named_and_not_the_one_that_waits_for_it(
+    tmp_path: Path, job: str, told: str
+) -> None:
+    done = run(compare_job(f"{PLAIN_JOBS}:{job}", tmp_path, "--timeout", "15"))
+    assert done.returncode == 1
+    error = next(line for line in done.stderr.splitlines() if line.startswith("sparsync: error: "))
+    assert error.removeprefix("sparsync: error: ").startswith(told)
+
+
+@pytest.mark.slow
 def test_records_are_kept_until_a_job_fails(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(

@@ -205,6 +205,12 @@ def test_a_file_that_fails_is_an_error_with_its_line(tmp_path: Path) -> None:
         workloads.get(f"{tmp_path / 'job.py'}:Job")
 
 
+def test_a_file_that_ends_the_program_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match=r"job.py fails when it is imported for a workload: SystemExit: 0 \(.* line 1"):
+        workloads.get(f"{tmp_path / 'job.py'}:Job")
+
+
 # The contract with the training loop
 
 

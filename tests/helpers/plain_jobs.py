@@ -1,6 +1,7 @@
 """Jobs as users write them, plain classes in a file outside the package. Tests name them by the path of this file."""
 
 import os
+import time
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,24 @@ class Unreadable(Least):
     def batch(self, step: int, rank: int, ranks: int) -> Tensor:
         if (step, rank) == (5, 1):
             raise OSError("no sample 5")
+        return super().batch(step, rank, ranks)
+
+
+class Leaving(Least):
+    """One rank ends its process without a word, as a library may that calls exit."""
+
+    def batch(self, step: int, rank: int, ranks: int) -> Tensor:
+        if (step, rank) == (5, 1):
+            os._exit(0)
+        return super().batch(step, rank, ranks)
+
+
+class Hanging(Least):
+    """One rank comes to no end."""
+
+    def batch(self, step: int, rank: int, ranks: int) -> Tensor:
+        if (step, rank) == (5, 1):
+            time.sleep(600)
         return super().batch(step, rank, ranks)
 
 

@@ -74,7 +74,7 @@ def _module(name: str, kind: str) -> ModuleType:
         raise ValueError(
             f"no module {missing!r} for the {kind} in {name}; install its package, set PYTHONPATH, or give path/to/file.py:Class"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(_failed(name, kind, error)) from error
 
 
@@ -91,13 +91,13 @@ def _file_module(where: str, kind: str) -> ModuleType:
     module = sys.modules[name] = module_from_spec(spec)  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(_failed(where, kind, error)) from error
     return module
 
 
-def _failed(where: str, kind: str, error: Exception) -> str:
+def _failed(where: str, kind: str, error: BaseException) -> str:
     line = error.__traceback__
     while line is not None and line.tb_next is not None:
         line = line.tb_next

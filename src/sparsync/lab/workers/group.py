@@ -32,6 +32,21 @@ class _Worker:
     process: subprocess.Popen[str]
     stderr: Path
     error: str | None = None  # as the worker reported it
+    done: bool = False  # as the worker reported it
+    closed: bool = False  # there is nothing more to read
+
+    def take(self, message: Message | None) -> None:
+        """Keep what a message says of the rank itself; None is the end of all."""
+        if message is None:
+            self.closed = True
+        elif message["kind"] == "error":
+            self.error = message["message"]
+        elif message["kind"] == "done":
+            self.done = True
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
 
 
 @dataclass
@@ -46,17 +61,12 @@ class WorkerGroup:
         """Yield every message of rank 0 as it comes. Raises RankFailedError as soon as any rank fails."""
         for worker in self.workers:
             threading.Thread(target=self._read, args=(worker,), daemon=True).start()
-        running = len(self.workers)
-        while running:
+        while not all(worker.closed for worker in self.workers):
             worker, message = self._next()
-            if message is None:
-                running -= 1
-                if worker.process.wait() != 0:
-                    self._fail(worker)
-            elif message["kind"] == "error":
-                worker.error = message["message"]
+            worker.take(message)
+            if worker.error is not None or (message is None and (worker.process.wait() != 0 or not worker.done)):
                 self._fail(worker)
-            else:
+            if message is not None and message["kind"] != "done":
                 yield message
 
     def _next(self) -> tuple[_Worker, Message | None]:
@@ -77,13 +87,10 @@ class WorkerGroup:
     def _fail(self, first: _Worker) -> None:
         """Give the other ranks a moment to report their errors, then raise for the rank that failed first."""
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(worker.process.poll() is None for worker in self.workers):
-            try:
+        while time.monotonic() < deadline and any(worker.running or not worker.closed for worker in self.workers):
+            with suppress(queue.Empty):
                 worker, message = self._inbox.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if message is not None and message["kind"] == "error":
-                worker.error = message["message"]
+                worker.take(message)
         raise RankFailedError(_diagnosis(self.workers, first))
 
 
@@ -150,14 +157,16 @@ def _stop(workers: Sequence[_Worker]) -> None:
 
 
 def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
-    """Return which ranks failed first and why: killed ones before those that report errors, which follow from the loss of a rank.
+    """Return which ranks failed first and why: those that ended without a word before those that report errors, which follow from the loss.
 
-    `first`: the one that was heard of first; where all report errors, the others' follow from its error, or are the same.
+    `first`: the one that was heard of first; where all report errors, the others' follow from its error, or are the same. Where it has
+    waited in vain, those that still run and have reported nothing are what it has waited for.
     """
-    ended = [worker for worker in workers if worker.process.poll() not in (None, 0)]
+    silent = [worker for worker in workers if worker.error is None and not worker.done]
+    ended = [worker for worker in silent if not worker.running]
     killed = [worker for worker in ended if worker.process.returncode < 0]
-    silent = [worker for worker in ended if worker.error is None]
-    culprits = killed or silent or [first]
+    hanging = [] if ended or not _waited(first) else silent
+    culprits = [*hanging, *(killed or ended or [first])]
     outcomes = [f"rank {worker.rank} {_outcome(worker)}" for worker in culprits]
     others = [
         f"rank {worker.rank}: {worker.error}"
@@ -165,13 +174,22 @@ def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
         if worker.error is not None and worker not in culprits
     ]
     tails = [_tail(worker) for worker in culprits if worker.error is None]
-    return "\n".join(["; ".join(outcomes), *others, *tails])
+    return "\n".join(["; ".join(outcomes), *others, *filter(None, tails)])
+
+
+def _waited(worker: _Worker) -> bool:
+    """Return whether the worker's error is that another rank did not come in time, as gloo and torch word it."""
+    return worker.error is not None and ("timed out" in worker.error.lower() or "timeout" in worker.error.lower())
 
 
 def _outcome(worker: _Worker) -> str:
     if worker.error is not None:
         return f"failed: {worker.error}"
+    if worker.running:
+        return "hangs, or its step takes longer than --timeout: it still runs, and has reported no error"
     code = worker.process.returncode
+    if code == 0:
+        return "ended with exit status 0 before its task was done: something in it has ended the process"
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 

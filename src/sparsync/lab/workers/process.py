@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from sparsync.lab.temporary import remove
 
-Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" is taken
+Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
 Emit = Callable[[Message], None]
-"""Sends one message to the program that started the workers; only those of rank 0 arrive, and errors of every rank."""
+"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ Task = Callable[[Mapping[str, Any], Place, Emit], None]
 
 
 def main() -> None:
-    """Run this rank to the end. The exit status is 0 when the task is done, 1 after an error, which is also the last message."""
+    """Run this rank to the end. The last message says that the task is done, or what it failed with.
+
+    The exit status is 0 or 1. Status 0 alone does not say that the task is done: code of a user may end the process.
+    """
     output = _claim_output()
     order = Order(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_exit_at_end_of_input, args=(Path(order.rendezvous).parent,), daemon=True).start()
@@ -68,7 +71,7 @@ def main() -> None:
     lock = threading.Lock()
 
     def emit(message: Message) -> None:
-        if place.rank == 0 or message["kind"] == "error":
+        if place.rank == 0 or message["kind"] in ("error", "done"):
             with lock:
                 output.write(json.dumps(message) + "\n")
                 output.flush()
@@ -80,6 +83,7 @@ def main() -> None:
         emit({"kind": "error", "rank": place.rank, "message": str(error) or type(error).__name__})
         sys.stderr.flush()
         os._exit(1)  # not sys.exit: a collective that never ends may hold a thread of gloo's
+    emit({"kind": "done"})
     dist.destroy_process_group()
 
 
