@@ -9,8 +9,8 @@ from typing import Any
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
-    """Write one JSON line for each row to the file, or to standard output where `path` is "-"."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    """Write one JSON line for each row to the file, or to standard output where `path` is "-"; numbers with 6 significant digits."""
+    text = "".join(json.dumps(_rounded(row)) + "\n" for row in rows)
     sys.stdout.write(text) if path == "-" else Path(path).write_text(text)
     sys.stdout.flush()
 
@@ -18,3 +18,11 @@ def write(rows: Sequence[Mapping[str, Any]], path: str) -> None:  # Any: JSON
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80 of four values or more; those of fewer would lie outside them."""
     return {name: statistics.quantiles(values, n=10)[at] for name, at in (("p20", 1), ("p50", 4), ("p80", 7))}
+
+
+def _rounded(value: Any) -> Any:  # Any: JSON
+    if isinstance(value, float):
+        return value if value.is_integer() else float(f"{value:.6g}")  # bytes stay exact
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

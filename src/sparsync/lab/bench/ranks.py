@@ -24,7 +24,7 @@ def rows_of_ranks(task: str, options: argparse.Namespace) -> list[dict[str, Any]
     """
     rows: list[dict[str, Any]] = []
     with (
-        progress("ranks") as shown,
+        progress("measurements") as shown,
         network(options.ranks, parse_link(options.link)) as links,
         worker_group(task, vars(options), links, TIMEOUT_S) as workers,
     ):
