@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 import subprocess
 import sys
@@ -323,6 +324,17 @@ def test_numbers_are_written_without_powers_of_ten() -> None:
     ]
     assert [rate_text(value) for value in (1e8, 2.5e9, 500.0)] == ["100 Mbit/s", "2.5 Gbit/s", "500 bit/s"]
     assert [ratio_text(0.956), ratio_text(7.44, "<"), ratio_text(16.44, ">")] == ["0.96x", "< 7.4x", "> 16.4x"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_files_are_there_when_the_reader_of_the_output_has_closed_it(tmp_path: Path) -> None:
+    write(tmp_path, DENSE, SPARSE)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError), os.fdopen(writer, "w") as closed, redirect_stdout(closed):
+        report(tmp_path)
+        closed.flush()
+    assert all((tmp_path / name).exists() for name in [*PICTURES, "report.html"])
 
 
 @pytest.mark.usefixtures("undrawn")

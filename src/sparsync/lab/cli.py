@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("sparsync: interrupted; nothing is left running", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader of our output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
     except (ValueError, RuntimeError) as error:
         print(f"sparsync: error: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
@@ -280,7 +280,11 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
 def _report(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.report.page import report
 
-    report(options.folder, within=options.within)
+    try:
+        report(options.folder, within=options.within)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the files are written, and what comes after them goes on
+        _discard_output()
 
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -403,6 +407,10 @@ def _key_value(text: str) -> tuple[str, str]:
     if not equals:
         raise ValueError(f"--option takes KEY=VALUE, got {text!r}")
     return key, value
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(number: int, frame: object) -> None:

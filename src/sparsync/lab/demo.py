@@ -82,9 +82,9 @@ def summary(out: Path, halves: Sequence[Half] = HALVES) -> Path:
         shown.append(table)
         pictures.append(str(out / half.folder / PICTURE))
     ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    print(lines_of(shown, above, colour=sys.stdout.isatty(), ascii_only=ascii_only))
     page = out / PAGE
     page.write_text("\n".join(parts))
+    print(lines_of(shown, above, colour=sys.stdout.isatty(), ascii_only=ascii_only))
     print(f"Pictures: {', '.join(pictures)}")
     print(f"Summary: {page}")
     return page

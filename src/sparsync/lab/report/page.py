@@ -48,8 +48,9 @@ _METHOD = (
 
 
 def report(folder: Path, run: str | None = None, within: float = WITHIN) -> tuple[Path, ...]:
-    """Print the tables, write four PNG images and report.html into `folder`, and return their paths.
+    """Write four PNG images and report.html into `folder`, print the tables, and return the paths.
 
+    The files come first: whoever reads the output, such as head, may close it. Where they cannot be made the tables are printed before it raises.
     Shows the newest run that trained anything, or the one with the id `run`; runs are not mixed. `within`: how many percent behind
     dense's quality its choice may be. Raises ValueError when the folder holds no such results, RuntimeError when it cannot be written
     or a package of the extra [lab] is missing.
@@ -57,20 +58,23 @@ def report(folder: Path, run: str | None = None, within: float = WITHIN) -> tupl
     results = read(folder)
     summary = _chosen(results, run)
     terminal = sys.stdout.isatty()
-    print(
-        as_text(
-            summary,
-            width=min(WIDTH, shutil.get_terminal_size().columns) if terminal else WIDTH,
-            colour=terminal,
-            ascii_only=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"),
-            within=within,
-        )
+    text = as_text(
+        summary,
+        width=min(WIDTH, shutil.get_terminal_size().columns) if terminal else WIDTH,
+        colour=terminal,
+        ascii_only=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"),
+        within=within,
     )
-    with lab_extra("matplotlib"):
-        from sparsync.lab.report.plots import hues, pictures
-    images = pictures(summary, within)
-    page = render(summary, images, hues(summary), _others(results, summary, within), within)
-    written = _write(Path(folder), {**images, PAGE: page.encode()})
+    try:
+        with lab_extra("matplotlib"):
+            from sparsync.lab.report.plots import hues, pictures
+        images = pictures(summary, within)
+        page = render(summary, images, hues(summary), _others(results, summary, within), within)
+        written = _write(Path(folder), {**images, PAGE: page.encode()})
+    except RuntimeError:
+        print(text)
+        raise
+    print(text)
     print(f"Written to {folder}: {', '.join(path.name for path in written)}")
     print(f"Report: {Path(folder) / PAGE}")
     return written

@@ -116,8 +116,9 @@ def worker_group(
                 workers.append(_start(rank, ranks, network, folder))
             for worker in workers:
                 assert worker.process.stdin is not None
-                worker.process.stdin.write(order.encoded() + "\n")
-                worker.process.stdin.flush()  # left open: the worker ends when it closes
+                with suppress(BrokenPipeError):  # one that has ended already is found by `messages`
+                    worker.process.stdin.write(order.encoded() + "\n")
+                    worker.process.stdin.flush()  # left open: the worker ends when it closes
             yield WorkerGroup(workers, silence_s=2 * timeout_s)
         finally:
             _stop(workers)
