@@ -159,6 +159,25 @@ def test_nothing_is_left_behind_after(end: Callable[[Launched], None], status: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("link", ["10mbit", "none"])
+@builds
+def test_where_program_and_supervisor_are_killed_at_once_only_orphans_of_the_ranks_stay(link: str) -> None:
+    with launched("--ranks", "2", "--link", link, *both(WAITS)) as run:
+        run.await_ranks(2)
+        programs = (run.process.pid, run.supervisor())
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that neither sees the other's end
+            for program in programs:
+                os.kill(program, number)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while len(run.processes()) > 2 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        orphans = run.processes()
+        assert [Path(f"/proc/{each}/comm").read_text() for each in orphans] == ["sleep\n"] * 2
+        for each in orphans:
+            os.kill(each, signal.SIGKILL)
+
+
+@pytest.mark.slow
 @builds
 def test_a_rank_that_ignores_signals_is_killed_and_a_second_ctrl_c_does_not_wait() -> None:
     stubborn = "import signal\nfor each in (2, 15): signal.signal(each, signal.SIG_IGN)\n" + WAITS

@@ -18,7 +18,7 @@ def launch(settings: Settings) -> int:
 
     A rank that a signal has ended counts as 128 + the signal, and so does this program. No process, namespace or interface is left when
     it returns, nor when it is killed: the supervisor, in a session of its own, ends all of them when its standard input closes, and what
-    a killed supervisor leaves is ended here.
+    a killed supervisor leaves is ended here. Where both are killed at once the kernel ends the ranks, and orphans of theirs stay.
     """
     supervisor: subprocess.Popen[bytes] | None = None
     early: list[int] = []
