@@ -192,5 +192,26 @@ def test_the_rate_from_which_on_bf16_is_as_fast_makes_both_steps_equal(tmp_path:
 
 def test_percent_behind_in_words() -> None:
     assert [behind_words(gap) for gap in (3.0, -0.44, 0.04, float("inf"))] == [
-        *("3.0 % behind dense", "0.4 % ahead of dense", "as good as dense", "diverged")
+        *("3.0 % behind dense", "0.4 % ahead of dense", "as good as dense", "infinitely far behind dense")
     ]
+
+
+@pytest.mark.parametrize("end", [float("nan"), float("inf")])
+@pytest.mark.parametrize("made", [RUN, NO_TARGET, UNLIMITED])
+def test_where_dense_diverged_the_report_says_so_first_and_chooses_nothing(
+    tmp_path: Path, made: Run, end: float
+) -> None:
+    diverged = replace(DENSE, values=(*DENSE.values[:-1], end))
+    found = summary(tmp_path, diverged, BF16, SPARSE, run=made)
+    assert " dense diverged with seed 0: at the end its perplexity is no finite number. So there is nothing" in lead(
+        found
+    )
+    assert not any(word in lead(found) for word in ("times as fast", "behind", "use dense"))
+    assert headline(found) is None
+
+
+def test_a_scheme_that_diverged_is_said_to_have_diverged(tmp_path: Path) -> None:
+    diverged = replace(SPARSE, values=(400.0, 200.0, float("nan"), float("nan")))
+    said = lead(summary(tmp_path, DENSE, BF16, diverged, run=NO_TARGET))
+    assert "use dense bf16: no scheme was faster" in said
+    assert said.endswith("; it diverged within 4 steps (one seed: its spread is unknown).")

@@ -1,6 +1,7 @@
 """The first sentences of a report: what to choose at the ranks and links of the run, why, and when the plain all-reduce is better."""
 
 import math
+from collections.abc import Sequence
 
 from sparsync.lab.report.format import (
     place_text,
@@ -27,6 +28,8 @@ def lead(summary: Summary, within: float = WITHIN) -> str:
     run, found = summary.run, verdict(summary, within)
     if run.ranks == 1:
         return f"{_setting(run)} there is nothing to choose: one rank sends nothing. Compare with --ranks 2 or more."
+    if diverged := _diverged_seeds(summary):
+        return _dense_diverged(summary, diverged)
     if not run.times_count:
         return _without_times(summary, within)
     if found.plain is None and found.fastest is None:
@@ -54,7 +57,14 @@ def headline(summary: Summary, within: float = WITHIN) -> str | None:
     chosen, plain = found.chosen, found.plain
     ratio = ratio_of(chosen, plain, found.by_target) if chosen and plain else None
     own = seconds_of(chosen, found.by_target) if chosen else None
-    if not run.times_count or chosen is None or plain is None or ratio is None or own is None:
+    if (
+        not run.times_count
+        or _diverged_seeds(summary)
+        or chosen is None
+        or plain is None
+        or ratio is None
+        or own is None
+    ):
         return None
     other, times = seconds_of(plain, found.by_target), ratio_text(ratio.spread.median, ratio.bound)
     gap = f", {behind_words(chosen.behind_dense.median)}" if chosen.behind_dense else ""
@@ -68,7 +78,7 @@ def headline(summary: Summary, within: float = WITHIN) -> str | None:
 def behind_words(gap: float) -> str:
     """Return percent behind dense in words: 3.0 % behind dense, 0.4 % ahead of dense, as good as dense."""
     if not math.isfinite(gap):
-        return "diverged" if gap > 0 else "not comparable with dense, which diverged"
+        return "infinitely far behind dense" if gap > 0 else "not comparable with dense's"
     rounded = round(gap, 1)
     return f"{abs(rounded):.1f} % {'behind' if rounded > 0 else 'ahead of'} dense" if rounded else "as good as dense"
 
@@ -76,6 +86,23 @@ def behind_words(gap: float) -> str:
 def _setting(run: Run) -> str:
     workload, rest = place_text(run).split(", ", 1)
     return f"On {workload} ({rest})"
+
+
+def _diverged_seeds(summary: Summary) -> list[int]:
+    """Return the seeds with which dense's quality at the end is not finite."""
+    dense = summary.scheme("dense")
+    seeds = dense.seeds if dense else ()
+    return [seed.seed for seed in seeds if seed.quality is not None and not math.isfinite(seed.quality)]
+
+
+def _dense_diverged(summary: Summary, seeds: Sequence[int]) -> str:
+    """Return that there is nothing to compare with."""
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+    return (
+        f"{_setting(summary.run)} dense diverged with {which}: at the end its {summary.run.metric} is no finite number. So there is "
+        "nothing to compare with, and no choice. The training fails without any scheme: give the job a lower learning rate, "
+        "or clip its gradients."
+    )
 
 
 def _without_times(summary: Summary, within: float) -> str:
@@ -165,6 +192,8 @@ def _quality(summary: Summary, scheme: SchemeFigures) -> str:
         over = "one seed: its spread is unknown"
     else:
         over = f"median of {count} seeds; from {behind_words(gap.low)} to {behind_words(gap.high)}"
+    if not math.isfinite(gap.median) and gap.median > 0:
+        return f"it diverged within {steps} steps ({over})"
     return f"after {steps} steps its {metric} is {behind_words(gap.median)} ({over})"
 
 

@@ -50,7 +50,8 @@ _METHOD = (
 def report(folder: Path, run: str | None = None, within: float = WITHIN) -> tuple[Path, ...]:
     """Write four PNG images and report.html into `folder`, print the tables, and return the paths.
 
-    The files come first: whoever reads the output, such as head, may close it. Where they cannot be made the tables are printed before it raises.
+    The files come first: whoever reads the output, such as head, may close it. Where they cannot be made, the tables
+    are printed all the same.
     Shows the newest run that trained anything, or the one with the id `run`; runs are not mixed. `within`: how many percent behind
     dense's quality its choice may be. Raises ValueError when the folder holds no such results, RuntimeError when it cannot be written
     or a package of the extra [lab] is missing.
