@@ -161,6 +161,8 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
         ([], "says nothing of a model"),
         (["--parameters", "10"], "says nothing of a model"),
         (["--parameters", "0", "--forward-ms", "1", "--backward-ms", "1"], "--parameters must be at least 1"),
+        (["--parameters", "9", "--forward-ms", "nan"], "--forward-ms: takes a finite number of 0 or more, got 'nan'"),
+        (["--parameters", "9", "--optimizer-ms", "-1"], "--optimizer-ms: takes a finite number of 0 or more, got '-1'"),
         (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "topk"], "needs dense and bf16"),
         (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--gradients", "g.pt"], "go together"),
     ],
@@ -174,3 +176,12 @@ def test_wrong_arguments_are_said_so(
         main(["advise", "--probe", str(path), *more])
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_a_model_has_times_that_are_finite_and_not_negative(wrong: float) -> None:
+    right = (10, 25.0, 0.0, 0.0, 0.0)
+    command.even_backward(*right)
+    for place, name in enumerate(("--bucket-mb", "--forward-ms", "--backward-ms", "--optimizer-ms"), start=1):
+        with pytest.raises(ValueError, match=f"{name} must be finite"):
+            command.even_backward(right[0], *(wrong if at == place else each for at, each in enumerate(right) if at))

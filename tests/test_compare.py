@@ -342,6 +342,17 @@ def test_the_command_that_a_new_job_comes_with_runs_as_written(tmp_path: Path) -
         (["--ranks", "3"], "cannot be split evenly over 3 ranks"),
         (["--ranks", "0"], "--ranks must be at least 1"),
         (["--link", "fast"], "fast"),
+        (["--timeout", "inf"], "argument --timeout: takes a finite number above 0, got 'inf'"),
+        (["--target", "nan"], "argument --target: takes a finite number, got 'nan'"),
+        (["--within", "-5"], "argument --within: takes a finite number of 0 or more, got '-5'"),
+        (
+            ["--seeds", "0,a"],
+            "argument --seed/--seeds: takes whole numbers with commas between them, such as 0,1,2, got '0,a'",
+        ),
+        (
+            ["--skip", "a"],
+            "argument --skip: takes a number of ranks, such as 1, or a share of them, such as 0.5, got 'a'",
+        ),
         (["--option", "width"], "--option takes KEY=VALUE"),
         (["--option", "widht=3"], "did you mean 'width'?"),
     ],

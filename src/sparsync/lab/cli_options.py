@@ -1,6 +1,8 @@
 """The options of the commands of `sparsync`. Nothing here imports torch."""
 
 import argparse
+import math
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 # Minutes on gpt-tiny.
@@ -51,19 +53,19 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--schemes", default="dense,bf16,topk,skip_reduce", metavar="A,B:KEY=VALUE", help=METHODS_HELP)
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
-    add("--target", type=float, default=None, help="the quality whose time counts")
+    add("--target", type=_finite, default=None, help="the quality whose time counts")
     add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
     add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
     add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
-    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets in MB (default: 25)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets in MB (default: 25)")
+    add("--timeout", type=_positive, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
     add_within(parser)
 
 
 def add_within(parser: argparse.ArgumentParser) -> None:
     near = "how far behind dense's quality the report's choice may be (default: 2)"
-    parser.add_argument("--within", type=float, default=2.0, metavar="PERCENT", help=near)
+    parser.add_argument("--within", type=_not_negative, default=2.0, metavar="PERCENT", help=near)
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +97,9 @@ def add_probe_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B:KEY=VALUE",
         help=f"whose tiny buckets are measured (default: {PROBED})",
     )
-    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
-    add("--seconds", type=float, default=45.0, help="for the exchanges and kernels, about (default: 45)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
+    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
+    add("--seconds", type=_positive, default=45.0, help="for the exchanges and kernels, about (default: 45)")
+    add("--timeout", type=_positive, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
 
 
@@ -112,10 +114,10 @@ def add_advise_options(parser: argparse.ArgumentParser) -> None:
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
     add("--parameters", type=int, default=None, metavar="N", help="of the model, where the probe has none ([backward])")
-    add("--forward-ms", type=float, default=None, metavar="MS", help="its forward pass")
-    add("--backward-ms", type=float, default=None, metavar="MS", help="its backward pass")
-    add("--optimizer-ms", type=float, default=0.0, metavar="MS", help="its optimizer (default: 0)")
-    add("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of that model in MB (default: 25)")
+    add("--forward-ms", type=_not_negative, default=None, metavar="MS", help="its forward pass")
+    add("--backward-ms", type=_not_negative, default=None, metavar="MS", help="its backward pass")
+    add("--optimizer-ms", type=_not_negative, default=0.0, metavar="MS", help="its optimizer (default: 0)")
+    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of that model in MB (default: 25)")
     add(
         "--json", default=None, metavar="FILE", help="write the answer as JSON; -: on standard output, and nothing else"
     )
@@ -191,19 +193,49 @@ def add_campaign_options(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=200, help="number of trials (default: 200)")
     add("--seed", type=int, default=0, help="of faults, moments, ranks, weights and data (default: 0)")
     add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
-    add("--timeout", type=float, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
+    add("--timeout", type=_positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
     add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
     add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
     add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
 
 
 def _count_or_share(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ArgumentTypeError(
+            f"takes a number of ranks, such as 1, or a share of them, such as 0.5, got {text!r}"
+        ) from None
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"takes whole numbers with commas between them, such as 0,1,2, got {text!r}") from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in text.split(","))
+    return tuple(_positive(number) for number in text.split(","))
+
+
+def _finite(text: str) -> float:
+    return _number(text, "a finite number", -math.inf)
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, "a finite number of 0 or more", 0.0)
+
+
+def _positive(text: str) -> float:
+    return _number(text, "a finite number above 0", math.ulp(0.0))
+
+
+def _number(text: str, wanted: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < least:
+        raise ArgumentTypeError(f"takes {wanted}, got {text!r}")
+    return value

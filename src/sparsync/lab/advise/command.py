@@ -46,10 +46,16 @@ class Advice:
 def even_backward(elements: int, bucket_mb: float, forward_s: float, backward_s: float, optimizer_s: float) -> Backward:
     """Return the timeline of a model of which only its size and times are known: buckets of `bucket_mb`, the more ready the more is done.
 
-    The first bucket of DistributedDataParallel is of 1 MB, as by its default. Raises ValueError for a model without elements.
+    The first bucket of DistributedDataParallel is of 1 MB, as by its default. Raises ValueError for a model without elements,
+    and for times that are not finite and 0 or more.
     """
     if elements < 1:
         raise ValueError(f"--parameters must be at least 1, got {elements}")
+    if not 0 < bucket_mb < float("inf"):
+        raise ValueError(f"--bucket-mb must be finite and above 0, got {bucket_mb}")
+    for name, seconds in (("forward", forward_s), ("backward", backward_s), ("optimizer", optimizer_s)):
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"--{name}-ms must be finite and 0 or more, got {1e3 * seconds}")
     sizes: list[int] = []
     left, limits = elements, [min(1.0, bucket_mb), bucket_mb]
     while left:

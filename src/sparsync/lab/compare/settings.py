@@ -1,5 +1,6 @@
 """The settings of a comparison, checked in this process before anything is started."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +40,14 @@ class Settings:
         if not self.schemes or not self.seeds:
             raise ValueError("a comparison needs at least one scheme and one seed; see --schemes and --seeds")
         check_labels(self.schemes)
-        if self.timeout_s <= 0 or self.bucket_mb <= 0:
-            raise ValueError(f"--timeout and --bucket-mb must be above 0, got {self.timeout_s} and {self.bucket_mb}")
+        if not all(0 < value < float("inf") for value in (self.timeout_s, self.bucket_mb)):
+            raise ValueError(
+                f"--timeout and --bucket-mb must be finite and above 0, got {self.timeout_s} and {self.bucket_mb}"
+            )
+        if self.target is not None and not math.isfinite(self.target):
+            raise ValueError(
+                f"--target must be a finite number, got {self.target}; leave it out to compare by the time of a step"
+            )
         parse_link(self.link)
         for choice in self.schemes:
             try_out(choice, self.ranks)

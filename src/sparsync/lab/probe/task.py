@@ -38,9 +38,10 @@ class Request:
         """Return the workload, if there is one. Raises ValueError for what cannot be measured."""
         if ranks < 2:
             raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
-        if self.seconds <= 0 or self.timeout_s <= 0 or self.bucket_mb <= 0:
+        if not all(0 < value < float("inf") for value in (self.seconds, self.timeout_s, self.bucket_mb)):
             raise ValueError(
-                f"--seconds, --timeout and --bucket-mb must be above 0, got {self.seconds}, {self.timeout_s} and {self.bucket_mb}"
+                f"--seconds, --timeout and --bucket-mb must be finite and above 0, got {self.seconds}, {self.timeout_s} and "
+                f"{self.bucket_mb}"
             )
         local = [choice.label for choice in parse_schemes(self.schemes, 0.01) if choice.local is not None]
         if local:
