@@ -1,6 +1,6 @@
 """The closed form of every scheme is what the messages of its algorithm add up to, exchange by exchange, on the busiest rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.recorded_exchanges import Call, Recorded, RecordingComm, busiest, recorded_step
-from sparsync import AutoProtect, Bucket, Cost, LocalWorld, MeteredComm, Report, SkipReduce, predict, schemes
+from helpers.recorded_exchanges import Recorded, busiest, recorded_step
+from sparsync import AutoProtect, Bucket, Cost, LocalWorld, Report, SkipReduce, predict, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.broadcast import broadcast, broadcast_exchanges
-from sparsync.collectives.reduce_scatter import reduce_scatter, reduce_scatter_exchange
-from sparsync.collectives.skip_plan import SkipPlan, first_offsets
 from sparsync.comm.announcement import announcement_cost
-from sparsync.comm.local import LocalComm
 from sparsync.comm.plan import Given
-from sparsync.core import Comm, ParameterSpan, Span, laid_out
+from sparsync.core import Comm, ParameterSpan, laid_out
 from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync.lab.traffic.stream import Synthetic
 from sparsync.schemes import deft, exdyna, gathered_selections, micro
@@ -276,27 +272,6 @@ def test_local_steps_are_the_mean_of_the_steps_between_two_exchanges() -> None:
 def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
     plan = predict.adamw_steps(schemes.get("dense"), [6400], 4, block=64, measure_every=8)
     assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
-
-
-@pytest.mark.parametrize(("P", "n"), [(1, 3), (2, 1), (5, 3), (5, 23)])
-def test_broadcast_and_reduce_scatter_are_what_is_counted(P: int, n: int) -> None:
-    def recorded(body: Callable[[Comm], object]) -> Recorded:
-        def run(comm: LocalComm) -> list[Call]:
-            recording = RecordingComm(MeteredComm(comm))
-            body(recording)
-            return recording.calls
-
-        return Recorded([], LocalWorld(P).run(run))
-
-    def scatter(comm: Comm) -> None:
-        plan = SkipPlan(first_offsets(skip))
-        reduce_scatter(torch.zeros(P * n), torch.zeros(n), comm, plan, [Span(0, 1)])
-
-    skip = P // 2
-    exchanges = broadcast_exchanges(n, 4, P)
-    assert exchanges == busiest(recorded(lambda comm: broadcast(torch.zeros(n), comm)), exchanges)
-    exchange = reduce_scatter_exchange(n, 4, P, skip, always=1)
-    assert [exchange] == busiest(recorded(scatter), [exchange])
 
 
 def test_a_scheme_without_a_form_says_so() -> None:

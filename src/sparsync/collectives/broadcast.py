@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from sparsync.comm.busiest import all_gather_exchange, near_equal, tally
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_gather_cost, all_to_all_cost
-from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, spans
 
 
@@ -17,16 +15,6 @@ def broadcast_cost(x: Tensor, comm: Comm) -> Cost:
     nbytes = [len(chunk) * x.element_size() for chunk in spans(x.numel(), comm.size)]
     scattered = all_to_all_cost(nbytes if comm.rank == 0 else [0] * comm.size, comm.rank)
     return scattered + all_gather_cost(nbytes[comm.rank], comm.size)
-
-
-def broadcast_exchanges(count: int, element_nbytes: int, P: int) -> list[Exchange]:
-    """Return the exchanges of `broadcast`: rank 0 is the busiest of the first."""
-    chunks = near_equal(count, P)
-    if P == 1 or not count:
-        return []
-    rest = element_nbytes * (count - max(chunks))
-    scattered = Exchange("all_to_all", rest, min(P, count) - 1, 1, element_nbytes * len(spans(count, P)[1]))
-    return [scattered, all_gather_exchange(tally(chunks, lambda length: element_nbytes * length))]
 
 
 @costs(lambda _, x, comm: broadcast_cost(x, comm))

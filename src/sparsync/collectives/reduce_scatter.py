@@ -12,7 +12,6 @@ from torch import Tensor
 from sparsync.collectives.skip_plan import SkipPlan
 from sparsync.comm.cost import costs
 from sparsync.comm.metered import all_to_all_cost
-from sparsync.comm.plan import Exchange
 from sparsync.core import Comm, Cost, Span
 
 
@@ -22,13 +21,6 @@ def reduce_scatter_cost(
     """Return what `reduce_scatter` sends from this rank."""
     counts = [0 if o == rank else _count(m, skips(rank, o, P, plan), always) for o in range(P)]
     return all_to_all_cost([element_nbytes * count for count in counts], rank)
-
-
-def reduce_scatter_exchange(m: int, element_nbytes: int, P: int, skip: int, always: int = 0) -> Exchange:
-    """Return the exchange of `reduce_scatter`, which all ranks take part in alike; `skip` ranks are left out, but of `always` elements."""
-    nbytes = element_nbytes * ((P - 1 - skip) * m + skip * always)
-    messages = (P - 1 - skip if m else 0) + (skip if always else 0)
-    return Exchange("all_to_all", nbytes, messages, 1 if P > 1 else 0, nbytes)
 
 
 @costs(

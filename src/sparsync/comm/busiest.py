@@ -1,7 +1,7 @@
 """Exchanges in closed form, without tensors and in a time that does not grow with P: what the busiest rank sends and receives.
 
 Parts of packets are told as a tally, size in bytes -> how many ranks have a part of this size, because near-equal parts have two sizes
-at any P. What a ring's rank sends is told by `adjacent`. The forms of single ranks stand in `metered` and beside the collectives.
+at any P. What a ring's rank sends is told by `core.adjacent`. The forms of single ranks stand in `metered` and beside the collectives.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsync.comm.metered import COUNT_NBYTES, all_reduce_cost
 from sparsync.comm.plan import Exchange
-from sparsync.core import Cost, adjacent
+from sparsync.core import Cost
 
 Tally = Mapping[int, int]  # a size, and of how many ranks it is
 
@@ -80,11 +80,6 @@ def busiest_of(costs: Iterable[Cost]) -> Cost:
     """Return the most bytes and the most messages of several ranks, which take equally many steps."""
     found = list(costs)
     return Cost(found[0].steps, max(cost.messages for cost in found), max(cost.nbytes for cost in found))
-
-
-def largest_window(count: int, P: int, width: int) -> int:
-    """Return the most that `width` adjacent ones of `spans(count, P)` hold: the first ones are the longest."""
-    return adjacent(count, P, 0, width)
 
 
 def _total(sizes: Tally) -> int:

@@ -99,7 +99,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Tiers:
-    """A hierarchy of groups, the smallest first. `FlatSwitch`, `FatTree`, `Nodes` and `Regions` make one.
+    """A hierarchy of groups, the smallest first. `flat_switch`, `fat_tree`, `nodes` and `regions` make one.
 
     `all_reduce` is the algorithm of the backend's own all_reduce: the ring that `Exchange` counts; a tree, of 2 ceil(log2 P) rounds and
     P/(P-1) times the bytes, as NCCL's double binary tree; or the quicker one. `rings` are the other kinds that the backend sends round a
