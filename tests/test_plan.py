@@ -1,5 +1,6 @@
 """The closed form of every scheme is what the messages of its algorithm add up to, exchange by exchange, on the busiest rank."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -272,6 +273,27 @@ def test_local_steps_are_the_mean_of_the_steps_between_two_exchanges() -> None:
 def test_steps_of_adamw_add_a_measurement_every_few_steps() -> None:
     plan = predict.adamw_steps(schemes.get("dense"), [6400], 4, block=64, measure_every=8)
     assert sum(exchange.nbytes for exchange in plan.exchanges) == 4 * 6400 * 1.5 + 2 * 100 * 1.5 / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"P": 2.5}, r"P of a plan must be a whole number of type int, got 2\.5"),
+        ({"P": True}, "P of a plan must be a whole number of type int, got True"),
+        ({"n": 1.5}, r"n of a plan must be a whole number of type int, got 1\.5"),
+        ({"n": float("nan")}, "n of a plan must be a whole number of type int, got nan"),
+        ({"n": -1}, "needs n >= 0 elements and P >= 1 ranks, got n = -1"),
+        ({"itemsize": 3}, "itemsize must be 2, 4 or 8"),
+        ({"union": float("nan")}, r"union must be in \[0, 100\].*got nan"),
+        ({"union": 101}, r"union must be in \[0, 100\].*got 101"),
+        ({"scheme": TopKUnion}, r"a plan needs a scheme, got <class .*TopKUnion'>; make one: TopKUnion\(\.\.\.\)"),
+        ({"scheme": "topk"}, r"a plan needs a scheme, got 'topk'; make one"),
+    ],
+)
+def test_figures_that_make_no_plan_are_named(arguments: dict[str, Any], message: str) -> None:
+    """As callers have it, without the checks of types that tests put around the package."""
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(predict.plan)(**{"scheme": schemes.get("topk"), "n": 100, "P": 4} | arguments)
 
 
 def test_a_scheme_without_a_form_says_so() -> None:

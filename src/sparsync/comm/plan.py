@@ -103,6 +103,11 @@ class Given:
     offsets: Sequence[int] | None = None  # ranks that are left out of a chunk, counted from its owner
 
     def __post_init__(self) -> None:
+        for name in ("n", "P", "itemsize", "union", "protected"):
+            figure = getattr(self, name)
+            left_out = figure is None and name in ("union", "protected")
+            if not left_out and (isinstance(figure, bool) or not isinstance(figure, int)):
+                raise ValueError(f"{name} of a plan must be a whole number of type int, got {figure!r}")
         if self.n < 0 or self.P < 1:
             raise ValueError(f"a plan needs n >= 0 elements and P >= 1 ranks, got n = {self.n}, P = {self.P}")
         if self.itemsize not in (2, 4, 8):

@@ -29,8 +29,14 @@ def plan(
 
     `union`: K, where the gradients decide on it and it is known; the form estimates it otherwise. `layout`: the bucket's parameters, for
     schemes that treat matrices, layers or names; without one it counts as one parameter of no known shape. `scheme.plan(Given(...))`
-    takes more figures of a step. Raises ValueError where the scheme has no closed form.
+    takes more figures of a step. Raises ValueError where the scheme has no closed form, for a class in place of a scheme, and for
+    figures that are no whole numbers.
     """
+    if not isinstance(scheme, Scheme):
+        cure = f"make one: {scheme.__name__}(...)" if isinstance(scheme, type) else 'make one: schemes.get("topk")'
+        raise ValueError(f"a plan needs a scheme, got {scheme!r}; {cure}")
+    if union is not None and not 0 <= union <= n:
+        raise ValueError(f"union must be in [0, {n}], the elements of the bucket, got {union}")
     given = Given(n, P, itemsize, tuple(layout), union=None if union is None else round(union))
     made = scheme.plan(given)
     return replace(made, beside=(*made.beside, announcement_exchange(P))) if P > 1 else made
@@ -63,7 +69,7 @@ def adamw_steps(scheme: Scheme, buckets: Iterable[int], P: int, block: int = 64,
 
 def averaged(made: Plan, steps: int) -> Plan:
     """Return a plan of every `steps` steps as the mean of one; what is kept between steps stays."""
-    if steps < 1:
+    if not steps >= 1:  # so that nan is none
         raise ValueError(f"an exchange takes place every 1 or more steps, got {steps}")
 
     def each(exchange: Exchange) -> Exchange:
