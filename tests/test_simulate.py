@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
 
+from sparsync.comm.plan import Kind
 from sparsync.lab.cli import main
 from sparsync.lab.simulate import model, published, setup
 from sparsync.lab.simulate.model import predict
@@ -92,11 +94,81 @@ def test_every_preset_names_its_sources_and_is_predicted(name: str) -> None:
         (("[network]", "[network]\nranks_per_node = 2"), "2 ranks on a node; give inside_gbit_per_s"),
         (("[network]", "[nework]"), "no section 'nework'"),
         (("[job]", "[job"), "is no TOML"),
+        (("elements = 1048576", "elements = 0"), r"\[job\] of set-up 'own': elements must be at least 1 and .*, got 0"),
+        (("elements = 1048576", f"elements = {10**400}"), "elements must be at least 1 and at most 1e[+]15, got 1000"),
+        (("elements = 1048576", "elements = 1" + 5000 * "0"), "is no TOML"),
+        (("ranks = 4", "ranks = [4]"), r"ranks must be of type int, got \[4\]"),
+        (("ranks = 4", "ranks = 10000000"), "ranks must be at least 1 and at most 1e[+]06, got 10000000"),
+        (("forward_s = 1", "forward_s = nan"), "forward_s must be above 0 .*, got nan"),
+        (("backward_s = 2", "backward_s = inf"), "backward_s must be above 0 and at most 1e[+]15, got inf"),
+        (("optimizer_s = 0.5", f"optimizer_s = {10**400}"), "optimizer_s must be at least 0 .*, got 1000"),
+        (("bucket_mb = 0", "bucket_mb = -1"), "bucket_mb must be at least 0 .*, got -1"),
+        (("bucket_mb = 0", "bucket_mb = 1e-9"), "bucket_mb = 1e-09 makes over 1,000,000 buckets"),
+        (("samples = 8", "samples = 0"), "samples must be above 0 .*, got 0"),
+        (("samples = 8", "itemsize = 3"), "itemsize must be one of 2, 4, 8, got 3"),
+        (("gbit_per_s = 0.008388608", "gbit_per_s = 1e400"), "gbit_per_s must be above 0 .*, got inf"),
+        (("[network]", "[network]\nefficiency = 1.5"), "efficiency must be above 0 and at most 1, got 1.5"),
+        (("[network]", "[network]\nranks_per_node = 0"), "ranks_per_node must be at least 1 .*, got 0"),
+        (("[network]", "[network]\nranks_per_leaf = 1"), "ranks_per_leaf must be more than the 1 of a node.*, got 1"),
+        (("[network]", '[network]\nall_reduce = "bogus"'), "all_reduce must be one of ring, tree, best, got 'bogus'"),
+        (("[network]", '[network]\nrings = "all_gather"'), "rings must be a list of .*all_gather.*, got 'all_gather'"),
+        (("[network]", '[network]\nrings = ["bogus"]'), r"rings must be a list of .*, got \['bogus'\]"),
+        (("[network]", "[memory]\ngb_per_s = -1\n[network]"), "gb_per_s must be at least 0 .*, got -1"),
+        (("[network]", "[memory]\ngb = 1\n[network]"), "no setting 'gb'; it has gb_per_s"),
+        (("every = 10", "every = 0"), "every must be at least 1 .*, got 0"),
+        (("every = 10", "delay = 1"), "fragments and delay are of exchanges every few steps"),
+        (("every = 10", "every = 10\nfragments = 5\ndelay = 3"), r"delay must be in \[0, 2\].*, got 3"),
+        (("every = 10", "settings = 3"), "settings must be a table of settings, got 3"),
+        (('label = "every 10"', 'label = "dense"'), "'dense' of set-up 'own' is there 2 times"),
+        (('label = "every 10"', 'label = " "'), "label must not be empty"),
+        (('"job.ranks" = "made up"', '"job.ranks" = 3'), r"\[sources\] must say where job.ranks is from"),
     ],
 )
 def test_a_set_up_that_cannot_be_says_what_is_wrong(change: tuple[str, str], message: str) -> None:
+    assert OWN.count(change[0]) == 1 or change[0].startswith(("[", '"'))
     with pytest.raises(ValueError, match=message):
-        setup.parse(OWN.replace(*change), "own")
+        setup.parse(OWN.replace(*change, 1), "own")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job = 3", r"set-up 'own' has no \[\[scheme\]\]"),
+        ("scheme = 3", r"set-up 'own' has no \[\[scheme\]\]"),
+        ("job = 3\nscheme = [1]", r"\[job\] of set-up 'own' must be a table of settings, got 3"),
+        ("title = 3", "title of set-up 'own' must be a text, got 3"),
+        (OWN.replace("[[scheme]]", "[[scheme]]\n[[scheme]]", 1), r"\[\[scheme\]\] of set-up 'own' needs label"),
+    ],
+)
+def test_a_set_up_of_another_form_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        setup.parse(text, "own")
+
+
+def test_a_scheme_that_cannot_be_made_is_named() -> None:
+    own = setup.parse(OWN.replace('name = "dense"\nevery = 10', 'name = "sparsync:PerParameter"'), "own")
+    with pytest.raises(ValueError, match=r"scheme 'sparsync:PerParameter' cannot be made: .*missing"):
+        predict(own, own.schemes[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gbit", "1e400"], "--gbit must be above 0 and at most 1e+15, got inf"),
+        (["--gbit", "nan"], "--gbit must be above 0 and at most 1e+15, got nan"),
+        (["--ranks", "0"], "--ranks must be at least 1 and at most 1e+06, got 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--preset", "2x6-10gbe", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_rings_are_the_kinds_of_exchange_that_have_no_choice_of_their_own() -> None:
+    assert {*setup.RINGS, "all_reduce"} == set(get_args(Kind))
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:

@@ -42,9 +42,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> None:
     """Run `sparsync simulate`."""
     if options.page is not None and not options.published:
         raise ValueError("--page goes with --published; for a preset use --out FOLDER")
-    for name, value in (("--ranks", options.ranks), ("--gbit", options.gbit)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}")
+    for option, name, value in (("--ranks", "ranks", options.ranks), ("--gbit", "gbit_per_s", options.gbit)):
+        if value is not None:
+            setups.check(name, value, option)
     if options.list:
         list_presets()
     elif options.published:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from sparsync.base import registry
+from sparsync.base.scheme_text import made
 from sparsync.lab.simulate.setup import Entry, NetworkSettings, SetUp
 from sparsync.predict.network import Link, Network, Tier, Tiers, bundled
 from sparsync.predict.plans import plan
@@ -28,9 +28,7 @@ class Predicted:
 
 
 def network_of(settings: NetworkSettings) -> Tiers:
-    """Return the network of a set-up. Raises ValueError for settings that make none."""
-    if settings.all_reduce not in ("ring", "tree", "best"):
-        raise ValueError(f'all_reduce must be "ring", "tree" or "best", got {settings.all_reduce!r}')
+    """Return the network of a set-up."""
     between = Link(
         settings.gbit_per_s * 1e9,
         settings.latency_us * 1e-6,
@@ -72,7 +70,7 @@ def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: fl
 
 def reduction(setup: SetUp, entry: Entry, network: Network, n: int, P: int) -> tuple[float, float]:
     """Return the seconds in which a scheme reduces one bucket of n elements, and the bytes that the busiest rank sends."""
-    planned = plan(registry.get(entry.name, **entry.settings), n, P, itemsize=setup.job.itemsize)
+    planned = plan(made(entry.name, dict(entry.settings)), n, P, itemsize=setup.job.itemsize)
     seconds = sum(network.seconds(exchange, P) for exchange in planned.exchanges)
     if setup.memory_gb_per_s:
         seconds += planned.passes / (setup.memory_gb_per_s * 1e9)

@@ -46,6 +46,17 @@ import tomllib
 Section = TypeVar("Section")
 ASSUMED = "assumed"
 
+# What a figure may be, by its name in any section. Every number is finite and at most LARGEST besides.
+LARGEST = 1e15
+ABOVE_ZERO = frozenset({"forward_s", "backward_s", "samples", "gbit_per_s", "efficiency"})
+AT_LEAST_ONE = frozenset(
+    {"elements", "ranks", "ranks_per_node", "links_per_node", "oversubscription", "every", "fragments"}
+)  # all others: at least 0
+AT_MOST: Mapping[str, int | float] = {"efficiency": 1, "ranks": 10**6}
+ONE_OF: Mapping[str, tuple[object, ...]] = {"itemsize": (2, 4, 8), "all_reduce": ("ring", "tree", "best")}
+RINGS = ("send_recv", "all_gather", "all_to_all")
+BUCKETS = 10**6
+
 
 @dataclass(frozen=True)
 class Job:
@@ -128,7 +139,10 @@ def read(name: str) -> SetUp:
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"there is no file {name}; give a name of `sparsync simulate --list`, or write the file")
-        return parse(path.read_text("utf-8"), path.stem)
+        try:
+            return parse(path.read_text("utf-8"), path.stem)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {name}: {error}; it must be TOML in UTF-8") from None
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -137,64 +151,123 @@ def read(name: str) -> SetUp:
 
 
 def parse(text: str, name: str) -> SetUp:
-    """Return the set-up in `text`. Raises ValueError for what does not belong there, is missing or has no source."""
+    """Return the set-up in `text`. Raises ValueError for what does not belong there, is missing, cannot be or has no source."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of TOML, and of whole numbers with thousands of digits
         raise ValueError(f"set-up {name!r} is no TOML: {error}") from None
     known = {"title", "job", "network", "memory", "scheme", "sources"}
     for key in content:
         if key not in known:
             raise ValueError(f"set-up {name!r} has no section {key!r}; it has {', '.join(sorted(known))}")
+    title, schemes = content.get("title", name), content.get("scheme", [])
+    if not isinstance(title, str):
+        raise ValueError(f"title of set-up {name!r} must be a text, got {title!r}")
+    if not isinstance(schemes, list) or not schemes:
+        raise ValueError(f"set-up {name!r} has no [[scheme]]; give at least the one to compare with")
     job = _section(Job, content.get("job", {}), f"[job] of set-up {name!r}")
     network = _section(NetworkSettings, content.get("network", {}), f"[network] of set-up {name!r}")
-    schemes = tuple(_section(Entry, each, f"[[scheme]] of set-up {name!r}") for each in content.get("scheme", []))
-    memory = content.get("memory", {})
-    if set(memory) - {"gb_per_s"}:
-        raise ValueError(f"[memory] of set-up {name!r} has gb_per_s, got {', '.join(memory)}")
-    if not schemes:
-        raise ValueError(f"set-up {name!r} has no [[scheme]]; give at least the one to compare with")
-    if network.ranks_per_node > 1 and not network.inside_gbit_per_s:
-        raise ValueError(
-            f"[network] of set-up {name!r} has {network.ranks_per_node} ranks on a node; give inside_gbit_per_s, their link"
-        )
-    sources = content.get("sources", {})
+    memory = _section(_Memory, content.get("memory", {}), f"[memory] of set-up {name!r}")
+    entries = tuple(_section(Entry, each, f"[[scheme]] of set-up {name!r}") for each in schemes)
+    _check_together(job, network, entries, name)
     given = [f"{section}.{key}" for section in ("job", "network", "memory") for key in content.get(section, {})]
-    given += [f"{entry.label}.{key}" for entry in schemes for key in entry.settings]
+    given += [f"{entry.label}.{key}" for entry in entries for key in entry.settings]
+    sources = _table(content.get("sources", {}), f"[sources] of set-up {name!r}")
     for key in given:
-        if not sources.get(key):
+        if not isinstance(sources.get(key), str) or not sources[key].strip():
             raise ValueError(f'set-up {name!r}: [sources] must say where {key} is from, or "{ASSUMED}: why"')
     for key in sources:
         if key not in given:
             raise ValueError(
                 f"set-up {name!r}: [sources] names {key}, which is not there; there are {', '.join(given)}"
             )
-    return SetUp(name, content.get("title", name), job, network, schemes, float(memory.get("gb_per_s", 0.0)), sources)
+    return SetUp(name, title, job, network, entries, memory.gb_per_s, sources)
 
 
-def _section(kind: type[Section], content: Mapping[str, Any], where: str) -> Section:  # Any: what TOML holds
+def check(name: str, value: int | float, what: str) -> None:
+    """Raise ValueError where `value` cannot be the figure of this name, such as "ranks"; the message calls it `what`."""
+    most = AT_MOST.get(name, LARGEST)
+    if name in ABOVE_ZERO:
+        fits, least = 0 < value <= most, "above 0"
+    else:
+        one = int(name in AT_LEAST_ONE)
+        fits, least = one <= value <= most, f"at least {one}"
+    if not fits:
+        raise ValueError(f"{what} must be {least} and at most {most:,g}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class _Memory:
+    gb_per_s: float = 0.0
+
+
+def _check_together(job: Job, network: NetworkSettings, entries: tuple[Entry, ...], name: str) -> None:
+    """Raise ValueError where figures that could each be do not go together."""
+    if job.bucket_mb and job.elements * job.itemsize > BUCKETS * job.bucket_mb * 2**20:
+        raise ValueError(
+            f"[job] of set-up {name!r}: bucket_mb = {job.bucket_mb:g} makes over {BUCKETS:,} buckets; raise it"
+        )
+    if network.ranks_per_node > 1 and not network.inside_gbit_per_s:
+        raise ValueError(
+            f"[network] of set-up {name!r} has {network.ranks_per_node} ranks on a node; give inside_gbit_per_s, their link"
+        )
+    if network.ranks_per_leaf and network.ranks_per_leaf <= network.ranks_per_node:
+        raise ValueError(
+            f"[network] of set-up {name!r}: ranks_per_leaf must be more than the {network.ranks_per_node} of a node, "
+            f"or 0 for one switch, got {network.ranks_per_leaf}"
+        )
+    labels = [entry.label for entry in entries]
+    for entry in entries:
+        where = f"[[scheme]] {entry.label!r} of set-up {name!r}"
+        if labels.count(entry.label) > 1:
+            raise ValueError(f"{where} is there {labels.count(entry.label)} times; give each a label of its own")
+        if entry.every == 1 and (entry.fragments > 1 or entry.delay):
+            raise ValueError(f"{where}: fragments and delay are of exchanges every few steps; give every above 1")
+        if entry.delay * entry.fragments > entry.every:
+            between = entry.every / entry.fragments
+            raise ValueError(
+                f"{where}: delay must be in [0, {between:g}], the steps between two fragments, got {entry.delay}"
+            )
+
+
+def _section(kind: type[Section], content: object, where: str) -> Section:
     """Return the dataclass with this content, whole numbers as floats where it has floats, and lists as tuples."""
+    table = _table(content, where)
     allowed = {each.name: each for each in fields(kind)}  # pyright: ignore[reportArgumentType]
-    for key in content:
+    for key in table:
         if key not in allowed:
             near = difflib.get_close_matches(key, list(allowed), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{where} has no setting {key!r}; it has {', '.join(allowed)}{hint}")
     for key, each in allowed.items():
-        if key not in content and each.default is MISSING and each.default_factory is MISSING:
+        if key not in table and each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"{where} needs {key}")
-    values = {key: _as_typed(allowed[key].type, value, f"{where}: {key}") for key, value in content.items()}
-    return kind(**values)
+    return kind(**{key: _figure(key, allowed[key].type, value, f"{where}: {key}") for key, value in table.items()})
 
 
-def _as_typed(wanted: Any, value: Any, what: str) -> Any:  # Any: what a field and TOML hold
-    if isinstance(value, list):
+def _table(content: object, where: str) -> dict[str, Any]:  # Any: what TOML holds
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must be a table of settings, got {content!r}")
+    return content
+
+
+def _figure(key: str, wanted: Any, value: Any, what: str) -> Any:  # Any: what a field and TOML hold
+    """Return the value as the field has it. Raises ValueError for another type, and for a value that the figure cannot have."""
+    if key == "rings":
+        if not isinstance(value, list) or not all(each in RINGS for each in value):
+            raise ValueError(f"{what} must be a list of {', '.join(RINGS)}, got {value!r}")
         return tuple(value)
-    if wanted is float and type(value) is int:
-        return float(value)
-    if wanted in (int, float, str, bool) and type(value) is not wanted:
+    if key == "settings":
+        return _table(value, what)
+    if type(value) is not wanted and not (wanted is float and type(value) is int):
         raise ValueError(f"{what} must be of type {wanted.__name__}, got {value!r}")
-    return value
+    if key in ONE_OF and value not in ONE_OF[key]:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, ONE_OF[key]))}, got {value!r}")
+    if key == "label" and not str(value).strip():
+        raise ValueError(f"{what} must not be empty")
+    if wanted in (int, float):
+        check(key, value, what)
+    return wanted(value)
 
 
 def _folder() -> Any:  # Any: a Traversable, whose place in the standard library differs between versions of Python
