@@ -195,7 +195,9 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     assert [each["label"] for each in content["predicted"]] == ["dense", "every 10"]
     assert {each["ranks"] for each in content["by_ranks"]} == set(model.RANKS)
     main(["simulate", "--preset", str(file), "--out", str(tmp_path)])
-    assert "9.5 s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "9.50 s" in printed and " 3.37 " in printed and " 2.3x" in printed  # 32 / 9.5 a second; 9.5 s over 4.1 s
+    assert "what a scheme does to quality is not in it" in printed
     assert ElementTree.fromstring((tmp_path / "own.svg").read_bytes()).tag.endswith("svg")
     assert json.loads((tmp_path / "own.json").read_text()) == content
 

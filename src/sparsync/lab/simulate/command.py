@@ -7,11 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsync.lab.report.format import bytes_text, ratio_text, seconds_text, significant
 from sparsync.lab.simulate import setup as setups
 from sparsync.lab.simulate.setup import SetUp
 
 if TYPE_CHECKING:
     from sparsync.lab.simulate.model import Predicted
+
+TIME_ONLY = (
+    "This is the time of a step, and no more: what a scheme does to quality is not in it, nor the steps that it may need",
+    "beyond those of the first. `sparsync frontier` and `sparsync compare` measure that.",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +124,7 @@ def text(chosen: SetUp, here: "Sequence[Predicted]", by_ranks: "Sequence[Predict
     job, first = chosen.job, here[0]
     lines = [
         chosen.title,
-        f"{first.ranks} ranks, {first.gbit_per_s:g} Gbit/s, {job.elements:,} parameters, {1000 * job.compute_s:.4g} ms of computation",
+        f"{first.ranks} ranks, {first.gbit_per_s:g} Gbit/s, {job.elements:,} parameters, {seconds_text(job.compute_s)} of computation",
         "",
     ]
     width = max(len(each.label) for each in here)
@@ -126,10 +132,11 @@ def text(chosen: SetUp, here: "Sequence[Predicted]", by_ranks: "Sequence[Predict
         f"{'':{width}} {'step':>10} {'exposed':>10} {'all of it':>10} {'sent':>10} {job.unit + '/s':>14} {'speed-up':>9}"
     )
     lines += [
-        f"{each.label:{width}} {_seconds(each.step_s):>10} {_seconds(each.exposed_s):>10} {_seconds(each.communication_s):>10} "
-        f"{_bytes(each.nbytes):>10} {each.throughput:>14,.4g} {first.step_s / each.step_s:>8.2f}x"
+        f"{each.label:{width}} {seconds_text(each.step_s):>10} {seconds_text(each.exposed_s):>10} {seconds_text(each.communication_s):>10} "
+        f"{bytes_text(each.nbytes):>10} {_rounded(each.throughput):>14} {ratio_text(first.step_s / each.step_s):>9}"
         for each in here
     ]
+    lines += ["", *TIME_ONLY]
     ranks = sorted({each.ranks for each in by_ranks})
     lines += ["", f"Share of the step that is computation, {first.gbit_per_s:g} Gbit/s, by ranks:"]
     lines.append(f"{'':{width}} " + " ".join(f"{P:>6}" for P in ranks))
@@ -141,18 +148,10 @@ def text(chosen: SetUp, here: "Sequence[Predicted]", by_ranks: "Sequence[Predict
     return lines
 
 
-def _seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.4g} {unit}"
-    return "0" if seconds < 1e-9 else f"{seconds * 1e6:.2g} us"
-
-
-def _bytes(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{nbytes:.0f} B"
+def _rounded(value: float) -> str:
+    """Return three digits of the value, with thousands apart: 7,910,000."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else significant(value)
 
 
 def _write(path: Path, content: str) -> None:

@@ -46,7 +46,9 @@ def draw(chosen: SetUp, here: Sequence[Predicted], by_ranks: Sequence[Predicted]
         right.yaxis.set_minor_formatter(lambda value, _: f"{value:g}x" if value in (2, 5, 20, 50) else "")
         right.set_title(f"{here[0].ranks} ranks", color=INK, loc="left")
         left.legend(frameon=False, loc="lower left")
-        figure.suptitle(f"{chosen.title} (predicted)", color=INK, x=0.01, ha="left")
+        figure.suptitle(
+            f"{chosen.title} (time of a step, predicted; quality is not in it)", color=INK, x=0.01, ha="left"
+        )
         figure.tight_layout()
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
