@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Dense, SkipReduce, TopK
+from sparsync import AutoProtect, Dense, PerParameter, Scheme, SkipReduce, TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -75,6 +75,26 @@ def one_scheme_two_models() -> None:
     sparsync.attach(ddp(), fresh).close()  # nothing was reduced, so it holds nothing
     again.close()
     copied.close()
+
+
+def schemes_inside_a_scheme() -> None:
+    inner, first, second = TopK(density=0.25), ddp(), ddp()
+    handle = sparsync.attach(first, PerParameter(inner, {"*bias": Dense()}))
+    gradients(first, 0)
+    outside: list[Scheme] = [inner, PerParameter(inner), PerParameter(Dense(), {"0.*": PerParameter(inner)})]
+    for scheme in outside:
+        with refused(ValueError, "TopK", "attached to a model already", "make one for each model"):
+            sparsync.attach(second, scheme)
+    handle.set(patterns={"*bias": Dense.bf16()})  # on the same model the scheme inside goes on
+    gradients(first, 1)
+    handle.close()
+    for scheme in outside:
+        with refused(ValueError, "TopK", "holds residuals of another model"):
+            sparsync.attach(second, scheme)
+    sparsync.attach(first, handle.scheme).close()
+    skip = SkipReduce(0.5, feedback=True)
+    with sparsync.attach(first, skip), refused(ValueError, "the SkipReduce inside this AutoProtect is attached"):
+        sparsync.attach(second, AutoProtect(skip))
 
 
 def names_without_wrappers() -> None:
@@ -309,7 +329,15 @@ def every(checks: Sequence[Callable[[], None]]) -> None:
 
 
 def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up() -> None:
-    checks = [one_scheme_two_models, copies_of_a_model, hook_by_hand, another_scheme, detached, summaries]
+    checks = [
+        one_scheme_two_models,
+        schemes_inside_a_scheme,
+        copies_of_a_model,
+        hook_by_hand,
+        another_scheme,
+        detached,
+        summaries,
+    ]
     run(every, 2, within_s=150.0, checks=checks)
 
 

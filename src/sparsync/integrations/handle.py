@@ -104,7 +104,7 @@ class Handle:
         before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
         if scheme is before:
             return
-        check_free(scheme, module_of(before))
+        check_free(scheme, module_of(before), self)
         self._flush()
         if residual == "drop" or not _carried(before, scheme):
             check_empty(scheme)
