@@ -228,6 +228,32 @@ def another_scheme() -> None:
     handle.close()
 
 
+def schemes_by_parameter_for_others() -> None:
+    model, dense = ddp(), ddp()
+    handle = sparsync.attach(model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), dense_below=0)
+    with refused(RuntimeError, "attached to a scheme already", "handle.scheme = ...", "handle.detach()"):
+        sparsync.attach(model, TopK())
+    came_in, written = (
+        [sum(each) for each in zip(*(gradients(reduced, number) for number in range(3)), strict=True)]
+        for reduced in (dense, model)
+    )
+    with refused(ValueError, "for the pattern '*bias'", "assign TopK(density=1.0) to handle.scheme"):
+        handle.scheme = PerParameter(TopK(density=0.1), {"0.*": Dense()})
+    handle.scheme = TopK(density=1.0)  # takes the residual over, and sends all of it
+    rest = zip(written, gradients(model, 3), came_in, gradients(dense, 3), strict=True)
+    assert all(torch.allclose(a + b, c + d, rtol=1e-5, atol=1e-4) for a, b, c, d in rest)
+    with refused(ValueError, "PerParameter cannot take over what TopK holds back", "assign TopK(density=1.0)"):
+        handle.scheme = PerParameter(TopK(density=0.1), {"0.*": Dense()})
+    handle.switch(PerParameter(SkipReduce(0.5, feedback=True), {"0.*": Dense()}), residual="drop")
+    gradients(model, 4)
+    with refused(ValueError, "what PerParameter holds back; have handle.set(...) make it send every element"):
+        handle.scheme = TopK(density=0.1)
+    handle.set(default=SkipReduce(0, feedback=True))
+    gradients(model, 5)
+    handle.switch(TopK(density=0.1), residual="drop")
+    handle.close()
+
+
 def detached() -> None:
     model, dense, kept = ddp(), ddp(), ddp()
     handle, other = sparsync.attach(model, TopK(density=0.1)), sparsync.attach(kept, TopK(density=0.1))
@@ -335,6 +361,7 @@ def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up(
         copies_of_a_model,
         hook_by_hand,
         another_scheme,
+        schemes_by_parameter_for_others,
         detached,
         summaries,
     ]
