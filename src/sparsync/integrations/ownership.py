@@ -36,7 +36,7 @@ class _Owner:
 def check_free(
     scheme: Any,  # Any: a Scheme or its reduce-scatter form
     module: nn.Module | None = None,
-    driver: Driver | None = None,
+    driver: Any = None,  # Any: a Driver, see _Owner
 ) -> None:
     """Raise ValueError while a handle other than `driver` drives `scheme`, and where it holds residuals of another model than `module`.
 
