@@ -170,6 +170,24 @@ def hook_by_hand() -> None:
     handle.close()
 
 
+def one_hook_two_models() -> None:
+    pair, plain = sparsync.ddp_comm_hook(TopK(density=0.1)), ddp(bucket_cap_mb=0.001)
+    first, second = (ddp(bucket_cap_mb=0.001) for _ in range(2))
+    handle = sparsync.attach(plain, TopK(density=0.1))
+    for model in (first, second):
+        model.register_comm_hook(*pair)
+    for step in range(3):
+        assert equal(gradients(first, step), gradients(plain, step))
+        if step < 2:  # DDP changes its buckets after the first one
+            with refused(RuntimeError, "reduces another model already", "make a pair for each model"):
+                gradients(second, step)
+    wrapped_again = DistributedDataParallel(first.module)
+    wrapped_again.register_comm_hook(*pair)
+    assert equal(gradients(wrapped_again, 3), gradients(plain, 3))
+    pair.state.handle.close()
+    handle.close()
+
+
 def another_scheme() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, Dense(), dense_below=0)
@@ -360,6 +378,7 @@ def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up(
         schemes_inside_a_scheme,
         copies_of_a_model,
         hook_by_hand,
+        one_hook_two_models,
         another_scheme,
         schemes_by_parameter_for_others,
         detached,
