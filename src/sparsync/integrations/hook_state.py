@@ -88,8 +88,8 @@ class HookState:
             self._other_model = bool(self._seen) and not known
         if self._other_model:
             raise ValueError(
-                "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; make a pair "
-                "for each model: sparsync.ddp_comm_hook(scheme), each with a scheme of its own"
+                "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; "
+                "make a pair for each model: sparsync.ddp_comm_hook(scheme), each with a scheme of its own"
             )
         if len(known) < len(parameters):
             self._seen |= {id(each): weakref.ref(each) for each in parameters}
