@@ -246,6 +246,17 @@ def another_scheme() -> None:
     handle.close()
 
 
+def settings_of_one_rank() -> None:
+    model = ddp()
+    handle = sparsync.attach(model, TopK(density=0.2))
+    gradients(model, 0)
+    if dist.get_rank() == 0:
+        handle.set(density=0.1)
+    with refused(RuntimeError, "rank 0 has settings TopK(density=0.1,", "rank 1 has settings TopK(density=0.2,"):
+        gradients(model, 1)
+    handle.close()
+
+
 def schemes_by_parameter_for_others() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), dense_below=0)
@@ -380,6 +391,7 @@ def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up(
         hook_by_hand,
         one_hook_two_models,
         another_scheme,
+        settings_of_one_rank,
         schemes_by_parameter_for_others,
         detached,
         summaries,
