@@ -321,6 +321,14 @@ def summaries() -> None:
     assert summary.hidden is not None and 0 <= summary.hidden.exposed_s <= summary.hidden.reducing_s
     text = str(summary)
     assert all(part in text for part in ("bucket0", "exchange", "accumulate", "ms/step", "the backward pass hid"))
+    assert "whole" not in text
+    small = ddp()
+    with sparsync.attach(small, TopK(density=0.1)) as whole:
+        gradients(small, 0)
+    assert whole.reports()[0].union == 816
+    assert "bucket0 of topk was sent whole in 1 of 1 steps: 816 elements are fewer than dense_below" in str(
+        whole.summary()
+    )
     plain = bare()
     reducer = sparsync.GradientReducer(plain, TopK(density=0.1))
     gradients(plain, 0)
