@@ -12,10 +12,10 @@ from torch.nn.functional import mse_loss
 
 @dataclass(frozen=True)
 class MyJob:
-    """Ten inputs, one output. A job needs `model`, `batch` and `loss`; the fields are options: --option width=128."""
+    """Ten inputs, one output. A job needs `model`, `batch` and `loss`; the fields are options: --option width=256."""
 
     batch_size: int = 16  # samples of one rank
-    width: int = 64
+    width: int = 128
     learning_rate: float = 0.05
 
     metric = "error"  # what `evaluate` returns; the lower the better, unless better = "higher"

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Dense, SkipReduce, TopK
+from sparsync import AutoProtect, Dense, PerParameter, Scheme, SkipReduce, TopK
 
 pytestmark = pytest.mark.distributed
 
@@ -75,6 +75,26 @@ def one_scheme_two_models() -> None:
     sparsync.attach(ddp(), fresh).close()  # nothing was reduced, so it holds nothing
     again.close()
     copied.close()
+
+
+def schemes_inside_a_scheme() -> None:
+    inner, first, second = TopK(density=0.25), ddp(), ddp()
+    handle = sparsync.attach(first, PerParameter(inner, {"*bias": Dense()}))
+    gradients(first, 0)
+    outside: list[Scheme] = [inner, PerParameter(inner), PerParameter(Dense(), {"0.*": PerParameter(inner)})]
+    for scheme in outside:
+        with refused(ValueError, "TopK", "attached to a model already", "make one for each model"):
+            sparsync.attach(second, scheme)
+    handle.set(patterns={"*bias": Dense.bf16()})  # on the same model the scheme inside goes on
+    gradients(first, 1)
+    handle.close()
+    for scheme in outside:
+        with refused(ValueError, "TopK", "holds residuals of another model"):
+            sparsync.attach(second, scheme)
+    sparsync.attach(first, handle.scheme).close()
+    skip = SkipReduce(0.5, feedback=True)
+    with sparsync.attach(first, skip), refused(ValueError, "the SkipReduce inside this AutoProtect is attached"):
+        sparsync.attach(second, AutoProtect(skip))
 
 
 def names_without_wrappers() -> None:
@@ -150,6 +170,24 @@ def hook_by_hand() -> None:
     handle.close()
 
 
+def one_hook_two_models() -> None:
+    pair, plain = sparsync.ddp_comm_hook(TopK(density=0.1)), ddp(bucket_cap_mb=0.001)
+    first, second = (ddp(bucket_cap_mb=0.001) for _ in range(2))
+    handle = sparsync.attach(plain, TopK(density=0.1))
+    for model in (first, second):
+        model.register_comm_hook(*pair)
+    for step in range(3):
+        assert equal(gradients(first, step), gradients(plain, step))
+        if step < 2:  # DDP changes its buckets after the first one
+            with refused(RuntimeError, "reduces another model already", "make a pair for each model"):
+                gradients(second, step)
+    wrapped_again = DistributedDataParallel(first.module)
+    wrapped_again.register_comm_hook(*pair)
+    assert equal(gradients(wrapped_again, 3), gradients(plain, 3))
+    pair.state.handle.close()
+    handle.close()
+
+
 def another_scheme() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, Dense(), dense_below=0)
@@ -208,6 +246,43 @@ def another_scheme() -> None:
     handle.close()
 
 
+def settings_of_one_rank() -> None:
+    model = ddp()
+    handle = sparsync.attach(model, TopK(density=0.2))
+    gradients(model, 0)
+    if dist.get_rank() == 0:
+        handle.set(density=0.1)
+    with refused(RuntimeError, "rank 0 has settings TopK(density=0.1,", "rank 1 has settings TopK(density=0.2,"):
+        gradients(model, 1)
+    handle.close()
+
+
+def schemes_by_parameter_for_others() -> None:
+    model, dense = ddp(), ddp()
+    handle = sparsync.attach(model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), dense_below=0)
+    with refused(RuntimeError, "attached to a scheme already", "handle.scheme = ...", "handle.detach()"):
+        sparsync.attach(model, TopK())
+    came_in, written = (
+        [sum(each) for each in zip(*(gradients(reduced, number) for number in range(3)), strict=True)]
+        for reduced in (dense, model)
+    )
+    with refused(ValueError, "for the pattern '*bias'", "assign TopK(density=1.0) to handle.scheme"):
+        handle.scheme = PerParameter(TopK(density=0.1), {"0.*": Dense()})
+    handle.scheme = TopK(density=1.0)  # takes the residual over, and sends all of it
+    rest = zip(written, gradients(model, 3), came_in, gradients(dense, 3), strict=True)
+    assert all(torch.allclose(a + b, c + d, rtol=1e-5, atol=1e-4) for a, b, c, d in rest)
+    with refused(ValueError, "PerParameter cannot take over what TopK holds back", "assign TopK(density=1.0)"):
+        handle.scheme = PerParameter(TopK(density=0.1), {"0.*": Dense()})
+    handle.switch(PerParameter(SkipReduce(0.5, feedback=True), {"0.*": Dense()}), residual="drop")
+    gradients(model, 4)
+    with refused(ValueError, "what PerParameter holds back; have handle.set(...) make it send every element"):
+        handle.scheme = TopK(density=0.1)
+    handle.set(default=SkipReduce(0, feedback=True))
+    gradients(model, 5)
+    handle.switch(TopK(density=0.1), residual="drop")
+    handle.close()
+
+
 def detached() -> None:
     model, dense, kept = ddp(), ddp(), ddp()
     handle, other = sparsync.attach(model, TopK(density=0.1)), sparsync.attach(kept, TopK(density=0.1))
@@ -246,6 +321,14 @@ def summaries() -> None:
     assert summary.hidden is not None and 0 <= summary.hidden.exposed_s <= summary.hidden.reducing_s
     text = str(summary)
     assert all(part in text for part in ("bucket0", "exchange", "accumulate", "ms/step", "the backward pass hid"))
+    assert "whole" not in text
+    small = ddp()
+    with sparsync.attach(small, TopK(density=0.1)) as whole:
+        gradients(small, 0)
+    assert whole.reports()[0].union == 816
+    assert "bucket0 of topk was sent whole in 1 of 1 steps: 816 elements are fewer than dense_below" in str(
+        whole.summary()
+    )
     plain = bare()
     reducer = sparsync.GradientReducer(plain, TopK(density=0.1))
     gradients(plain, 0)
@@ -309,7 +392,18 @@ def every(checks: Sequence[Callable[[], None]]) -> None:
 
 
 def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up() -> None:
-    checks = [one_scheme_two_models, copies_of_a_model, hook_by_hand, another_scheme, detached, summaries]
+    checks = [
+        one_scheme_two_models,
+        schemes_inside_a_scheme,
+        copies_of_a_model,
+        hook_by_hand,
+        one_hook_two_models,
+        another_scheme,
+        settings_of_one_rank,
+        schemes_by_parameter_for_others,
+        detached,
+        summaries,
+    ]
     run(every, 2, within_s=150.0, checks=checks)
 
 

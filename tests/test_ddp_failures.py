@@ -281,7 +281,7 @@ def refusals() -> None:
     with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d"):
         sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), timeout_s=TIMEOUT_S)
     sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
-    with pytest.raises(RuntimeError, match="this model has a communication hook already"):
+    with pytest.raises(RuntimeError, match="this model is attached to a scheme already"):
         sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
     ddp(torch.ones(2, 3)).sum().backward()
 

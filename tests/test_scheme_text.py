@@ -1,5 +1,8 @@
 """Schemes as a text, from a program and from the environment: what is made, and what an error says."""
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +33,10 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ("topq", r"unknown scheme 'topq'.*did you mean 'topk'"),
         ("topk:densty=0.1", r"'topk' has no setting 'densty'.*did you mean 'density'"),
         ("topk:density=2.0", "density must be"),
+        ("topk:density=", r"'density' has no value in 'topk:density='"),
+        ("topk:density=some", r"density must be a number in \(0, 1\].*got 'some' of type str"),
+        ("topk:density=true", r"density must be a number in \(0, 1\].*got True of type bool"),
+        ("topk:density=0.1:density=0.2", r"'density' stands twice in 'topk:density=0\.1:density=0\.2'"),
         (
             "sparsync:PerParameter",
             r"'sparsync:PerParameter' cannot be made: .*missing .*see `sparsync schemes sparsync:PerParameter`",
@@ -43,6 +50,22 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
 def test_a_text_that_names_no_scheme_is_refused_with_the_cure(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sparsync.scheme(text)
+
+
+@pytest.mark.parametrize("given", [None, 0.1, sparsync.TopK(0.1)])
+def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given: Any) -> None:
+    plain = inspect.unwrap(sparsync.scheme)  # as users call it: tests execute annotations, which would raise first
+    with pytest.raises(TypeError, match=r"takes a text such as 'topk:density=0\.01', got "):
+        plain(given)
+
+
+@pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
+@pytest.mark.parametrize(
+    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.SparseLoCo]
+)
+def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
+    with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*of type {type(density).__name__}"):
+        kind(density=density)
 
 
 def test_the_environment_names_the_scheme_and_dense_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,25 @@ def test_failed_and_interrupted_trainings_are_noted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("scheme", "union", "noted"),
+    [("TopK(density=0.01)", 1.0, True), ("TopK(density=0.01)", 0.5, False), ("TwoShot(density=1.0)", 1.0, False)],
+)
+def test_a_scheme_with_a_density_that_summed_every_element_is_noted(
+    tmp_path: Path, scheme: str, union: float, noted: bool
+) -> None:
+    records = read(write(tmp_path, DENSE, SPARSE)).runs[-1]
+    trace = records.traces["topk", 0]
+    steps = [replace(step, union_density=union) for step in trace.steps]
+    start = replace(trace.start, config={"scheme": scheme})
+    found = summarise(
+        replace(records, traces={**records.traces, ("topk", 0): replace(trace, steps=steps, start=start)})
+    )
+    assert [note.startswith("topk summed every element, though its density is 0.01") for note in found.notes] == [
+        True
+    ] * noted
+
+
 def test_a_machine_that_was_busy_with_other_things_is_noted(tmp_path: Path) -> None:
     quiet = summary(tmp_path / "quiet", DENSE, replace(SPARSE, compute_s=0.3125))
     assert quiet.notes == ()

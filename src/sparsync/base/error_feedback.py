@@ -6,7 +6,7 @@ writing the mean, clearing the residual, rollback, state and reports.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -107,8 +107,10 @@ class ErrorFeedbackScheme(Scheme):
         acc = self.feedback.accumulate(bucket, comm.rank)
         with recorded_cost() as cost:
             try:
-                dense = bucket.grad.numel() < self.dense_below
-                update = everything(acc, comm) if dense else self.step(acc, bucket, comm)
+                if bucket.grad.numel() < self.dense_below:
+                    update = replace(everything(acc, comm), details={"dense": True, "whole": True})
+                else:
+                    update = self.step(acc, bucket, comm)
             except NonFiniteError:
                 bucket.grad.fill_(torch.nan)
                 return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})

@@ -78,6 +78,15 @@ class Scheme(ABC):
             )
 
     @property
+    def inner_schemes(self) -> "list[Scheme]":
+        """The schemes that this one holds and passes gradients on to: all that its attributes are, or have as items of a list or dict."""
+        found: dict[int, Scheme] = {}
+        for value in vars(self).values():
+            items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+            found |= {id(each): each for each in (value, *items) if isinstance(each, Scheme)}
+        return list(found.values())
+
+    @property
     def has_residual(self) -> bool:
         """Whether anything is held back from one step to a later one."""
         return False

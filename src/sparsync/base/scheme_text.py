@@ -6,6 +6,7 @@ imports torch before a scheme is made.
 
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base import registry
@@ -27,8 +28,13 @@ def scheme(text: str) -> "Scheme":
 
     The name is one that `sparsync.schemes.get` takes. A value is a number, true, false or a text; several are joined by "+", as in
     "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting, suggesting the nearest, for a setting that the
-    scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a scheme.
+    scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a scheme. Raises TypeError for anything but a
+    text.
     """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"sparsync.scheme takes a text such as 'topk:density=0.01', got {text!r}; a scheme needs no call"
+        )
     around = RECIPES[text][0] if text in RECIPES else text
     steps = next((name for name in STEPS if re.match(rf"{name}\b(?![:.])", around)), None)
     if steps is not None:
@@ -55,9 +61,25 @@ def scheme_of_environment() -> "Scheme":
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:  # Any: as `_value`
-    """Return the name and the settings of "NAME:key=value:key=value". Neither is looked up."""
+    """Return the name and the settings of "NAME:key=value:key=value". Neither is looked up.
+
+    Raises ValueError for a setting that stands there twice, and for one without a value.
+    """
     name, *settings = _SETTING.split(text)
-    return name, dict(setting(each) for each in settings)
+    return name, by_key(settings, text)
+
+
+def by_key(settings: Iterable[str], text: str) -> dict[str, Any]:  # Any: as `_value`
+    """Return the values of settings "key=value" by key. Raises ValueError, naming `text`, where a key is there twice or has no value."""
+    values: dict[str, Any] = {}
+    for each in settings:
+        key, value = setting(each)
+        if key in values:
+            raise ValueError(f"the setting {key!r} stands twice in {text!r}; leave one out")
+        if value in ("", [""]):
+            raise ValueError(f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out")
+        values[key] = value
+    return values
 
 
 def made(name: str, config: dict[str, Any]) -> "Scheme":  # Any: the fields of the scheme's own config

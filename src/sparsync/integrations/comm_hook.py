@@ -39,8 +39,9 @@ def ddp_comm_hook(
     """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
 
     For trainers that take such a pair; `sparsync.attach` does more, so prefer it where you have the DistributedDataParallel model. The
-    pair is for one model. Nothing is sent before the first bucket, which makes the handle on all ranks; afterwards it is `state.handle`.
-    To load a checkpoint before the first step, call `state.open()` on all ranks, after init_process_group; it returns the handle.
+    pair is for one model, and the backward pass of a second one raises. Nothing is sent before the first bucket, which makes the handle
+    on all ranks; afterwards it is `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks, after
+    init_process_group; it returns the handle.
     `group` is the model's process group, None the default one. The other arguments are those of `sparsync.attach`.
 
     What a hook is not told, and so is missing here:

@@ -40,9 +40,7 @@ class Connection:
         self._scheme, self._what = scheme, what
         self._group, self._comm = comm, MeteredComm(comm)
         self._rollback = Rollback() if scheme.has_residual else None
-        self._settings = (
-            ""  # the scheme and its settings, once they were changed: until then they were compared at the start
-        )
+        self._settings = scheme.config_fingerprint() if isinstance(scheme, Scheme) else scheme.name
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
@@ -153,7 +151,8 @@ class Connection:
         return announcement_cost(self._group.size)
 
     def _fixed(self, bucket: Bucket, scheme: Scheme) -> list[str]:
-        return [*([f"settings {self._settings}"] if self._settings else []), *_lines(bucket, scheme)]
+        # The same lines in the same order on all ranks: the first two that differ are what an error compares.
+        return [f"settings {self._settings}", *_lines(bucket, scheme)]
 
     def _settle(self) -> None:
         if isinstance(self._group, GroupComm):

@@ -87,6 +87,12 @@ def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
             "step the optimizer after the backward pass",
             RuntimeError,
         )
+    elif (hook := ddp_hook(model)) is not None and not hook.free:
+        yield Finding(
+            "this model is attached to a scheme already, and DDP takes one communication hook",
+            "give its handle another scheme, handle.scheme = ..., or call handle.detach() before",
+            RuntimeError,
+        )
     elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
         yield Finding(
             "this model has a communication hook already, and DDP takes one",

@@ -31,6 +31,7 @@ from sparsync.integrations.state_checks import (
 )
 from sparsync.integrations.state_file import VERSION
 from sparsync.integrations.summary import Hidden, ReportLog, Summary
+from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
 
@@ -83,7 +84,8 @@ class Handle:
         """Reduce with another scheme from the next step on. Call it on all ranks, between two steps, with the same settings.
 
         The residual is carried over by parameter name: to a scheme of the same class with its whole state (thresholds and partitions go
-        on adapting), to one of another class as it is, where both have plain error feedback. Otherwise what is held back would be lost:
+        on adapting), to one of another class as it is, where both have plain error feedback; a PerParameter of such schemes gives it, and
+        takes it only from another one with the same patterns. Otherwise what is held back would be lost:
         train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
         Raises RuntimeError inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard axis), TypeError for
@@ -104,7 +106,7 @@ class Handle:
         before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
         if scheme is before:
             return
-        check_free(scheme, module_of(before))
+        check_free(scheme, module_of(before), self)
         self._flush()
         if residual == "drop" or not _carried(before, scheme):
             check_empty(scheme)
@@ -334,22 +336,42 @@ class DetachedHandle:
 
 
 def _carried(before: Scheme, scheme: Scheme) -> bool:
-    """Give `scheme` what `before` holds, if it can hold anything. Raises ValueError, and changes nothing, where that is not possible."""
+    """Give `scheme` what `before` holds, if it can hold anything. Raises ValueError where that is not possible; `before` stays as it is."""
     if type(scheme) is type(before):
-        scheme.load_state_dict(before.state_dict())
+        try:
+            scheme.load_state_dict(before.state_dict())
+        except ValueError as error:
+            raise ValueError(f"{error}; or {_cure(before)}") from error
         return True
     if not before.has_residual:
         return False
-    plain = [isinstance(each, ErrorFeedbackScheme) and not each.has_momentum for each in (before, scheme)]
     state = before.state_dict()
-    if not all(plain) or state.get("velocity"):
+    if not (_plain(before) and isinstance(scheme, ErrorFeedbackScheme) and _plain(scheme)) or _has_velocity(state):
         raise ValueError(
-            f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; train one step with TopK(density=1.0), "
-            'which sends all of it, if it can take it over, then switch(scheme, residual="drop"), which forgets what is left'
+            f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; {_cure(before)}"
         )
-    assert isinstance(scheme, ErrorFeedbackScheme)
     scheme.feedback.load_state_dict(state["residual"])
     return True
+
+
+def _plain(scheme: Scheme) -> bool:
+    """Return whether all that `scheme` holds back is the residual of error feedback, by parameter name."""
+    if isinstance(scheme, PerParameter):
+        return all(_plain(each) or not each.has_residual for each in scheme.inner_schemes)
+    return isinstance(scheme, ErrorFeedbackScheme) and not scheme.has_momentum
+
+
+def _has_velocity(state: Mapping[str, Any]) -> bool:  # Any: as Scheme.state_dict
+    return bool(state.get("velocity")) or any(map(_has_velocity, state.get("schemes", {}).values()))
+
+
+def _cure(before: Scheme) -> str:
+    """Return how to change to a scheme that cannot take over what `before` holds back."""
+    if _plain(before) and not _has_velocity(before.state_dict()):
+        first = "assign TopK(density=1.0) to handle.scheme and train one step, which sends all of it"
+    else:
+        first = "have handle.set(...) make it send every element, and train one step"
+    return f'{first}; then handle.switch(scheme, residual="drop") forgets what is left'
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 DDP takes one hook for good, so what may change is the state: a handle that was detached leaves it, and another one takes its place.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ class HookState:
         self.registered = False  # with a reducer of DDP, by `attach`
         self._make = make
         self._refused = ""
+        self._seen: dict[int, weakref.ref[Tensor]] = {}  # the parameters whose gradients came, by id
+        self._other_model = False  # the backward pass under way is of a model that the state is not for
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
         keeps = self._make is not None and self.handle is None and self.group is None
@@ -69,11 +72,27 @@ class HookState:
         try:
             if self._refused:
                 raise RuntimeError(self._refused)
+            self._check_model(bucket)
             handle = self.open()
         except Exception as error:  # a hook that raises breaks DDP's reducer for good; a failed future does not
-            self._refused = str(error)
-            return failed(bucket.buffer(), self._refused)
+            if not self._other_model:  # which the model that the state is for has nothing to do with
+                self._refused = str(error)
+            return failed(bucket.buffer(), str(error))
         return handle.submit(bucket)
+
+    def _check_model(self, bucket: Any) -> None:  # Any: as BucketHandle
+        """Raise ValueError for a bucket of another model than those before: each backward pass begins with parameters that are known."""
+        parameters = bucket.parameters()
+        known = [each for each in parameters if (seen := self._seen.get(id(each))) is not None and seen() is each]
+        if bucket.index() == 0:
+            self._other_model = bool(self._seen) and not known
+        if self._other_model:
+            raise ValueError(
+                "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; "
+                "make a pair for each model: sparsync.ddp_comm_hook(scheme), each with a scheme of its own"
+            )
+        if len(known) < len(parameters):
+            self._seen |= {id(each): weakref.ref(each) for each in parameters}
 
     def release(self, handle: BucketHandle) -> None:
         """Reduce densely from now on, if `handle` is what reduces."""

@@ -20,6 +20,7 @@ class Totals:
     elements: int = 0
     selected: int = 0
     union: int = 0
+    whole: int = 0  # reports of what was too small for a step of its scheme, and sent whole
     nbytes: int = 0  # that this rank sent; as counted where it was, else the closed form
     rounds: int = 0
     seconds: float = 0.0
@@ -32,6 +33,7 @@ class Totals:
         self.elements += report.elements
         self.selected += report.selected
         self.union += report.union
+        self.whole += report.details.get("whole") is True
         self.nbytes += sent.nbytes
         self.rounds += report.cost.steps
         self.seconds += report.seconds or 0.0
@@ -41,7 +43,7 @@ class Totals:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     def __iadd__(self, other: "Totals") -> Self:
-        for name in ("reduced", "elements", "selected", "union", "nbytes", "rounds", "seconds"):
+        for name in ("reduced", "elements", "selected", "union", "whole", "nbytes", "rounds", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
@@ -147,6 +149,11 @@ class Summary:
         total = self.total
         rows.append(("all", "", f"{total.elements // self.steps:,}", *_columns(total, self.steps)))
         lines += _table([head, *rows])
+        lines += [
+            f"{key} of {scheme} was sent whole in {each.whole} of {each.reduced} steps: {elements:,} elements are fewer than dense_below"
+            for (scheme, key, elements), each in self.rows.items()
+            if each.whole
+        ]
         spent = [(name, total.phases.get(name, 0.0)) for name in _PHASES]
         share = "" if total.seconds else "; times were not measured"
         lines.append("time by phase" + share)

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from sparsync import schemes
 from sparsync.base.recipes import RECIPES
 from sparsync.base.scheme import Scheme
-from sparsync.base.scheme_text import STEPS, made, parsed, setting
+from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Report
 
@@ -124,7 +124,7 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
     if found is None:
         return _parse_scheme(text, text, None, "local_steps", density, skip, also)
     steps, settings, scheme = found.groups()
-    local = dict(setting(each) for each in (settings or "").split(":") if each)
+    local = by_key((each for each in (settings or "").split(":") if each), text)
     known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
     unknown = next((key for key in local if key not in known), None)
     if unknown is not None or (steps == "local_steps" and "every" not in local):

@@ -8,6 +8,7 @@ Several seeds give the median and the range. Schemes are compared within one run
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -327,7 +328,7 @@ def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
-    """Return the notes about trainings that failed, were interrupted or were disturbed."""
+    """Return the notes about trainings that failed, were interrupted or were disturbed, and that sent everything where they should not."""
     notes = []
     for scheme in schemes:
         for seed in scheme.seeds:
@@ -338,6 +339,13 @@ def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
                 notes.append(f"{name} failed after {seed.steps} steps: {seed.status.removeprefix('failed: ')}")
             if seed.replicas_identical is False:
                 notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
+        density = re.search(r"\bdensity=([0-9.e-]+)", str(scheme.config.get("scheme", "")))
+        sent = scheme.over_seeds("union_density")
+        if density is not None and float(density[1]) < 1 and sent is not None and sent.low >= 1:
+            notes.append(
+                f"{scheme.label} summed every element, though its density is {density[1]}: this is no measurement of it. What has fewer "
+                "elements than dense_below, 1024 where a job says nothing else, is sent whole; compare with a larger model."
+            )
     compute = [seed.compute_s for scheme in schemes for seed in scheme.seeds]
     if compute and max(compute) > DISTURBED * min(compute):
         notes.append(
