@@ -72,6 +72,7 @@ def in_processes(folder: Path) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_a_local_world_also_when_resumed(tmp_path: Path) -> None:
     ranks = run(in_processes, 2, folder=tmp_path)
     for name, make in SCHEMES.items():

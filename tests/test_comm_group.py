@@ -84,7 +84,7 @@ def default_and_private() -> list[dict[str, list[Tensor]]]:
     return [every_operation(GroupComm()), every_operation(GroupComm.private(timeout_s=30))]
 
 
-@pytest.mark.parametrize("P", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("P", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_every_operation_returns_what_it_returns_in_a_local_world(P: int) -> None:
     wanted = LocalWorld(P).run(every_operation)
     for rank, groups in enumerate(run(default_and_private, P)):
@@ -271,6 +271,7 @@ def closed_by_one() -> None:
             call(comm, operation)
 
 
+@pytest.mark.slow
 def test_closing_ends_the_wait_of_the_others_and_reconnect_works() -> None:
     run(closed_by_one, 3)
 

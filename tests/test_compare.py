@@ -124,6 +124,7 @@ def test_the_same_command_gives_the_same_losses(play: Path, tmp_path: Path) -> N
     assert len(losses[0]) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_over_limited_links_the_interface_counts_our_bytes_and_their_framing(play: Path, tmp_path: Path) -> None:
     argv = compare(play, tmp_path, "--link", "50mbit", "--schemes", "dense,topk:density=0.5", "--option", "width=128")
@@ -139,7 +140,8 @@ def test_over_limited_links_the_interface_counts_our_bytes_and_their_framing(pla
         assert 1.0456 < seen / counted < 1.09, (scheme, seen, counted)
 
 
-@pytest.mark.parametrize("link", ["none", pytest.param("100mbit", marks=[pytest.mark.network, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["none", pytest.param("100mbit", marks=pytest.mark.network)])
 def test_a_killed_rank_is_named_and_nothing_is_left(play: Path, tmp_path: Path, link: str) -> None:
     argv = compare(play, tmp_path, "--link", link, "--schemes", "dense", "--steps", "100000")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -205,6 +205,7 @@ def train_alone(ids: Iterable[str]) -> dict[str, Trained]:
     return found
 
 
+@pytest.mark.slow
 def test_one_rank_alone_sends_nothing_and_dense_gradients_stay_as_they_are() -> None:
     ids = schemes(1)
     (found,) = run(train_alone, 1, ids=ids)

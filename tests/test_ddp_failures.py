@@ -343,7 +343,8 @@ if sys.argv[4] == "uncaught":
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("caught", marks=pytest.mark.slow), "uncaught"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["caught", "uncaught"])
 def test_a_process_whose_peer_was_killed_can_exit(how: str, tmp_path: Path) -> None:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     started = [

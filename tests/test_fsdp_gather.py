@@ -399,6 +399,7 @@ def pair() -> None:
             part()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_are_the_same_everywhere_there_and_back_and_follow_their_owners() -> None:
     run(pair, 2)

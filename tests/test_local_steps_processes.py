@@ -233,6 +233,7 @@ steps.step()
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_an_exchange_is_on_its_way() -> None:
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "waits\n", done.stderr

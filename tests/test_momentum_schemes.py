@@ -124,6 +124,7 @@ def test_each_rank_clips_to_its_part_of_the_norm() -> None:
     torch.testing.assert_close(reduced(schemes, [small] * P)[0][0], small)
 
 
+@pytest.mark.slow
 def test_random_elements_keep_all_invariants_without_a_residual() -> None:
     check_scheme(lambda: RandomK(0.1, unbiased=True), complete=lambda: RandomK(1.0, unbiased=True), worlds=(1, 2, 4, 5))
 

@@ -46,7 +46,7 @@ GIVEN = (
     "topk_dsa.published:density=0.2,deft,deft:values=int8:density=0.1,hard_threshold:threshold=1.5,gaussiank,sidco"
 )
 QUICK = [(3, 997), (5, 12)]
-WORLDS = [(1, 97), (2, 97), (4, 2), (5, 1000), (8, 5000), (13, 1), (16, 777), (33, 4096), (64, 10_000)]
+WORLDS = [(1, 97), (4, 2), (8, 5000), (13, 1), (64, 2048)]
 
 
 def layout_of(n: int) -> tuple[ParameterSpan, ...]:
@@ -208,7 +208,7 @@ def test_with_the_figures_of_a_step_the_form_is_what_is_counted_to_64_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("P", "n"), [(2, 97), (4, 3), (8, 1000), (16, 5), (64, 4099)])
+@pytest.mark.parametrize(("P", "n"), [(4, 3), (16, 5), (64, 1027)])
 @pytest.mark.parametrize("choice", cases(NODES))
 def test_nodes_are_what_is_counted_to_64_ranks(
     choice: SchemeChoice, P: int, n: int, monkeypatch: pytest.MonkeyPatch

@@ -206,6 +206,7 @@ def wrong_neighbour() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_message_of_another_length_than_expected_is_an_error_and_never_ends_the_process() -> None:
     first, second = run(wrong_neighbour, 2)
     assert second.startswith("rank 1 expects 16 bytes from rank 0, which sends 12")
@@ -239,6 +240,7 @@ def opened(times: int, how: str) -> tuple[int, int]:
     return before, len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", *(pytest.param(how, marks=pytest.mark.slow) for how in ("with", "function"))])
 def test_models_that_are_gone_leave_no_connections_behind(how: str) -> None:
     for before, after in run(opened, 2, times=6, how=how):

@@ -19,7 +19,7 @@ from sparsync.integrations.fsdp2_units import ShardedParameter
 from sparsync.integrations.rollback import Rollback
 from sparsync.wire.values import Values
 
-WORLDS = (1, 2, 3, 5, 8)
+WORLDS = (1, 2, 3, 5, pytest.param(8, marks=pytest.mark.slow))
 LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
 
 

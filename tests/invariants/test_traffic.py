@@ -28,6 +28,7 @@ def test_top_k_sends_position_and_value_of_k_elements_to_each_other_rank(P: int)
         assert {report.selected for report in step.reports} == {k}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", WORLDS)
 @pytest.mark.parametrize("form", ["ring", "direct"])
 def test_skip_reduce_saves_s_chunks_at_every_shift(form: Form, P: int) -> None:
