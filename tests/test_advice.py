@@ -22,7 +22,18 @@ from sparsync.lab.traffic.stream import from_record
 from sparsync.lab.workloads.plain import PlainJob
 from sparsync.predict import advice, probe_file
 from sparsync.predict.advice import Extra, Step
-from sparsync.predict.probe_file import Backward, Group, Kernel, Latency, Memory, Operation, Probe, ReadyBucket
+from sparsync.predict.probe_file import (
+    Backward,
+    Group,
+    Kernel,
+    Latency,
+    Memory,
+    Operation,
+    Probe,
+    ReadyBucket,
+    ReducedBucket,
+    SchemeTimes,
+)
 
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
@@ -52,6 +63,22 @@ def test_a_dense_step_is_the_backward_pass_and_what_the_last_bucket_adds() -> No
 def test_half_the_bytes_take_half_the_time_where_the_table_says_so() -> None:
     full, half = (advice.step("", each, PROBE, TWO_BUCKETS) for each in (Dense(), Dense.bf16()))
     assert full.reduce_s - half.reduce_s == pytest.approx(0.5, rel=1e-3)
+
+
+def test_what_measured_buckets_took_beyond_the_prediction_is_added_between_them_in_proportion() -> None:
+    """A dense bucket of N elements is predicted right below; of 3 N elements it took 2 s more, so one of 2 N takes 1 s more."""
+    plain = {
+        n: advice.step("dense", Dense(), PROBE, replace(TWO_BUCKETS, bucket=(ReadyBucket(n, 2.0),)))
+        for n in (N, 2 * N, 3 * N, 4 * N)
+    }
+    measured = (ReducedBucket(N, plain[N].reduce_s), ReducedBucket(3 * N, plain[3 * N].reduce_s + 2.0))
+    probe = replace(PROBE, scheme=(SchemeTimes("dense", 0.0, measured),))
+    for n, beyond in ((N // 2, 0.0), (N, 0.0), (2 * N, 1.0), (3 * N, 2.0), (4 * N, 2.0)):
+        bucket = replace(TWO_BUCKETS, bucket=(ReadyBucket(n, 2.0),))
+        found, before = (advice.step("dense", Dense(), each, bucket) for each in (probe, PROBE))
+        assert found.reduce_s == pytest.approx(before.reduce_s + beyond)
+        other = advice.step("another method", Dense(), probe, bucket)
+        assert other.reduce_s == before.reduce_s
 
 
 @pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])

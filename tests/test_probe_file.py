@@ -19,7 +19,8 @@ from sparsync.predict.probe_file import (
     Probe,
     ProbeFileError,
     ReadyBucket,
-    SchemeOverhead,
+    ReducedBucket,
+    SchemeTimes,
 )
 from sparsync.predict.probed import ProbedNetwork
 
@@ -37,7 +38,7 @@ PROBE = Probe(
     Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5),
     Memory(1.5e10),
     (Kernel("select", 1e9, 2e-6),),
-    (SchemeOverhead("topk:density=0.1", 0.001),),
+    (SchemeTimes("topk:density=0.1", 0.001, (ReducedBucket(10, 0.5), ReducedBucket(90, 0.75))),),
     Backward("gpt", 0.5, 1.0, 0.25, (ReadyBucket(10, 0.5), ReadyBucket(20, 1.0))),
 )
 
@@ -53,7 +54,7 @@ def test_what_is_written_is_read_again(link: str, label: str, nbytes: int, figur
         group=replace(GROUP, link=link),
         operation=(Operation("all_to_all", nbytes, figure, 0.0, figure),),
         kernel=(Kernel("apply", figure, figure),),
-        scheme=(SchemeOverhead(label, figure),) if more else (),
+        scheme=(SchemeTimes(label, figure),) if more else (),
         backward=Backward(label, figure, figure, figure, (ReadyBucket(nbytes, figure),)) if more else None,
     )
     assert probe_file.parse(probe_file.text(probe)) == probe

@@ -15,7 +15,7 @@ from sparsync.predict.probe_file import KERNELS, KINDS, Backward
 
 def measure_quickly() -> tuple[probing.Measured, list[str]]:
     probing.LARGEST, probing.KERNEL_N, probing.SELECTED_N, probing.KERNEL_S = 32_000, 1 << 14, 1 << 12, 0.005
-    probing.REPEATS = (2, 4)
+    probing.REPEATS, probing.SCHEME_N, probing.SCHEME_ROUNDS = (2, 4), (1 << 11, 1 << 12), (1, 2, 3)
     told: list[str] = []
     comm = GroupComm.private(timeout_s=30.0)
     found = probing.measure(comm, torch.device("cpu"), 1.0, {"topk": TopK()}, lambda text, done: told.append(text))
@@ -38,6 +38,8 @@ def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> Non
     assert 0 < found.latency.round_trip_s <= found.latency.slowest_round_trip_s
     assert [each.kind for each in found.kernel] == list(KERNELS)
     assert [each.scheme for each in found.scheme] == ["topk"]
+    assert [bucket.elements for bucket in found.scheme[0].bucket] == [1 << 11, 1 << 12]
+    assert all(bucket.seconds >= found.scheme[0].fixed_s > 0 for bucket in found.scheme[0].bucket)
     assert told[0] == "round trips"
 
 

@@ -11,10 +11,7 @@ FRONTIER = (
     "oktopk:density=0.05:values=int4"
 )
 
-# Whose tiny buckets a probe measures.
-PROBED = "dense,topk,two_shot,micro,exdyna,oktopk,powersgd"
-
-# What `sparsync advise` compares.
+# What `sparsync advise` compares, and whose buckets a probe measures.
 ADVISED = (
     "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,"
     "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
@@ -93,9 +90,9 @@ def add_probe_options(parser: argparse.ArgumentParser) -> None:
     add_group_options(parser)
     add(
         "--schemes",
-        default=PROBED,
+        default=ADVISED,
         metavar="A,B:KEY=VALUE",
-        help=f"whose tiny buckets are measured (default: {PROBED})",
+        help=f"whose buckets are measured: those to be advised on (default: {ADVISED})",
     )
     add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
     add("--seconds", type=_positive, default=45.0, help="for the exchanges and kernels, about (default: 45)")

@@ -7,7 +7,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.plan import Plan
 from sparsync.predict import plans
 from sparsync.predict.network import Network
-from sparsync.predict.probe_file import Backward, Probe
+from sparsync.predict.probe_file import Backward, Probe, ReducedBucket
 from sparsync.predict.probed import ProbedNetwork
 from sparsync.predict.timeline import overlapped
 
@@ -76,6 +76,24 @@ def bucket_s(made: Plan, P: int, network: Network, probe: Probe, overhead_s: flo
     return exchanges + announced + compute_s(made, probe, overhead_s)
 
 
+def _correction(measured: Sequence[ReducedBucket], predicted: Callable[[int], float]) -> Callable[[int], float]:
+    """Return `predicted`, the seconds of a bucket of n elements, put right by buckets that were measured.
+
+    What these took beyond the prediction is added: linear in n between two of them, and that of the nearest one outside.
+    """
+    beyond = [(each.elements, each.seconds - predicted(each.elements)) for each in measured]
+
+    def seconds(n: int) -> float:
+        if not beyond:
+            return predicted(n)
+        low = max((each for each in beyond if each[0] <= n), default=beyond[0])
+        high = min((each for each in beyond if each[0] >= n), default=beyond[-1])
+        share = (n - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        return max(0.0, predicted(n) + low[1] + share * (high[1] - low[1]))
+
+    return seconds
+
+
 def compute_s(made: Plan, probe: Probe, overhead_s: float | None = None) -> float:
     """Return the seconds that a rank computes for a plan."""
     known = {each.kind: each for each in probe.kernel}
@@ -112,15 +130,21 @@ def step(
         if scheme.has_residual and join_mb
         else [[place] for place in range(len(sizes))]
     )
-    overheads: Mapping[str, float] = {each.scheme: each.fixed_s for each in probe.scheme}
     made = [plans.plan(scheme, sum(sizes[place] for place in group), P, itemsize=itemsize) for group in groups]
     ready = [backward.forward_s + max(backward.bucket[place].ready_s for place in group) for group in groups]
     # Joining copies each gradient into the joined bucket and back.
     copies = [4.0 * itemsize * sum(sizes[place] for place in group) if len(group) > 1 else 0.0 for group in groups]
-    computing = [compute_s(each, probe, overheads.get(label)) for each in made]
+    measured = next((each for each in probe.scheme if each.scheme == label), None)
+    overhead_s = None if measured is None else measured.fixed_s
+    computing = [compute_s(each, probe, overhead_s) for each in made]
+
+    def predicted(n: int) -> float:
+        return bucket_s(plans.plan(scheme, n, P, itemsize=itemsize), P, network, probe, overhead_s)
+
+    corrected = _correction(measured.bucket if measured else (), predicted)
     reducing = [
-        bucket_s(each, P, network, probe, overheads.get(label)) + copied / probe.memory.bytes_per_s
-        for each, copied in zip(made, copies, strict=True)
+        corrected(sum(sizes[place] for place in group)) + copied / probe.memory.bytes_per_s
+        for group, copied in zip(groups, copies, strict=True)
     ]
     total = sum(reducing)
     if crowded is None:

@@ -6,7 +6,7 @@
 import json
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -78,11 +78,20 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class SchemeOverhead:
-    """What a bucket costs a rank however small it is: processor time of the thread that reduces, without waiting."""
+class ReducedBucket:
+    """What reducing a bucket takes, from before its announcement to its result, one after the other. Of each the slowest rank counts."""
+
+    elements: int
+    seconds: float  # median
+
+
+@dataclass(frozen=True)
+class SchemeTimes:
+    """What buckets take with one scheme: the processor time of a tiny one, without waiting, and the whole time of some sizes."""
 
     scheme: str
-    fixed_s: float
+    fixed_s: float  # of the thread that reduces
+    bucket: tuple[ReducedBucket, ...] = ()  # the smallest first
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Probe:
     latency: Latency
     memory: Memory
     kernel: tuple[Kernel, ...]
-    scheme: tuple[SchemeOverhead, ...] = ()
+    scheme: tuple[SchemeTimes, ...] = ()
     backward: Backward | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +136,10 @@ class Probe:
         for each in self.kernel:
             if each.kind not in KERNELS:
                 raise ProbeFileError(f"the kind of a kernel must be one of {', '.join(KERNELS)}, got {each.kind!r}")
+        for each in self.scheme:
+            sizes_of = [bucket.elements for bucket in each.bucket]
+            if sizes_of != sorted(set(sizes_of)):
+                raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {sizes_of}")
         if self.group.ranks < 1:
             raise ProbeFileError(f"a group has at least 1 rank, got {self.group.ranks}")
 
@@ -140,7 +153,7 @@ _COMMENTS = {
     "latency": "announce_s: what comparing step, layout and scheme adds to the first exchange of a bucket.",
     "memory": "The plain pass b += a in float32, all ranks at the same time; the slowest rank.",
     "kernel": "elements / elements_per_s + calls * fixed_s, all ranks at the same time; the slowest rank.",
-    "scheme": "Processor time of a bucket however small it is, without waiting.",
+    "scheme": "fixed_s: processor time of a tiny bucket, without waiting. seconds: what a bucket takes in all.",
     "backward": "A step without communication. ready_s counts from the end of the forward pass, and the loss is in it.",
 }
 
@@ -225,7 +238,7 @@ def _record(kind: type, plain: object, where: str) -> Any:  # Any: a `kind`
     values: dict[str, Any] = {}
     for name, field in known.items():
         place = f"{where}.{name}" if where else name
-        optional = isinstance(field.type, types.UnionType) or (name == "scheme" and kind is Probe)
+        optional = field.default is not MISSING
         if name not in plain:
             if not optional:
                 raise ProbeFileError(f"{place} is missing")

@@ -19,7 +19,16 @@ from sparsync.comm.announcement import Announcement
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Sparse
 from sparsync.kernels.dispatch import plain_
-from sparsync.predict.probe_file import KINDS, Kernel, Latency, Memory, Operation, SchemeOverhead, rounded
+from sparsync.predict.probe_file import (
+    KINDS,
+    Kernel,
+    Latency,
+    Memory,
+    Operation,
+    ReducedBucket,
+    SchemeTimes,
+    rounded,
+)
 from sparsync.wire.elements import Elements
 
 SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
@@ -34,8 +43,9 @@ SMALL_N = 1 << 10  # where fixed costs show
 DENSITY = 0.01  # of what the kernels select
 KERNEL_S = 0.15  # for one kind of work at one size
 PARTS = 4  # that are decoded and added up
-SCHEME_N = 2048  # elements of a tiny bucket, above the size below which schemes send all
-SCHEME_ROUNDS = (5, 20)  # warm-up, and counted
+SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
+SCHEME_ROUNDS = (4, 5, 20)  # warm-up, and counted: fewest and most
+SCHEME_S = 0.4  # for the buckets of one size
 _WARM = 0.97  # as the library's hint of where to look for the largest elements
 
 Tell = Callable[[str, float], None]
@@ -51,7 +61,7 @@ class Measured:
     latency: Latency
     memory: Memory
     kernel: tuple[Kernel, ...]
-    scheme: tuple[SchemeOverhead, ...]
+    scheme: tuple[SchemeTimes, ...]
 
 
 def measure(
@@ -78,11 +88,11 @@ def measure(
         operations.append(_operation(bench, kind, nbytes, each_s))
     tell("memory and kernels, all ranks at the same time", 0.8)
     memory, kernel = _kernels(bench)
-    overheads = []
+    times = []
     for number, (label, scheme) in enumerate(schemes.items()):
-        tell(f"a tiny bucket with {label}", 0.9 + 0.1 * number / len(schemes))
-        overheads.append(SchemeOverhead(label, rounded(_overhead(bench, scheme))))
-    return Measured(tuple(operations), latency, memory, kernel, tuple(overheads))
+        tell(f"buckets with {label}", 0.9 + 0.1 * number / len(schemes))
+        times.append(_scheme_times(bench, label, scheme))
+    return Measured(tuple(operations), latency, memory, kernel, tuple(times))
 
 
 class _Bench:
@@ -93,10 +103,15 @@ class _Bench:
         self._one = torch.ones(1, device=device)
         self._number = 0
 
-    def announce(self) -> None:
-        """Announce as before each bucket; from then on operations are not compared one by one."""
+    def announce(self, first: Work | None = None) -> None:
+        """Announce as before each bucket, and do `first` before the announcements are read.
+
+        From then on operations are not compared one by one.
+        """
         self._number += 1
         self.comm.announce(Announcement((self._number, 0, 0, 0), lambda: ["a probe"], "probe with all ranks"))
+        if first is not None:
+            first()
         self.comm.settle()
 
     def together(self) -> None:
@@ -318,16 +333,35 @@ def _spread(k: int, length: int, start: int, bench: _Bench) -> Sparse:
     return Sparse(index, torch.ones(k, device=bench.device), length)
 
 
-def _overhead(bench: _Bench, scheme: Scheme) -> float:
-    """Return the processor seconds that the reduction of a tiny bucket takes on this thread, on the slowest rank."""
+def _scheme_times(bench: _Bench, label: str, scheme: Scheme) -> SchemeTimes:
+    """Return what reducing buckets takes with `scheme`, each as an integration has it: announced, reduced, and the announcements read."""
+    fixed_s, buckets = 0.0, []
+    for n in SCHEME_N:
+        processor_s, seconds = _reductions(bench, scheme, n)
+        fixed_s = fixed_s or processor_s
+        buckets.append(ReducedBucket(n, rounded(seconds)))
+    return SchemeTimes(label, rounded(fixed_s), tuple(buckets))
+
+
+def _reductions(bench: _Bench, scheme: Scheme, n: int) -> tuple[float, float]:
+    """Return medians for a bucket of `n` elements: processor seconds of this thread, and seconds in all. Both of the slowest rank."""
     source = torch.Generator().manual_seed(bench.comm.rank)
-    warmup, counted = SCHEME_ROUNDS
-    own: list[float] = []
-    for step in range(warmup + counted):
-        grad = torch.randn(SCHEME_N, generator=source).to(bench.device)
-        bench.announce()
-        began = time.thread_time()
-        scheme.reduce(Bucket("probe", grad, step), bench.comm)
-        own.append(time.thread_time() - began)
-    bench.finish()
-    return max(bench.slowest([statistics.median(own[warmup:])]))
+    warmup, fewest, most = SCHEME_ROUNDS
+    own: list[tuple[float, float]] = []
+    bench.together()
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            grad = torch.randn(n, generator=source).to(bench.device)
+            bucket = Bucket(f"probe{n}", grad, len(own))
+            bench.finish()
+            began, worked = time.perf_counter(), time.thread_time()
+            bench.announce(lambda bucket=bucket: scheme.reduce(bucket, bench.comm))
+            bench.finish()
+            own.append((time.thread_time() - worked, time.perf_counter() - began))
+
+    rounds(warmup)
+    slowest_s = max(bench.slowest([own[-1][1]]))
+    rounds(min(most, max(fewest, int(SCHEME_S / slowest_s))))
+    processor_s, seconds = (bench.slowest(times) for times in zip(*own[warmup:], strict=True))
+    return statistics.median(processor_s), statistics.median(seconds)

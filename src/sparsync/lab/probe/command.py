@@ -129,7 +129,12 @@ def _print(found: probe_file.Probe) -> None:
             f"{each.kind}, million elements/s, and us a call": f"{1e-6 * each.elements_per_s:.3g}, {1e6 * each.fixed_s:.3g}"
             for each in found.kernel
         },
-        **{f"tiny bucket, {each.scheme}, us of the processor": f"{1e6 * each.fixed_s:.3g}" for each in found.scheme},
+        **{
+            f"{each.scheme}, ms of a bucket (elements)": ", ".join(
+                f"{1e3 * bucket.seconds:.3g} ({bucket.elements})" for bucket in each.bucket
+            )
+            for each in found.scheme
+        },
     }
     backward = found.backward
     if backward is not None:
