@@ -34,7 +34,7 @@ from sparsync.wire.elements import Elements
 SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
 SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends
 REPEATS = (5, 200)  # fewest and most
-OPERATIONS_SHARE = 0.75  # of the time
+OPERATIONS_SHARE, SCHEMES_SHARE = 0.6, 0.25  # of the time
 TRIAL, TRIAL_S = 64_000, 0.02  # the rate is estimated from an exchange of these bytes, or of more, that takes so long
 PAIRINGS = 8  # at most: how often partners change when round trips are measured
 KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
@@ -45,7 +45,6 @@ KERNEL_S = 0.15  # for one kind of work at one size
 PARTS = 4  # that are decoded and added up
 SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
 SCHEME_ROUNDS = (4, 5, 20)  # warm-up, and counted: fewest and most
-SCHEME_S = 0.4  # for the buckets of one size
 _WARM = 0.97  # as the library's hint of where to look for the largest elements
 
 Tell = Callable[[str, float], None]
@@ -86,12 +85,12 @@ def measure(
     for number, (kind, nbytes) in enumerate(plan):
         tell(f"{kind}, {nbytes} bytes", 0.05 + OPERATIONS_SHARE * number / len(plan))
         operations.append(_operation(bench, kind, nbytes, each_s))
-    tell("memory and kernels, all ranks at the same time", 0.8)
+    tell("memory and kernels, all ranks at the same time", 0.7)
     memory, kernel = _kernels(bench)
-    times = []
+    times, each_s = [], SCHEMES_SHARE * budget_s / max(1, len(schemes) * len(SCHEME_N))
     for number, (label, scheme) in enumerate(schemes.items()):
-        tell(f"buckets with {label}", 0.9 + 0.1 * number / len(schemes))
-        times.append(_scheme_times(bench, label, scheme))
+        tell(f"buckets with {label}", 0.75 + 0.25 * number / len(schemes))
+        times.append(_scheme_times(bench, label, scheme, each_s))
     return Measured(tuple(operations), latency, memory, kernel, tuple(times))
 
 
@@ -333,17 +332,17 @@ def _spread(k: int, length: int, start: int, bench: _Bench) -> Sparse:
     return Sparse(index, torch.ones(k, device=bench.device), length)
 
 
-def _scheme_times(bench: _Bench, label: str, scheme: Scheme) -> SchemeTimes:
+def _scheme_times(bench: _Bench, label: str, scheme: Scheme, within_s: float) -> SchemeTimes:
     """Return what reducing buckets takes with `scheme`, each as an integration has it: announced, reduced, and the announcements read."""
     fixed_s, buckets = 0.0, []
     for n in SCHEME_N:
-        processor_s, seconds = _reductions(bench, scheme, n)
+        processor_s, seconds = _reductions(bench, scheme, n, within_s)
         fixed_s = fixed_s or processor_s
         buckets.append(ReducedBucket(n, rounded(seconds)))
     return SchemeTimes(label, rounded(fixed_s), tuple(buckets))
 
 
-def _reductions(bench: _Bench, scheme: Scheme, n: int) -> tuple[float, float]:
+def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float) -> tuple[float, float]:
     """Return medians for a bucket of `n` elements: processor seconds of this thread, and seconds in all. Both of the slowest rank."""
     source = torch.Generator().manual_seed(bench.comm.rank)
     warmup, fewest, most = SCHEME_ROUNDS
@@ -362,6 +361,6 @@ def _reductions(bench: _Bench, scheme: Scheme, n: int) -> tuple[float, float]:
 
     rounds(warmup)
     slowest_s = max(bench.slowest([own[-1][1]]))
-    rounds(min(most, max(fewest, int(SCHEME_S / slowest_s))))
+    rounds(min(most, max(fewest, int(within_s / slowest_s))))
     processor_s, seconds = (bench.slowest(times) for times in zip(*own[warmup:], strict=True))
     return statistics.median(processor_s), statistics.median(seconds)
