@@ -137,3 +137,14 @@ def test_other_groups_and_unmeasured_kinds_are_refused() -> None:
         network.seconds(exchange("all_gather", 1.0), 8)
     with pytest.raises(ValueError, match=r"no .*operation.* of kind 'all_to_all'"):
         network.seconds(exchange("all_to_all", 1.0), 4)
+
+
+def test_an_exchange_is_never_slower_than_one_of_more_bytes() -> None:
+    """A first measurement that was disturbed takes 8 s for 10 bytes; 100 bytes take 1 s, and 1000 take 2 s."""
+    measured = tuple(
+        Operation("send_recv", nbytes, seconds, seconds, seconds)
+        for nbytes, seconds in ((10, 8.0), (100, 1.0), (1000, 2.0))
+    )
+    network = ProbedNetwork(replace(PROBE, operation=measured))
+    for nbytes, seconds in ((1, 1.0), (10, 1.0), (50, 1.0), (100, 1.0), (550, 1.5), (1000, 2.0)):
+        assert network.seconds(Exchange("send_recv", nbytes, 1, 1, nbytes), 4) == pytest.approx(seconds)

@@ -6,7 +6,7 @@
 import json
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -79,7 +79,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ReducedBucket:
-    """What reducing a bucket takes, from before its announcement to its result, one after the other. Of each the slowest rank counts."""
+    """What reducing a bucket takes, from before its announcement to its result, where one follows the other; the slowest rank."""
 
     elements: int
     seconds: float  # median
@@ -283,3 +283,12 @@ def rounded(value: int | float) -> float:
 def sizes(operations: Iterable[Operation], kind: str) -> list[Operation]:
     """Return the operations of one kind, the smallest first."""
     return sorted((each for each in operations if each.kind == kind), key=lambda each: each.nbytes)
+
+
+def never_slower(known: list[Operation]) -> list[Operation]:
+    """Return `known` with none slower than a larger one: a small exchange that took longer was disturbed, or the first."""
+    least, found = float("inf"), []
+    for each in reversed(known):
+        least = min(least, each.seconds)
+        found.append(replace(each, seconds=least))
+    return found[::-1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sparsync.comm.plan import Exchange
-from sparsync.predict.probe_file import Operation, Probe, sizes
+from sparsync.predict.probe_file import Operation, Probe, never_slower, sizes
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class ProbedNetwork:
     """The group of `probe`, for as many ranks as were measured.
 
     An exchange takes what was measured of its kind: linear between two sizes, as long as the smallest one below it, and at the rate of the
-    two largest ones above them. The greater of what a rank sends and receives counts. Rounds that wait for each other, beyond those of the
+    two largest ones above them; never longer than one of more bytes. The greater of what a rank sends and receives counts. Rounds that wait for each other, beyond those of the
     measured operation, take the time of as many operations, each with its part of the bytes. Other peers than those of the measurement
     (send_recv: the next in a ring) are taken to be as fast.
     """
@@ -32,7 +32,7 @@ class ProbedNetwork:
                 f"the probe was made with {measured} ranks and says nothing of {P}: what small exchanges take grows with their number; "
                 f"run `sparsync probe` with {P} ranks, or describe the network with links"
             )
-        known = sizes(self.probe.operation, exchange.kind)
+        known = never_slower(sizes(self.probe.operation, exchange.kind))
         if not known:
             raise ValueError(f"the probe has no [[operation]] of kind {exchange.kind!r}; run `sparsync probe` again")
         inside = 2 * (P - 1) if exchange.kind == "all_reduce" else 1  # rounds of the measured operation

@@ -44,7 +44,7 @@ DENSITY = 0.01  # of what the kernels select
 KERNEL_S = 0.15  # for one kind of work at one size
 PARTS = 4  # that are decoded and added up
 SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
-SCHEME_ROUNDS = (4, 5, 20)  # warm-up, and counted: fewest and most
+SCHEME_ROUNDS, BATCH = (4, 2, 10), 4  # buckets to warm up with, and batches that are counted: fewest and most
 _WARM = 0.97  # as the library's hint of where to look for the largest elements
 
 Tell = Callable[[str, float], None]
@@ -343,7 +343,10 @@ def _scheme_times(bench: _Bench, label: str, scheme: Scheme, within_s: float) ->
 
 
 def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float) -> tuple[float, float]:
-    """Return medians for a bucket of `n` elements: processor seconds of this thread, and seconds in all. Both of the slowest rank."""
+    """Return what a bucket of `n` elements takes of a batch, the median batch: processor seconds of this thread, and seconds in all.
+
+    Both are of the slowest rank.
+    """
     source = torch.Generator().manual_seed(bench.comm.rank)
     warmup, fewest, most = SCHEME_ROUNDS
     own: list[tuple[float, float]] = []
@@ -361,6 +364,9 @@ def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float) -> tuple
 
     rounds(warmup)
     slowest_s = max(bench.slowest([own[-1][1]]))
-    rounds(min(most, max(fewest, int(within_s / slowest_s))))
-    processor_s, seconds = (bench.slowest(times) for times in zip(*own[warmup:], strict=True))
+    rounds(BATCH * min(most, max(fewest, int(within_s / slowest_s / BATCH))))
+    # Of one bucket a rank's time has its wait for the others, which the next bucket does not have: only the rate of several counts.
+    batches = [own[start : start + BATCH] for start in range(warmup, len(own), BATCH)]
+    totals = [[sum(times) / BATCH for times in zip(*batch, strict=True)] for batch in batches]
+    processor_s, seconds = (bench.slowest(times) for times in zip(*totals, strict=True))
     return statistics.median(processor_s), statistics.median(seconds)
