@@ -154,8 +154,13 @@ def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_gro
     LocalWorld(1).run(body)
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.5])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        *((name, 0.5) for name in SCHEMES),
+        *(pytest.param(name, 0.0, marks=pytest.mark.slow if name != "micro" else ()) for name in SCHEMES),
+    ],
+)
 def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_their_share(
     name: str, keep: float
 ) -> None:

@@ -139,7 +139,7 @@ def test_the_bound_holds_for_64_ranks(name: str) -> None:
         assert reports[0].union == k
 
 
-@pytest.mark.parametrize("P", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("P", [2, 3, 8, *(pytest.param(P, marks=pytest.mark.slow) for P in (4, 5))])
 def test_with_tiny_k_at_most_9_words_a_peer_come_on_top(P: int) -> None:
     for k in {1, 2, P, bound_holds_from(P) - 1}:
         for name in ("one region", "first rank only"):

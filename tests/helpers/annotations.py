@@ -1,12 +1,15 @@
 """The annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
 
 Checking every call takes half of the time of many tests, so unless `every_call` is set, each function checks its first calls and some of
-the others.
+the others. A function inside another is decorated each time the outer one runs, which takes longer than most calls; so of it the first
+definitions and some of the others are decorated.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import isclass
+from types import CodeType
 from typing import Any, Self, get_args  # Any: decorators take and return anything
 
 from beartype import beartype
@@ -16,8 +19,10 @@ from jaxtyping import AbstractArray, jaxtyped
 UNCHECKED = frozenset({"sparsync.integrations.ddp"})
 
 FIRST_CALLS = 50
-ONE_IN = 20  # of the calls after the first ones
+FIRST_DEFINITIONS = 5
+ONE_IN = 20  # of the calls and definitions after the first ones
 every_call = False
+definitions: Counter[CodeType] = Counter()  # of each function inside another
 
 
 def executed(thing: Any = None, *, typechecker: object = None) -> Any:
@@ -37,6 +42,10 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
         or any(getattr(hint, "__name__", "") == "constexpr" for hint in hints)
     ):
         return thing
+    if not isclass(thing) and "<locals>" in thing.__qualname__:
+        definitions[thing.__code__] += 1
+        if not due(definitions[thing.__code__], FIRST_DEFINITIONS):
+            return thing
     if any(_has_shape(hint) for hint in hints):
         if not isclass(thing):
             return sometimes(jaxtyped(thing, typechecker=checked), thing)
@@ -55,11 +64,16 @@ def sometimes(with_checks: Callable[..., Any], without: Callable[..., Any]) -> C
     def call(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        if every_call or calls <= FIRST_CALLS or calls % ONE_IN == 0:
+        if due(calls, FIRST_CALLS):
             return with_checks(*args, **named)
         return without(*args, **named)
 
     return call
+
+
+def due(number: int, first: int) -> bool:
+    """Return true for the calls or definitions, counted from 1, that are checked."""
+    return every_call or number <= first or number % ONE_IN == 0
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

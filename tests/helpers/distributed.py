@@ -1,7 +1,8 @@
 """Runs a function on P processes joined by gloo, and brings back what it returned on each, or why it did not.
 
-The processes come from a fork server that has imported torch already, so that P of them start in milliseconds. They meet over a file,
-not a port; each computes with one thread; all of them are dead when `run` returns, and die with the program that asked for them.
+The processes come from a fork server that has imported what they need already (`helpers.preloaded`), so that P of them start in
+milliseconds. They meet over a file, not a port; each computes with one thread; all of them are dead when `run` returns, and die with the
+program that asked for them.
 """
 
 import faulthandler
@@ -20,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,13 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = [
-    "torch.nn.parallel",
-    "torch._dynamo",
-    "pytest",
-    "sparsync.integrations.ddp",
-    "sparsync.schemes.skip_reduce",
-]  # what DDP and tests import
+TESTS = Path(__file__).parents[1]
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
 
 
@@ -94,7 +90,17 @@ def _start(rank: int, P: int, folder: Path, payload: bytes, within_s: float) -> 
 @functools.cache
 def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type of their own
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["helpers.preloaded"])
+    before = os.environ.get("PYTHONPATH")
+    # Until Python 3.13 the server does not import from this process's sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
     return context
 
 
