@@ -1,11 +1,13 @@
 """Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/predictions.md.
 
-    .venv/bin/python runs/predictions.py probe --out build/predictions      # about 12 minutes
-    .venv/bin/python runs/predictions.py measure --out build/predictions    # half an hour; another day, or at least another hour
-    .venv/bin/python runs/predictions.py table --out build/predictions      # writes the page, from what is there
+    .venv/bin/python runs/predictions.py probe --out build/predictions            # 9 minutes
+    .venv/bin/python runs/predictions.py probe --out build/predictions/again      # another day, or at least another hour: right before
+    .venv/bin/python runs/predictions.py measure --out build/predictions          # half an hour
+    .venv/bin/python runs/predictions.py table --out build/predictions --again build/predictions/again    # writes the page
 
-Each is resumable: what lies in the folder is not measured again. `probe` runs `sparsync probe` for each number of ranks and link.
-`measure` runs `sparsync bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with two
+The second set of probes tells what the machine does in an hour from what the prediction gets wrong; it may be left out. Each command is
+resumable: what lies in the folder is not measured again. `probe` runs `sparsync probe` for each number of ranks and link. `measure` runs
+`sparsync bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with two
 jobs. Predictions use the probe and the closed forms, and nothing of what was measured.
 """
 
@@ -67,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("probe", "measure", "table"))
     parser.add_argument("--out", type=Path, required=True, help="folder of what was measured")
+    parser.add_argument("--again", type=Path, help="folder of the probes that were made right before the runs")
     parser.add_argument("--print", action="store_true", help="print the part of the page instead of writing it")
     options = parser.parse_args()
     if options.what == "probe":
@@ -74,7 +77,7 @@ def main() -> None:
     elif options.what == "measure":
         measure_all(options.out)
     else:
-        content = page(options.out)
+        content = page(options.out, options.again)
         if options.print:
             print(content)
             return
@@ -119,12 +122,12 @@ def measure_all(out: Path) -> None:
             _sparsync(*what, *steps, "--out", str(folder))
 
 
-def rows_of(out: Path) -> list[Row]:
-    """Return every method in every place that was probed and measured."""
+def rows_of(out: Path, probes: Path) -> list[Row]:
+    """Return every method in every place that was measured in `out` and probed in `probes`."""
     rows: list[Row] = []
     for cell in cells():
         P, link, mbytes, buckets = cell
-        probe_path, path = _probe(out, P, link), _cell(out, cell)
+        probe_path, path = _probe(probes, P, link), _cell(out, cell)
         if not probe_path.exists() or not path.exists():
             continue
         probe = probe_file.read(probe_path)
@@ -136,7 +139,7 @@ def rows_of(out: Path) -> list[Row]:
             place = f"{P} ranks, {link}, {mbytes:g} MB, {buckets} bucket{'s' if buckets > 1 else ''}"
             rows.append(Row(place, P, choice.label, predicted, found["step_s"]["p50"]))
     for job, link in product(JOBS, JOB_LINKS):
-        probe_path, folder = _probe(out, JOB_RANKS, link, job), out / f"job-{job}-{link}"
+        probe_path, folder = _probe(probes, JOB_RANKS, link, job), out / f"job-{job}-{link}"
         if not probe_path.exists() or not folder.exists():
             continue
         probe = probe_file.read(probe_path)
@@ -149,26 +152,23 @@ def rows_of(out: Path) -> list[Row]:
     return rows
 
 
-def page(out: Path) -> str:
-    """Return the part of the page."""
-    rows = rows_of(out)
+def page(out: Path, again: Path | None) -> str:
+    """Return the part of the page; `again` is the folder of the probes of the same hour."""
+    rows = rows_of(out, out)
     if not rows:
         raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
-    errors = sorted(abs(each.error) for each in rows)
-    within = sum(error <= 0.25 for error in errors)
     places = list(dict.fromkeys(each.place for each in rows))
     by_place = [[each for each in rows if each.place == place] for place in places]
-    right, pairs = _order(by_place)
-    regrets = [_regret(each) for each in by_place]
-    good, judged = _verdicts(by_place)
     lines = [
-        f"{len(rows)} predictions in {len(places)} places. Median error {100 * statistics.median(errors):.1f} %, "
-        f"{100 * within / len(errors):.0f} % within 25 %, the worst {100 * errors[-1]:.0f} %.",
+        "| probes | predictions | places | median error | within 25 % | worst | pairs in the right order "
+        "| loss of who takes the method predicted quickest: median, worst | verdicts right |",
+        f"|{' --- |' * 9}",
+        _summary("of another hour", rows),
+        *([_summary("right before the runs", rows_of(out, again))] if again else []),
         "",
-        f"Of {pairs} pairs of methods whose measured times differ by more than {100 * DIFFERENT:.0f} %, {right} are in the right order. "
-        f"Who takes the method predicted quickest loses {100 * statistics.median(regrets):.1f} % against the quickest in the median place, "
-        f"and {100 * max(regrets):.0f} % in the worst. Whether anything is {advice.WORTH:g} times as fast as bf16 was predicted "
-        f"rightly in {good} of {judged} places where the answer is clear.",
+        f"Pairs are of methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether "
+        f"anything is {advice.WORTH:g} times as fast as bf16, where the measured answer is clear by {100 * DIFFERENT:.0f} %. All below is with the "
+        "probes of another hour.",
         "",
         "| method | predictions | median error | mean, with its sign | worst |",
         "| --- | --- | --- | --- | --- |",
@@ -191,6 +191,22 @@ def page(out: Path) -> str:
         ]
         lines.append(f"| {place} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _summary(probes: str, rows: Sequence[Row]) -> str:
+    """Return the row of the first table."""
+    errors = sorted(abs(each.error) for each in rows)
+    within = sum(error <= 0.25 for error in errors) / len(errors)
+    places = list(dict.fromkeys(each.place for each in rows))
+    by_place = [[each for each in rows if each.place == place] for place in places]
+    right, pairs = _order(by_place)
+    regrets = [_regret(each) for each in by_place]
+    good, judged = _verdicts(by_place)
+    median, worst = 100 * statistics.median(errors), 100 * errors[-1]
+    return (
+        f"| {probes} | {len(rows)} | {len(places)} | {median:.1f} % | {100 * within:.0f} % | {worst:.0f} % | "
+        f"{right} of {pairs} | {100 * statistics.median(regrets):.1f} %, {100 * max(regrets):.0f} % | {good} of {judged} |"
+    )
 
 
 def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, backward_s: float) -> float:
