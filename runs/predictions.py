@@ -167,8 +167,8 @@ def page(out: Path, again: Path | None) -> str:
         *([_summary("right before the runs", rows_of(out, again))] if again else []),
         "",
         f"Pairs are of methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether "
-        f"anything is {advice.WORTH:g} times as fast as bf16, where the measured answer is clear by {100 * DIFFERENT:.0f} %. All below is with the "
-        "probes of another hour.",
+        f"anything is {advice.WORTH:g} times as fast as bf16, where the measured answer is clear by {100 * DIFFERENT:.0f} %. "
+        "All below is with the probes of another hour.",
         "",
         "| method | predictions | median error | mean, with its sign | worst |",
         "| --- | --- | --- | --- | --- |",
