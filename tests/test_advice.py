@@ -175,6 +175,7 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
+    assert "The probe has no buckets of dense, bf16, topk" in said
     assert "is not known without --gradients" in said
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
     found = json.loads(capsys.readouterr().out)

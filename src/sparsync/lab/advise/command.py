@@ -188,6 +188,13 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
         "that holds 80 % of the trainings it was fitted to. It leaves out what local steps do to later gradients, and other learning",
         "rates than the job's own.",
     ]
+    measured = {each.scheme for each in probe.scheme if each.bucket}
+    unknown = [label for label in found.steps if label not in measured]
+    if unknown:
+        notes.append(
+            f"The probe has no buckets of {', '.join(unknown)}, so their times come from its exchanges and kernels alone; probe with "
+            "--schemes for better ones."
+        )
     return "\n".join([head, "", *lines, "", *notes, "", found.verdict.why])
 
 
