@@ -279,8 +279,8 @@ def test_steps_of_sparse_schemes_on_a_case_worked_out_by_hand() -> None:
     free = {"topk_ns": 0.0, "copy_gb_per_s": math.inf, "host_gb_per_s": math.inf, "sort_ns": 0.0, "region_us": 0.0}
 
     def steps(**costs: float) -> tuple[float, dict[str, float]]:
-        given = {"compute_s": 1.0, "elements": 128, "density": 0.5, "ranks": 4, "memory_gb_per_s": math.inf}
-        return published.sparse_steps(links, **given, **{**free, **costs}, link="plain", gbit_per_s=8e-9)
+        own = {**free, **costs}
+        return published.sparse_steps(links, 1.0, 128, 0.5, 4, math.inf, **own, link="plain", gbit_per_s=8e-9)
 
     def more(**costs: float) -> list[float]:
         """Return by how much Ok-Topk, dense, Gaussiank, TopkA, TopkDSA and gTopk take longer than with no costs."""
