@@ -104,6 +104,19 @@ def test_a_tree_has_fewer_rounds_and_the_best_is_the_quicker():
     assert best.seconds(big, 1024) == min(ring.seconds(big, 1024), tree.seconds(big, 1024))
 
 
+def test_a_tree_over_two_nodes_sends_a_tensor_once_each_way_and_over_more_nodes_twice():
+    """A ring of 8 ranks sends 7/4 of the tensor over the links of its nodes, whether they are two or four."""
+    exchange = all_reduce(2**20, 8)
+    ring, tree = (
+        [nodes(Link(8 * 2**40), Link(8 * 2**20), ranks, all_reduce=kind).seconds(exchange, 8) for ranks in (4, 2)]
+        for kind in ("ring", "tree")
+    )
+    assert (ring, tree) == ([1.75, 1.75], [1.0, 2.0])
+    # Inside a node each rank passes the tensor on both ways.
+    assert nodes(Link(8 * 2**20), Link(8 * 2**40), 4, all_reduce="tree").seconds(exchange, 8) == 2.0
+    assert flat_switch(Link(8 * 2**20), all_reduce="tree").seconds(all_reduce(2**20, 2), 2) == 1.0
+
+
 def test_the_closed_form_does_not_grow_with_the_number_of_ranks():
     network, began = nodes(LINK, LINK, 8), time.process_time()
     for _ in range(100):

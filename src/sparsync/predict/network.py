@@ -9,6 +9,7 @@ leaf switch, its region. Links are full duplex, and what shares a link shares it
 cross the link of its group of g ranks out of P, in each direction:
 
     ring    n                        one edge of the ring leaves each group, where ranks of a group stand together in it
+    tree    n; n/2 of two groups     an inner group of a double binary tree sends up once and down once; two groups, half of each
     all     g n (P-g)/(P-1)          each rank sends as much to every other rank
     pair    g n                      at worst, all partners are outside
 
@@ -102,8 +103,9 @@ class Tiers:
     """A hierarchy of groups, the smallest first. `flat_switch`, `fat_tree`, `nodes` and `regions` make one.
 
     `all_reduce` is the algorithm of the backend's own all_reduce: the ring that `Exchange` counts; a tree, of 2 ceil(log2 P) rounds and
-    P/(P-1) times the bytes, as NCCL's double binary tree; or the quicker one. `rings` are the other kinds that the backend sends round a
-    ring, in P-1 rounds, whatever `Exchange.peers` says: NCCL's all_gather.
+    P/(P-1) times the bytes, as NCCL's double binary tree; or the quicker one. Of two groups each sends the other half of a tensor up one
+    tree and half of it down the other, so half of those bytes cross their links (https://github.com/NVIDIA/nccl/issues/812). `rings` are
+    the other kinds that the backend sends round a ring, in P-1 rounds, whatever `Exchange.peers` says: NCCL's all_gather.
     """
 
     tiers: tuple[Tier, ...]
@@ -127,16 +129,16 @@ class Tiers:
                 rounds=2 * math.ceil(math.log2(P)),
                 messages=min(exchange.messages, 4 * math.ceil(math.log2(P))),
             )
-            tree_s = self._seconds(tree, P, "ring", critical=True)
+            tree_s = self._seconds(tree, P, "tree")
             return tree_s if self.all_reduce == "tree" else min(tree_s, self._seconds(exchange, P, "ring"))
         if exchange.kind in self.rings and exchange.peers == "all":
             return self._seconds(replace(exchange, rounds=exchange.rounds * (P - 1)), P, "ring")
         return self._seconds(exchange, P, "ring" if exchange.kind == "all_reduce" else exchange.peers)
 
-    def _seconds(self, exchange: Exchange, P: int, peers: str, critical: bool = False) -> float:
-        """`critical`: every round crosses the slowest tier, even round a ring."""
+    def _seconds(self, exchange: Exchange, P: int, peers: str) -> float:
+        """Return the seconds with these peers; every round crosses the slowest tier, save round a ring."""
         busiest = max(self._crossing_s(tier, exchange, P, peers) for tier in self.tiers if tier.ranks < P)
-        if peers == "ring" and not critical:
+        if peers == "ring":
             latency_s, per_message_s = self._mean_hop(P)
         else:
             crossed = [link for tier in self.tiers if tier.ranks < P for link in tier.links_of(P)]
@@ -149,6 +151,9 @@ class Tiers:
         g = min(tier.ranks, P)
         if peers == "ring":
             up, down = exchange.nbytes, exchange.received
+        elif peers == "tree":
+            share = 0.5 if tier.groups(P) == 2 else 1.0
+            up, down = share * exchange.nbytes, share * exchange.received
         elif peers == "pair":
             up, down = g * exchange.nbytes, exchange.received + (g - 1) * exchange.nbytes
         else:
