@@ -148,6 +148,7 @@ def by_fabric(attached: bool) -> Trained:
     fabric.launch()
     module = network()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    handle = None
     if attached:
         assert doctor(model, MiCRO(density=DENSITY)) == []
         handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, timeout_s=20)
@@ -156,7 +157,7 @@ def by_fabric(attached: bool) -> Trained:
         optimizer.zero_grad()
         fabric.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
-    handle = handle if attached else strategy.pair.state.handle
+    handle = handle or strategy.pair.state.handle
     return Trained.of(module, handle.reports())
 
 
