@@ -1,14 +1,16 @@
 """A training by Accelerate: gradients accumulated, reduced by a scheme, saved and taken up again."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.adapter_training import DENSITY, Trained, as_torchrun, check, examples, network
+from helpers.adapter_training import DENSITY, MICRO, Trained, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO
+from sparsync import MiCRO, ddp_comm_hook
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -31,7 +33,8 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
-    handle = attach(accelerator, prepared, MiCRO(density=DENSITY, dense=()), timeout_s=20)
+    scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
+    handle = attach(accelerator, prepared, scheme, timeout_s=20)
     assert handle is not None
     if load:
         accelerator.load_state(str(folder))
@@ -50,6 +53,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
 
 def interrupted(folder: Path, scaled: bool) -> tuple[Trained, Trained]:
     as_torchrun()
+    os.environ["SPARSYNC_SCHEME"] = MICRO
     whole = trained(folder, range(STEPS), scaled=scaled)
     trained(folder, range(3), save=True, scaled=scaled)
     return whole, trained(folder, range(3, STEPS), load=True, scaled=scaled)
@@ -65,6 +69,40 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     assert {path.name for path in tmp_path.glob("sparsync*")} == {
         f"sparsync.step3.rank{rank}of2.safetensors" for rank in (0, 1)
     }
+
+
+def hooked() -> Trained:
+    as_torchrun()
+    model, scheme = network(), MiCRO(density=DENSITY)
+    state, hook = ddp_comm_hook(scheme, model, timeout_s=20)
+    # Not by comm_hook= of the keyword arguments: Accelerate looks it up in a table of its own four, and leaves out any other in silence.
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS))
+    prepared.register_comm_hook(state, hook)
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(prepared(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained.of(model, state.handle.reports())
+
+
+def test_a_model_that_accelerate_prepared_takes_the_hook() -> None:
+    check(run(hooked, 2), STEPS)
+
+
+def ignored() -> None:
+    as_torchrun()
+    model = network()
+    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), model)
+    keywords: Any = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option={"state": state})  # pyright: ignore[reportArgumentType]
+    prepared = Accelerator(cpu=True, kwargs_handlers=[keywords]).prepare(model)
+    prepared(torch.ones(1, 20)).sum().backward()
+    assert state.handle is None
+
+
+def test_accelerates_own_option_leaves_the_hook_out_in_silence_as_the_docs_say() -> None:
+    run(ignored, 2)
 
 
 def alone() -> None:

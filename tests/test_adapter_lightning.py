@@ -1,22 +1,28 @@
 """A training by Lightning: reduced by a scheme from the first step, saved by ModelCheckpoint and taken up again."""
 # pyright: reportMissingImports=false
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from helpers.adapter_training import DENSITY, Collected, Trained, as_torchrun, check, examples, network
+from helpers.adapter_training import DENSITY, MICRO, Collected, Trained, as_torchrun, check, examples, network
 from helpers.distributed import run
-from sparsync import MiCRO, TopK
+from sparsync import MiCRO, TopK, attach, ddp_comm_hook, doctor
 
 pytest.importorskip("lightning")
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
 from sparsync.adapters.lightning import Sparsync
 
@@ -65,11 +71,12 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
 def interrupted(folder: Path) -> tuple[Trained, Trained]:
     as_torchrun()
     collected = Collected()
-    first = Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20, recorder=collected)
+    first = Sparsync(MiCRO(density=DENSITY), timeout_s=20, recorder=collected)
     whole = trained(folder / "whole", EPOCHS, first)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
     whole.reports += collected.reports
-    again = Sparsync(MiCRO(density=DENSITY, dense=()), timeout_s=20, follow_rates=True)
+    os.environ["SPARSYNC_SCHEME"] = MICRO
+    again = Sparsync(timeout_s=20, follow_rates=True)
     return whole, trained(folder / "again", EPOCHS, again, folder / "whole" / "epoch=0.ckpt")
 
 
@@ -82,6 +89,81 @@ def test_a_training_by_lightning_sends_little_and_goes_on_to_the_same_bits(tmp_p
     states = torch.load(tmp_path / "whole" / "afterwards.ckpt", weights_only=True)["sparsync"]
     assert [(state["rank"], state["ranks"], state["step"]) for state in states] == [(0, 2, 5), (1, 2, 5)]
     assert not torch.equal(*(state["scheme"]["residual"]["network.2.weight"] for state in states))
+
+
+class RegistersOnCpu(DDPStrategy):
+    """Registers the hook as on CUDA; on CPU Lightning leaves it out."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
+def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> Trained:
+    as_torchrun()
+    module = Module()
+    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=20)
+    trainer = Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy(
+            ddp_comm_state=state,
+            ddp_comm_hook=hook,
+            ddp_comm_wrapper=wrapper,
+            cluster_environment=TorchElasticEnvironment(),
+        ),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return Trained.of(module, state.handle.reports() if state.handle is not None else [])
+
+
+@pytest.mark.parametrize("wrapper", [None, fp16_compress_wrapper])
+def test_lightnings_strategy_takes_the_hook_where_it_registers_one(wrapper: Any) -> None:
+    check(run(by_strategy, 2, strategy=RegistersOnCpu, wrapper=wrapper), EPOCHS * BATCHES)
+
+
+def test_lightnings_strategy_leaves_the_hook_out_on_cpu_in_silence_as_the_docs_say() -> None:
+    assert [each.reports for each in run(by_strategy, 2, strategy=DDPStrategy)] == [[], []]
+
+
+class WithHook(FabricDDPStrategy):
+    """Registers a hook where Fabric wraps the model."""
+
+    def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
+        ddp = super().setup_module(module)
+        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=20)
+        ddp.register_comm_hook(*self.pair)
+        return ddp
+
+
+def by_fabric(attached: bool) -> Trained:
+    as_torchrun()
+    strategy = (FabricDDPStrategy if attached else WithHook)(cluster_environment=TorchElasticEnvironment())
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    module = network()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    handle = None
+    if attached:
+        assert doctor(model, MiCRO(density=DENSITY)) == []
+        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, timeout_s=20)
+        assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
+    for x, y in fabric.setup_dataloaders(examples(BATCHES)):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    handle = handle or strategy.pair.state.handle
+    return Trained.of(module, handle.reports())
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_model_that_fabric_set_up_can_be_attached_to_and_its_strategy_can_register_the_hook(attached: bool) -> None:
+    check(run(by_fabric, 2, attached=attached), BATCHES)
 
 
 def alone(folder: Path) -> None:

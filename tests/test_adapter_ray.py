@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.adapter_training import DENSITY, Trained, check, examples, network
-from sparsync import MiCRO
+from helpers.adapter_training import MICRO, Trained, check, examples, network
 from sparsync.integrations import checkpoint
 
 pytest.importorskip("ray.train", exc_type=ImportError)  # which is there without what it needs, too
@@ -32,6 +31,7 @@ STEPS, HALF = 6, 3
 def cluster() -> Iterator[None]:
     """Two CPUs on this machine, whose workers find these tests."""
     found = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    found["SPARSYNC_SCHEME"] = MICRO
     os.environ["RAY_AUTH_MODE"] = "disabled"  # no token in the home directory
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": found})
     yield
@@ -44,7 +44,6 @@ def loop(settings: dict[str, Any]) -> None:
     model = network()
     wrapped, handle = prepare_model(
         model,
-        MiCRO(density=DENSITY, dense=()),
         timeout_s=20,
         parallel_strategy_kwargs={"find_unused_parameters": True},  # buckets stay the same
     )

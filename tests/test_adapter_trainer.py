@@ -1,6 +1,7 @@
 """A training by the Trainer of transformers: reduced by a scheme, saved at a checkpoint and taken up again."""
 # pyright: reportMissingImports=false
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from helpers.adapter_training import DENSITY, Collected, Trained, as_torchrun, check
 from helpers.distributed import run
-from sparsync import ExDyna
+from sparsync import ExDyna, ddp_comm_hook
 
 pytest.importorskip("transformers")
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from sparsync.adapters.trainer import attach
 
@@ -34,7 +35,7 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[number], "labels": self.tokens[number]}
 
 
-def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Trained:
+def trainer_of(folder: Path, **more: Any) -> Trainer:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=TOKENS, n_embd=32, n_layer=1, n_head=2))
     arguments = TrainingArguments(
@@ -48,15 +49,21 @@ def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Train
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=Sentences(4 * STEPS))
-    callback = attach(trainer, ExDyna(density=DENSITY, dense=()), timeout_s=20, **how)
+    return Trainer(model, arguments, train_dataset=Sentences(4 * STEPS), **more)
+
+
+def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Trained:
+    trainer = trainer_of(folder)
+    scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
+    callback = attach(trainer, scheme, timeout_s=20, **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
-    return Trained.of(model, callback.handle.reports())
+    return Trained.of(trainer.model, callback.handle.reports())
 
 
 def interrupted(folder: Path) -> list[Trained]:
     as_torchrun()
+    os.environ["SPARSYNC_SCHEME"] = f"exdyna:density={DENSITY}"
     collected = Collected()
     whole = trained(folder / "here", follow_rates=True, recorder=collected)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
@@ -77,3 +84,23 @@ def test_a_training_by_the_trainer_sends_little_and_goes_on_to_the_same_bits(tmp
             assert {report.step for report in again.reports} == set(range(3, STEPS))
     files = {path.name for path in (tmp_path / "here" / "checkpoint-6").glob("sparsync*")}
     assert files == {f"sparsync.step6.rank{rank}of2.safetensors" for rank in (0, 1)}
+
+
+class Registers(TrainerCallback):
+    """Registers the hook, for which the Trainer has no option of its own, when training begins."""
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.pair = ddp_comm_hook(ExDyna(density=DENSITY), model, timeout_s=20)
+        self.trainer.model_wrapped.register_comm_hook(*self.pair)
+
+
+def hooked(folder: Path) -> Trained:
+    as_torchrun()
+    callback = Registers()
+    trainer = callback.trainer = trainer_of(folder, callbacks=[callback])
+    trainer.train()
+    return Trained.of(trainer.model, callback.pair.state.handle.reports())
+
+
+def test_a_callback_of_the_trainer_can_register_the_hook(tmp_path: Path) -> None:
+    check(run(hooked, 2, folder=tmp_path), STEPS)

@@ -113,7 +113,7 @@ def test_two_lines_make_a_plain_script_sparse_and_it_resumes_and_learns_as_befor
     ("package", "command"),
     [
         ("torch", [*TORCHRUN, str(EXAMPLES / "ddp.py")]),
-        ("lightning", [sys.executable, str(EXAMPLES / "lightning.py")]),
+        ("lightning", [sys.executable, str(EXAMPLES / "with_lightning.py")]),
         ("transformers", [*TORCHRUN, str(EXAMPLES / "trainer.py")]),
     ],
 )

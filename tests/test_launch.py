@@ -24,6 +24,7 @@ from sparsync.lab.launch.variables import environment, variables
 PATIENCE_S = 60.0
 TOKEN = "SPARSYNC_TEST_TOKEN"
 PYTHON = [sys.executable, "-S", "-u", "-c"]
+PID_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 # Every rank leaves a process in a session of its own, whose parent has ended, and then waits.
 WAITS = """
 import os, subprocess, sys, time
@@ -31,6 +32,11 @@ subprocess.run(["sh", "-c", "setsid sleep 1000 & echo left $!"], stderr=subproce
 print("waits")
 time.sleep(1000)
 """
+
+
+def child_of(process: int) -> int:
+    (found,) = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process)], text=True).split()
+    return int(found)
 
 
 @dataclass
@@ -51,8 +57,7 @@ class Launched:
         return found
 
     def supervisor(self) -> int:
-        (found,) = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], text=True).split()
-        return int(found)
+        return child_of(self.process.pid)
 
     def await_ranks(self, ranks: int) -> None:
         """Return when all ranks have printed that they wait."""
@@ -175,6 +180,31 @@ def test_where_program_and_supervisor_are_killed_at_once_only_orphans_of_the_ran
         assert [Path(f"/proc/{each}/comm").read_text() for each in orphans] == ["sleep\n"] * 2
         for each in orphans:
             os.kill(each, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["10mbit", "none"])
+@builds
+def test_in_a_pid_namespace_no_orphan_stays_even_then(link: str) -> None:
+    with launched("--ranks", "2", "--link", link, *both(WAITS), before=PID_NAMESPACE) as run:
+        run.await_ranks(2)
+        program = child_of(run.process.pid)
+        programs = (program, child_of(program))
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for each in programs:
+                os.kill(each, number)
+        run.process.wait(PATIENCE_S)
+        assert run.processes() == set()
+
+
+@pytest.mark.slow
+@builds
+def test_in_a_pid_namespace_ctrl_c_ends_the_run_as_ever() -> None:
+    with launched("--ranks", "2", "--link", "none", "--grace", "1", *both(WAITS), before=PID_NAMESPACE) as run:
+        run.await_ranks(2)
+        os.kill(child_of(run.process.pid), signal.SIGINT)
+        status, _, err = run.finish()
+    assert (status, "stopped by SIGINT; nothing is left running" in err) == (130, True)
 
 
 @pytest.mark.slow

@@ -90,6 +90,19 @@ def attached_in_each_way() -> list[object]:
         found: list[object] = [handle.scheme]
     with sparsync.GradientReducer(nn.Linear(4, 2)) as reducer:
         found.append(reducer.scheme)
+    with sparsync.LocalSteps(bare, torch.optim.SGD(bare.parameters(), lr=0.1), every=2) as local_steps:
+        found.append(local_steps.scheme)
+    with sparsync.AdamWSteps(bare, torch.optim.AdamW(bare.parameters(), lr=0.1)) as adamw_steps:
+        found.append(adamw_steps.scheme)
+    hooked = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    state, hook = sparsync.ddp_comm_hook()
+    hooked.register_comm_hook(state, hook)
+    hooked(torch.ones(1, 4)).sum().backward()
+    found.append(state.handle.scheme)
+    patch.setenv(VARIABLE, "skip_reduce:protect=*.bais")
+    (finding,) = sparsync.doctor(nn.parallel.DistributedDataParallel(nn.Linear(4, 2)))
+    assert "protect='*.bais' matches no parameter" in str(finding)
+    patch.setenv(VARIABLE, "topk:density=0.5")
     for _ in range(2):
         bare(torch.ones(1, 4)).sum().backward()
         (report,) = sparsync.reduce_gradients(bare)
@@ -102,5 +115,5 @@ def attached_in_each_way() -> list[object]:
 
 
 @pytest.mark.distributed
-def test_attach_and_the_reducer_take_the_scheme_of_the_environment() -> None:
-    assert distributed.run(attached_in_each_way, 1) == [[sparsync.TopK(density=0.5)] * 2]
+def test_every_integration_and_the_doctor_take_the_scheme_of_the_environment() -> None:
+    assert distributed.run(attached_in_each_way, 1) == [[sparsync.TopK(density=0.5)] * 5]

@@ -111,7 +111,7 @@ def in_a_group(id: str) -> Trained | None:
 
 
 def rebucketed(id: str) -> Trained:
-    """Two steps in one bucket and then eight, and two in four, from the state of the first."""
+    """Two steps in one bucket and then eight; from their state, a step in the same eight, and one in four."""
     first = Attached(id)
     for step in range(2):
         first.step(first.model.inputs(first.rank, step))
@@ -121,7 +121,7 @@ def rebucketed(id: str) -> Trained:
     second.recorder.steps |= first.recorder.steps
     for step in range(2, STEPS):
         second.step(second.model.inputs(second.rank, step))
-    assert [len(second.recorder.steps[step]) for step in range(3)] == [1, 8, 4]
+    assert [len(second.recorder.steps[step]) for step in range(STEPS)] == [1, 8, 8, 4]
     return second.done()
 
 

@@ -1,4 +1,4 @@
-"""The integration `attach` for FSDP2, on the shard axis and on the replicate axis."""
+"""The integration `attach` for FSDP2: on the shard axis, on the replicate axis, and with a mesh of both (HSDP)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from helpers.distributed import run
 from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
 from integrations.attach import nothing
 from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
-from integrations.fsdp_integration import Done, Sharding, known, same_on_all_ranks
+from integrations.fsdp_integration import Axis, Done, Sharding, known, same_on_all_ranks
 from integrations.scaled import SCALED, Scaled, scaled, scaled_without_loss
 from integrations.situations import OTHER, SAME, STEPS
 from integrations.table import Case, RefusedError, Verdict, absent, trial
@@ -29,8 +29,8 @@ def trained(training: Sharding, first: int = 0, steps: int = STEPS) -> Done:
     return training.done()
 
 
-def typed(id: str, replicas: bool, dtype: torch.dtype) -> Done:
-    return trained(Sharding(id, replicas, dict.fromkeys(SHAPES, dtype)))
+def typed(id: str, axis: Axis, dtype: torch.dtype) -> Done:
+    return trained(Sharding(id, axis, dict.fromkeys(SHAPES, dtype)))
 
 
 def cast(rank: int, step: int, name: str, dtypes: Mapping[str, torch.dtype]) -> Tensor:
@@ -40,12 +40,12 @@ def cast(rank: int, step: int, name: str, dtypes: Mapping[str, torch.dtype]) -> 
 TYPES = {name: torch.bfloat16 if name.startswith("middle") else torch.float32 for name in SHAPES}
 
 
-def several_types(id: str, replicas: bool) -> Done:
-    return trained(Sharding(id, replicas, TYPES))
+def several_types(id: str, axis: Axis) -> Done:
+    return trained(Sharding(id, axis, TYPES))
 
 
-def accumulated(id: str, replicas: bool) -> Done:
-    training = Sharding(id, replicas)
+def accumulated(id: str, axis: Axis) -> Done:
+    training = Sharding(id, axis)
     for step in range(STEPS):
         training.net.zero_grad()
         for part in range(3):
@@ -63,8 +63,8 @@ def used(rank: int, step: int, name: str) -> bool:
     return name != OVERFLOWING or (rank + step) % 2 == 0
 
 
-def in_part(id: str, replicas: bool) -> Done:
-    training = Sharding(id, replicas)
+def in_part(id: str, axis: Axis) -> Done:
+    training = Sharding(id, axis)
     each_unit(training.net, lambda unit: unit.set_reduce_scatter_unused_params(True))
     for step in range(STEPS):
         training.step({name: x for name, x in training.inputs(step).items() if used(training.rank, step, name)})
@@ -75,8 +75,8 @@ def of_used(rank: int, step: int, name: str) -> Tensor:
     return known(rank, step, name) if used(rank, step, name) else torch.zeros(SHAPES[name])
 
 
-def two_at_once(id: str, replicas: bool) -> list[Done]:
-    both = [Sharding(id, replicas), Sharding(OTHER, replicas)]
+def two_at_once(id: str, axis: Axis) -> list[Done]:
+    both = [Sharding(id, axis), Sharding(OTHER, axis)]
     for step in range(STEPS):
         for training in both:
             training.net.zero_grad()
@@ -87,35 +87,35 @@ def two_at_once(id: str, replicas: bool) -> list[Done]:
     return [training.done() for training in both]
 
 
-def both_same_on_all_ranks(id: str, ranks: list[list[Done]], replicas: bool) -> None:
-    same_on_all_ranks(id, [rank[0] for rank in ranks], replicas)
-    same_on_all_ranks(OTHER, [rank[1] for rank in ranks], replicas)
+def both_same_on_all_ranks(id: str, ranks: list[list[Done]], axis: Axis) -> None:
+    same_on_all_ranks(id, [rank[0] for rank in ranks], axis)
+    same_on_all_ranks(OTHER, [rank[1] for rank in ranks], axis)
 
 
-def in_a_group(id: str, replicas: bool) -> Done | None:
-    training = Sharding.of_ranks([0, 2], id, replicas)
+def in_a_group(id: str, axis: Axis) -> Done | None:
+    training = Sharding.of_ranks([0, 2], id, axis)
     return None if training is None else trained(training)
 
 
-def rewrapped(id: str, replicas: bool) -> Done:
+def rewrapped(id: str, axis: Axis) -> Done:
     """Two steps with a unit for each layer, and two with one for all, from the state of the first."""
-    first, second = Sharding(id, replicas), Sharding(id, replicas, layered=False)
+    first, second = Sharding(id, axis), Sharding(id, axis, layered=False)
     trained(first, 0, 2)
     second.handle.load_state_dict(first.handle.state_dict())
     second.rows, second.units = first.rows, first.units
     return trained(second, 2, 2)
 
 
-def compiled(id: str, replicas: bool) -> Done:
+def compiled(id: str, axis: Axis) -> Done:
     torch._dynamo.reset()
-    training = Sharding(id, replicas)
+    training = Sharding(id, axis)
     training.forward = torch.compile(training.net, backend="aot_eager")
     return trained(training)
 
 
-def stepping(id: str, replicas: bool) -> Done:
+def stepping(id: str, axis: Axis) -> Done:
     """Whoever takes a gradient when it is there finds it reduced."""
-    training = Sharding(id, replicas)
+    training = Sharding(id, axis)
     found: dict[str, Any] = {}
 
     def take(name: str, parameter: Any) -> None:  # Any: a DTensor's attributes
@@ -129,8 +129,8 @@ def stepping(id: str, replicas: bool) -> Done:
     return training.done()
 
 
-def attached_twice(id: str, replicas: bool) -> None:
-    training = Sharding(id, replicas)
+def attached_twice(id: str, axis: Axis) -> None:
+    training = Sharding(id, axis)
     training.attach(id)
 
 
@@ -141,15 +141,15 @@ def with_infinity(rank: int, step: int, name: str) -> Tensor:
     return gradient
 
 
-def overflowing(id: str, replicas: bool) -> Done:
-    training = Sharding(id, replicas)
+def overflowing(id: str, axis: Axis) -> Done:
+    training = Sharding(id, axis)
     for step in range(STEPS):
         training.step({name: with_infinity(training.rank, step, name) for name in SHAPES})
     return training.done()
 
 
-def finite_on_all_ranks(id: str, ranks: list[Done], replicas: bool) -> None:
-    same_on_all_ranks(id, ranks, replicas, with_infinity)
+def finite_on_all_ranks(id: str, ranks: list[Done], axis: Axis) -> None:
+    same_on_all_ranks(id, ranks, axis, with_infinity)
     for rank in ranks:
         for step, grads in enumerate(rank.rows):
             assert step == 1 or all(grad.isfinite().all() for grad in grads.values())
@@ -157,17 +157,18 @@ def finite_on_all_ranks(id: str, ranks: list[Done], replicas: bool) -> None:
         assert all(part.isfinite().all() for part in rank.residual.values())
 
 
-def skipping(id: str, replicas: bool) -> Scaled:
+def skipping(id: str, axis: Axis) -> Scaled:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    training = Sharding(id, replicas, scaler=scaler)
+    training = Sharding(id, axis, scaler=scaler)
     came = scaled(training, scaler, list(SHAPES), known, OVERFLOWING)
     came.non_finite = {name for name in SHAPES if name.startswith("middle")}
     return came
 
 
-def unlucky(id: str, replicas: bool) -> list[Tensor | Failure]:
-    training = Sharding(id, replicas)
-    training.handle.scheme = Unlucky(training.handle.scheme)  # pyright: ignore[reportAttributeAccessIssue]
+def unlucky(id: str, axis: Axis) -> list[Tensor | Failure]:
+    training = Sharding(id, axis)
+    # Past the setter, which takes schemes, and none on a shard axis.
+    training.handle._scheme = Unlucky(training.handle.scheme)  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(number: int) -> None:
         try:
@@ -179,8 +180,8 @@ def unlucky(id: str, replicas: bool) -> list[Tensor | Failure]:
     return failing(step, lambda: torch.cat([grad.flatten() for grad in training.rows[-1].values()]))
 
 
-def resumed(id: str, replicas: bool) -> tuple[Done, Done]:
-    whole, first, second = (Sharding(id, replicas) for _ in range(3))
+def resumed(id: str, axis: Axis) -> tuple[Done, Done]:
+    whole, first, second = (Sharding(id, axis) for _ in range(3))
     trained(first, 0, STEPS // 2)
     second.handle.load_state_dict(first.handle.state_dict())
     second.rows, second.units = first.rows, first.units
@@ -194,11 +195,11 @@ def resumed_to_the_same_bits(id: str, ranks: list[tuple[Done, Done]]) -> None:
         assert all(same_bits(whole.residual[name], again.residual[name]) for name in whole.residual)
 
 
-def saved(ids: Sequence[str], replicas: bool) -> dict[str, Any]:
+def saved(ids: Sequence[str], axis: Axis) -> dict[str, Any]:
     found = {}
     for id in ids:
         try:
-            training = Sharding(id, replicas)
+            training = Sharding(id, axis)
         except RefusedError:
             continue
         trained(training, 0, 2)
@@ -206,15 +207,15 @@ def saved(ids: Sequence[str], replicas: bool) -> dict[str, Any]:
     return found
 
 
-def restored(id: str, replicas: bool, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
-    training = Sharding(id, replicas)
+def restored(id: str, axis: Axis, states: Mapping[str, list[Any]]) -> tuple[dict[str, Tensor], Done]:
+    training = Sharding(id, axis)
     checkpoint.restore(training.handle, states[id])
     kept = training.residual()
     return kept, trained(training, 2, 2)
 
 
-def resized(ids: Sequence[str], replicas: bool) -> dict[str, Verdict]:
-    before = run(saved, 3, ids=ids, replicas=replicas)
+def resized(ids: Sequence[str], axis: Axis) -> dict[str, Verdict]:
+    before = run(saved, 3, ids=ids, axis=axis)
     states = {id: [rank[id] for rank in before] for id in before[0]}
 
     def judge(id: str, after: list[tuple[dict[str, Tensor], Done]]) -> None:
@@ -224,21 +225,21 @@ def resized(ids: Sequence[str], replicas: bool) -> dict[str, Verdict]:
         for a, b in zip(after[0][1].rows, after[1][1].rows, strict=True):
             assert all(same_bits(a[name], b[name]) for name in SHAPES)
 
-    return trial(partial(restored, replicas=replicas, states=states), judge)(ids)
+    return trial(partial(restored, axis=axis, states=states), judge)(ids)
 
 
-def cases(replicas: bool) -> dict[str, Case]:
-    """Those of one axis."""
+def cases(axis: Axis) -> dict[str, Case]:
+    """Those of one axis, or of a mesh of both."""
 
     def case(body: Any, gradient: Any = known, claim: str = SAME, judge: Any = None, P: int = 2) -> Case:
-        judge = judge or partial(same_on_all_ranks, replicas=replicas, gradient=gradient)
-        return Case(claim, trial(partial(body, replicas=replicas), judge, P))
+        judge = judge or partial(same_on_all_ranks, axis=axis, gradient=gradient)
+        return Case(claim, trial(partial(body, axis=axis), judge, P))
 
     def of_type(name: str) -> Case:
         dtype: torch.dtype = getattr(torch, name)
         return case(partial(typed, dtype=dtype), partial(cast, dtypes=dict.fromkeys(SHAPES, dtype)))
 
-    axis = "copies" if replicas else "shards"
+    parts = "shards" if axis == "shard" else "copies"
     return {
         **{f"{name} parameters": of_type(name) for name in ("float32", "float64", "bfloat16", "float16")},
         "parameters of several types": case(
@@ -258,7 +259,7 @@ def cases(replicas: bool) -> dict[str, Case]:
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
         "two models at once": case(
-            two_at_once, claim=f"of both models, {SAME}", judge=partial(both_same_on_all_ranks, replicas=replicas)
+            two_at_once, claim=f"of both models, {SAME}", judge=partial(both_same_on_all_ranks, axis=axis)
         ),
         "a group that is not the world": case(in_a_group, P=3),
         "buckets that change": case(
@@ -274,24 +275,27 @@ def cases(replicas: bool) -> dict[str, Case]:
         "Inf on one rank": case(
             overflowing,
             claim="the same bits, finite gradients and residuals from the next step on",
-            judge=partial(finite_on_all_ranks, replicas=replicas),
+            judge=partial(finite_on_all_ranks, axis=axis),
         ),
         "a loss scaler skips a step (GradScaler)": case(
             skipping,
-            claim=SCALED + ("; of several shards, in those that meet it" if replicas else ""),
+            claim=SCALED + ("" if axis == "shard" else "; of several shards, in those that meet it"),
             judge=scaled_without_loss,
         ),
         "a rank fails in a step": case(  # of 2 ranks SkipReduce leaves one out, which would not notice
-            unlucky, claim=f"{FAILURE}, after reset_iter_state()", judge=failed_on_all_ranks, P=2 if replicas else 3
+            unlucky,
+            claim=f"{FAILURE}, after reset_iter_state()",
+            judge=failed_on_all_ranks,
+            P=3 if axis == "shard" else 2,
         ),
         "resuming after a restart": case(
             resumed, claim="from a saved state, the same bits as without a break", judge=resumed_to_the_same_bits
         ),
         "resuming with another number of ranks": Case(
-            f"the residuals of 3 {axis} go to 2, summed exactly; both continue with the same bits",
-            partial(resized, replicas=replicas),
+            f"the residuals of 3 {parts} go to 2, summed exactly; both continue with the same bits",
+            partial(resized, axis=axis),
         ),
     }
 
 
-SHARDS, REPLICAS = cases(replicas=False), cases(replicas=True)
+SHARDS, REPLICAS, BOTH = cases("shard"), cases("replicate"), cases("both")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from sparsync.integrations.handle import Handle
 from sparsync.integrations.rollback import Rollback
 
 Units = dict[str, list[str]]  # the parameters of each bucket of a step, in the order of their reduction
+Axis = Literal[
+    "shard", "replicate", "both"
+]  # what attach reduces over; both: fully_shard has the mesh of two axes (HSDP)
 Gradient = Callable[[int, int, str], Tensor]  # (rank, step, name), whole
 
 
@@ -43,25 +46,27 @@ class Done:
 
 
 class Sharding:
-    """A model under attach on one axis of a mesh that has one rank on the other: of shards, or of replicas of one shard."""
+    """A model under attach over one axis of a mesh that has one rank on the other."""
 
     def __init__(
         self,
         id: str,
-        replicas: bool,
+        axis: Axis,
         dtypes: Mapping[str, torch.dtype] | None = None,
         layered: bool = True,
         scaler: GradScaler | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        mesh = mesh or _mesh(range(dist.get_world_size()), replicas)
-        self.options: dict[str, Any] = {"scaler": scaler} | ({"replicate": mesh["replicate"]} if replicas else {})
-        self.rank = mesh["replicate" if replicas else "shard"].get_local_rank()
+        mesh = mesh or _mesh(range(dist.get_world_size()), axis)
+        self.options: dict[str, Any] = {"scaler": scaler}
+        if axis == "replicate":
+            self.options["replicate"] = mesh["replicate"]
+        self.rank = mesh["shard" if axis == "shard" else "replicate"].get_local_rank()
         self.model = self.net = Net()
         for name, parameter in self.net.named_parameters():
             parameter.data = parameter.data.to((dtypes or {}).get(name, torch.float32))
         for module in (self.net.first, self.net.middle, self.net.last, self.net) if layered else (self.net,):
-            fully_shard(module, mesh=mesh["shard"])
+            fully_shard(module, mesh=mesh if axis == "both" else mesh["shard"])
         self.forward: Any = self.net  # or what torch.compile makes of it
         self.handle = self.attach(id)
         self.names = {unit.key: unit.names for unit in units_of(self.net)}
@@ -70,10 +75,10 @@ class Sharding:
         self.reports: list[Report] = []
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int], id: str, replicas: bool) -> "Sharding | None":
+    def of_ranks(cls, ranks: Sequence[int], id: str, axis: Axis) -> "Sharding | None":
         """The training on some ranks of the world, None on the others; to be called on all."""
-        mesh = _mesh(ranks, replicas)
-        return cls(id, replicas, mesh=mesh) if dist.get_rank() in ranks else None
+        mesh = _mesh(ranks, axis)
+        return cls(id, axis, mesh=mesh) if dist.get_rank() in ranks else None
 
     def attach(self, id: str) -> Handle:
         with refusals():
@@ -104,10 +109,10 @@ class Sharding:
         return Done(self.rows, self.units, self.reports, self.residual())
 
 
-def same_on_all_ranks(id: str, ranks: Sequence[Done | None], replicas: bool, gradient: Gradient = known) -> None:
+def same_on_all_ranks(id: str, ranks: Sequence[Done | None], axis: Axis, gradient: Gradient = known) -> None:
     """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld."""
     there = [rank for rank in ranks if rank is not None]
-    whole = _of_replicas if replicas else _of_shards
+    whole = _of_shards if axis == "shard" else _of_replicas
     rows, residuals = whole(id, len(there), there[0].units, gradient)
     for rank, residual in zip(there, residuals, strict=True):
         assert rank.units == there[0].units
@@ -184,6 +189,6 @@ def _length(shape: Sequence[int], P: int) -> int:
     return -(-shape[0] // P) * torch.Size(shape[1:]).numel()
 
 
-def _mesh(ranks: Sequence[int], replicas: bool) -> DeviceMesh:
-    shape = (len(ranks), 1) if replicas else (1, len(ranks))
+def _mesh(ranks: Sequence[int], axis: Axis) -> DeviceMesh:
+    shape = (1, len(ranks)) if axis == "shard" else (len(ranks), 1)
     return DeviceMesh("cpu", torch.tensor(list(ranks)).view(shape), mesh_dim_names=("replicate", "shard"))

@@ -12,6 +12,7 @@ INTEGRATIONS: dict[str, Mapping[str, Case]] = {
     "sparsync.GradientReducer (any training loop)": manual.CASES,
     "sparsync.attach (FSDP2, shard axis)": fsdp.SHARDS,
     "sparsync.attach (FSDP2, replicate axis)": fsdp.REPLICAS,
+    "sparsync.attach (FSDP2, mesh of two axes: HSDP)": fsdp.BOTH,
 }
 
 
@@ -34,6 +35,6 @@ Made by `python runs/integrations.py`, which runs every cell: real processes ove
 
 "works": what the second column says was checked; "the same bits" is that each gradient and each residual is, to the last bit and on all
 ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or an integration. FSDP2 has 2 shards on the shard
-axis, and 2 replicas of 1 shard on the replicate axis. "refused": the integration raises, on all ranks, before anything is sent; the
-reason is below the table. "does not arise": so is the reason why not.
+axis, and 2 replicas of 1 shard on the replicate axis and with a mesh of two axes (tests/test_fsdp.py: 2 x 2 ranks). "refused": the
+integration raises, on all ranks, before anything is sent; the reason is below the table. "does not arise": so is the reason why not.
 """

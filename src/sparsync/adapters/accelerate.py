@@ -22,13 +22,14 @@ with needs("accelerate", "1.15"):
 def attach(
     accelerator: Accelerator,
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     optimizer: Optimizer | None = None,
     timeout_s: float = 300.0,
 ) -> Handle | None:
     """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; None, with a warning, where there is one process.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
     With float16 residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
     on `accelerator.save_state` writes every rank's residual into its folder, a file for each, and `load_state` loads them, also those
     of another number of ranks; the folder must be one that all ranks see. Raises as `sparsync.attach`, and TypeError for models that are

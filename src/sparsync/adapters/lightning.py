@@ -2,7 +2,8 @@
 
     trainer = Trainer(strategy="ddp", callbacks=[Sparsync(sparsync.MiCRO(density=0.01))])
 
-Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence.
+Not DDPStrategy(ddp_comm_hook=...): Lightning registers that on CUDA only, and ignores it on CPU in silence. For Fabric there is
+sparsync.attach.
 """
 # pyright: reportMissingImports=false
 
@@ -15,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import checkpoint as states
 from sparsync.integrations.ddp import attach
+from sparsync.integrations.findings import given_or_default
 from sparsync.integrations.handle import Handle
 
 with needs("lightning", "2.6"):
@@ -31,15 +33,22 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
     `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one; its loss scaler they follow anyway.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies other than DDP's.
     """
 
     def __init__(
-        self, scheme: Scheme, *, follow_rates: bool = False, recorder: Recorder | None = None, timeout_s: float = 300.0
+        self,
+        scheme: Scheme | None = None,
+        *,
+        follow_rates: bool = False,
+        recorder: Recorder | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
-        self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
+        self.scheme, self.follow_rates = given_or_default(scheme), follow_rates
+        self.recorder, self.timeout_s = recorder, timeout_s
         self.handle: Handle | None = None
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
         self._loaded: Sequence[Mapping[str, Any]] | None = None

@@ -25,7 +25,7 @@ with needs("ray[train]", "2.60"):
 
 def prepare_model(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
@@ -35,6 +35,7 @@ def prepare_model(
     """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
 
     `optimizer`, `scaler` and `timeout_s` are for `sparsync.attach`, `options` for Ray.
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
 
     Where the loop starts from a checkpoint with residuals, they are loaded, also those of another number of workers.
     Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.

@@ -16,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.base.scheme import Scheme
 from sparsync.integrations import checkpoint
 from sparsync.integrations.ddp import attach as attach_to_ddp
+from sparsync.integrations.findings import given_or_default
 from sparsync.integrations.handle import Handle
 
 with needs("transformers", "5.23"):
@@ -25,7 +26,7 @@ with needs("transformers", "5.23"):
 
 def attach(
     trainer: Trainer,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     follow_rates: bool = False,
     recorder: Recorder | None = None,
@@ -34,12 +35,13 @@ def attach(
 ) -> "Sparsync":
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
     `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler they follow
     anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training
     that continues from one, also with another number of ranks, loads them from there, or from `resume_from` where the folder was moved.
     `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
-    callback = Sparsync(trainer, scheme, follow_rates, recorder, resume_from, timeout_s)
+    callback = Sparsync(trainer, given_or_default(scheme), follow_rates, recorder, resume_from, timeout_s)
     trainer.add_callback(callback)
     return callback
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.integrations.parameter_names import compiled_inside
+from sparsync.integrations.parameter_names import inside_wrappers
 
 
 @contextmanager
@@ -20,11 +20,11 @@ def needs(package: str, version: str) -> Iterator[None]:
 
 
 def ddp_inside(model: nn.Module, framework: str, ranks: int) -> DistributedDataParallel | None:
-    """Return the DDP model that `model` is, or that torch.compile wrapped; None, with a warning, where there is only one rank.
+    """Return the DDP model that `model` is, or that torch.compile or Fabric wrapped; None, with a warning, where there is only one rank.
 
     Raises TypeError where several ranks train anything but a DDP model.
     """
-    model = compiled_inside(model)
+    model = inside_wrappers(model)
     if isinstance(model, DistributedDataParallel):
         return model
     if ranks == 1:

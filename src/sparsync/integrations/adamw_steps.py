@@ -36,7 +36,7 @@ from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Comm, Report, Span, generator
 from sparsync.feedback import state_from
-from sparsync.integrations.findings import check_scheme
+from sparsync.integrations.findings import given_or_default
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.local_steps_checks import (
     check_model,
@@ -112,6 +112,8 @@ class AdamWSteps(Handle):
     `bucket_mb`: megabytes of a bucket. A rank that waits longer than `timeout_s` seconds for the others gives up. `comm`: a communicator
     to be used in place of `group`, such as that of a `LocalWorld`.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
+
     The model is not wrapped: `loss.backward(); steps.clip_grad_norm_(1.0); steps.step(); schedule.step()`. Parameters and buffers of rank
     0 are copied to all ranks here; later each rank has buffers of its own. Weights are float32, or float64 for float64 parameters; own
     ones are rounded to 16 bits where the parameters have so many.
@@ -128,7 +130,7 @@ class AdamWSteps(Handle):
         self,
         model: nn.Module,
         optimizer: Adam,
-        scheme: Scheme,
+        scheme: Scheme | None = None,
         *,
         keep: float = 0.35,
         block: int = 64,
@@ -138,7 +140,7 @@ class AdamWSteps(Handle):
         comm: Comm | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        check_scheme(scheme)
+        scheme = given_or_default(scheme)
         check_own_steps(scheme)
         check_model(model)
         _check_optimizer(optimizer)

@@ -6,13 +6,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.integrations import ddp
-from sparsync.integrations.findings import Axis, check_scheme, is_fsdp2
+from sparsync.integrations.findings import Axis, given_or_default, is_fsdp2
 from sparsync.integrations.handle import AttachedHandle
 from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_format import ParameterFormat
-from sparsync.integrations.parameter_names import compiled_inside
+from sparsync.integrations.parameter_names import inside_wrappers
 from sparsync.wire.values import Values
 
 
@@ -32,8 +31,8 @@ def attach(
 
     Without `scheme` it is the one that the environment variable SPARSYNC_SCHEME has as a text that `sparsync.scheme` takes, and `Dense()`
     where that is not set: `sparsync launch --scheme` sets it.
-    `model` is wrapped by DistributedDataParallel or by fully_shard, also inside or around torch.compile; see `integrations.ddp.attach` and
-    `integrations.fsdp2.attach_fsdp2`.
+    `model` is wrapped by DistributedDataParallel or by fully_shard, also inside or around torch.compile, and inside what the
+    `setup` of Lightning's Fabric returns; see `integrations.ddp.attach` and `integrations.fsdp2.attach_fsdp2`.
     `replicate` is for FSDP2: the axis of a mesh, or the process group, over which every rank has the same shard.
     So is `parameters`: how the shard axis exchanges parameters; None is FSDP2's own all-gather.
     With `optimizer`, residuals follow its learning rates, down to a tenth of the highest one, and it is warned of where it does not go
@@ -45,10 +44,8 @@ def attach(
     ValueError for a scheme that another handle drives or that holds another model's residuals, and
     RuntimeError when the ranks come with different schemes or, on a replicate axis, different parameters.
     """
-    if scheme is None:
-        scheme = scheme_of_environment()
-    check_scheme(scheme)
-    model = compiled_inside(model)
+    scheme = given_or_default(scheme)
+    model = inside_wrappers(model)
     if is_fsdp2(model):
         if join_mb is not None or dense_below is not None:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.integrations.ddp import DENSE_BELOW, JOIN_MB, DdpHandle, opened, reduce_bucket
-from sparsync.integrations.findings import check_scheme, optimizers, patterns
+from sparsync.integrations.findings import given_or_default, optimizers, patterns
 from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_names import named_parameters
@@ -26,7 +26,7 @@ class CommHook(NamedTuple):
 
 
 def ddp_comm_hook(
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     module: nn.Module | None = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -42,6 +42,7 @@ def ddp_comm_hook(
     pair is for one model, and the backward pass of a second one raises. Nothing is sent before the first bucket, which makes the handle
     on all ranks; afterwards it is `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks, after
     init_process_group; it returns the handle.
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
     `group` is the model's process group, None the default one. The other arguments are those of `sparsync.attach`.
 
     What a hook is not told, and so is missing here:
@@ -55,7 +56,7 @@ def ddp_comm_hook(
     Raises TypeError for anything but a Scheme, and ValueError for one that another handle drives. Warns as `attach` of `optimizer`, and of
     patterns that match no parameter of `module`.
     """
-    check_scheme(scheme)
+    scheme = given_or_default(scheme)
     check_free(scheme, module)
     names = [name for name, _ in named_parameters(module)] if module is not None else None
     for finding in [*optimizers(optimizer, scheme), *(patterns(names, scheme) if names is not None else ())]:

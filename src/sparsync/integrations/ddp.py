@@ -17,6 +17,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
 from sparsync.integrations.doctor import ddp_hook, doctor
+from sparsync.integrations.findings import given_or_default
 from sparsync.integrations.handle import AttachedHandle
 from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.joining import Joining
@@ -143,7 +144,7 @@ class DdpHandle(AttachedHandle):
 
 def attach(
     ddp_model: DistributedDataParallel,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
@@ -174,6 +175,7 @@ def attach(
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach takes a DistributedDataParallel model, got {type(ddp_model).__name__}; wrap it first")
+    scheme = given_or_default(scheme)
     for finding in doctor(ddp_model, scheme, optimizer=optimizer):
         if finding.refused:
             raise finding.refused(str(finding))

@@ -11,13 +11,13 @@ from sparsync.integrations import findings
 from sparsync.integrations.findings import Axis, Finding
 from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.parameter_format import ParameterFormat
-from sparsync.integrations.parameter_names import compiled_inside, named_parameters
+from sparsync.integrations.parameter_names import inside_wrappers, named_parameters
 from sparsync.wire.values import Values
 
 
 def doctor(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
@@ -25,13 +25,14 @@ def doctor(
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
     Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some schemes do harm under Adam, others
     want SGD without momentum. Without it nothing is known of that, and nothing said.
     Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
-    model = compiled_inside(model)
+    scheme = findings.given_or_default(scheme)
+    model = inside_wrappers(model)
     if isinstance(model, DistributedDataParallel):
-        findings.check_scheme(scheme)
         found = [*_ddp(model, scheme), *findings.optimizers(optimizer, scheme)]
     elif findings.is_fsdp2(model):
         from sparsync.integrations import fsdp2_doctor  # loads torch's FSDP

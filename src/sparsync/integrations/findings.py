@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.integrations.parameter_names import plain_name
 from sparsync.selection.parameters import matches
 
@@ -46,6 +47,17 @@ def check_scheme(scheme: object) -> None:
     if isinstance(scheme, str):
         cure = f"pass sparsync.scheme({scheme!r})"
     raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
+
+
+def given_or_default(scheme: Scheme | None) -> Scheme:
+    """Return `scheme`, or where it is None a new one, of the environment variable SPARSYNC_SCHEME: see `scheme_of_environment`.
+
+    Raises TypeError for anything but a Scheme.
+    """
+    if scheme is None:
+        return scheme_of_environment()
+    check_scheme(scheme)
+    return scheme
 
 
 def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:

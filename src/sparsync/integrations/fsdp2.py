@@ -19,7 +19,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
-from sparsync.integrations.findings import Axis
+from sparsync.integrations.findings import Axis, given_or_default
 from sparsync.integrations.fsdp2_doctor import examine
 from sparsync.integrations.fsdp2_gather import ParameterGather
 from sparsync.integrations.fsdp2_units import (
@@ -326,7 +326,7 @@ class ReduceScatterInto(Scheme):
 
 def attach_fsdp2(
     model: nn.Module,
-    scheme: Scheme,
+    scheme: Scheme | None = None,
     *,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
@@ -346,6 +346,7 @@ def attach_fsdp2(
     fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/fsdp2.md.
     """
+    scheme = given_or_default(scheme)
     for finding in examine(model, scheme, replicate, optimizer, parameters):
         if finding.refused:
             raise finding.refused(str(finding))

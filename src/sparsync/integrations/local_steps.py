@@ -21,7 +21,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
 from sparsync.feedback import state_from
-from sparsync.integrations.findings import check_scheme
+from sparsync.integrations.findings import given_or_default
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.local_steps_agreement import Agreement, Buffers
 from sparsync.integrations.local_steps_checks import (
@@ -95,6 +95,8 @@ class LocalSteps(Handle):
     `clip_factor`: see there. `bucket_mb`: megabytes of a bucket. A rank that waits longer than `timeout_s` seconds for the
     others gives up. `comm`: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
 
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
+
     The model is not wrapped: `loss.backward(); optimizer.step(); steps.step()`. Parameters and buffers of rank 0 are copied to all ranks
     here. Common weights are float32, or float64 for float64 parameters: what rounding the own ones to 16 bits drops is not dropped from
     them. Frozen parameters are not exchanged.
@@ -111,7 +113,7 @@ class LocalSteps(Handle):
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        scheme: Scheme,
+        scheme: Scheme | None = None,
         *,
         every: int,
         keep: float = 0.5,
@@ -126,7 +128,7 @@ class LocalSteps(Handle):
         comm: Comm | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        check_scheme(scheme)
+        scheme = given_or_default(scheme)
         check_own_steps(scheme)
         check_model(model)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.base.scheme_text import scheme_of_environment
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.integrations.findings import check_scheme, optimizers, sparse_embeddings, steps_in_backward
+from sparsync.integrations.findings import given_or_default, optimizers, sparse_embeddings, steps_in_backward
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_names import named_parameters
@@ -53,9 +52,7 @@ class GradientReducer(Handle):
         scaler: GradScaler | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        if scheme is None:
-            scheme = scheme_of_environment()
-        check_scheme(scheme)
+        scheme = given_or_default(scheme)
         check_free(scheme, model)
         if isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -158,7 +155,7 @@ def reduce_gradients(
     """
     reducer = _linked(scheme) or _linked(model)
     if scheme is None:
-        scheme = scheme_of_environment() if reducer is None else reducer.scheme
+        scheme = given_or_default(None) if reducer is None else reducer.scheme
     if reducer is None:
         reducer = GradientReducer(model, scheme, group=group, scaler=scaler, timeout_s=timeout_s)
         vars(model)[_LINK] = _Link(lambda: reducer)

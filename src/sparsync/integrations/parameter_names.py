@@ -22,9 +22,13 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
-def compiled_inside(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile has wrapped; `model` itself where it is none of those. Does not load torch._dynamo."""
-    compiled = sys.modules.get("torch._dynamo.eval_frame")
-    while compiled is not None and isinstance(model, compiled.OptimizedModule):
-        model = model.get_submodule("_orig_mod")
+def inside_wrappers(model: nn.Module) -> nn.Module:
+    """Return the module that torch.compile or Lightning's Fabric has wrapped; `model` itself where it is none of those. Loads neither."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    # HACK: Fabric has no public name for the module that `fabric.setup` returns, nor for DDP's inside. Price: either may change with
+    # Lightning; tests/test_adapter_lightning.py trains one.
+    packages = (sys.modules.get(f"{package}.wrappers") for package in ("lightning.fabric", "lightning_fabric"))
+    by_fabric = tuple(kind for each in packages if (kind := getattr(each, "_FabricModule", None)) is not None)
+    while isinstance(model, (compiled, by_fabric)):
+        model = model.get_submodule("_orig_mod" if isinstance(model, compiled) else "_forward_module")
     return model

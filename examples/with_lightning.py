@@ -1,6 +1,6 @@
 """Lightning: one callback.
 
-Run: python examples/lightning.py (Lightning starts the second rank itself; needs pip install lightning)
+Run: python examples/with_lightning.py (Lightning starts the second rank itself; needs pip install lightning)
 """
 # pyright: reportMissingImports=false
 
