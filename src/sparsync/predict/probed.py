@@ -11,10 +11,10 @@ from sparsync.predict.probe_file import Operation, Probe, never_slower, sizes
 class ProbedNetwork:
     """The group of `probe`, for as many ranks as were measured.
 
-    An exchange takes what was measured of its kind: linear between two sizes, as long as the smallest one below it, and at the rate of the
-    two largest ones above them; never longer than one of more bytes. The greater of what a rank sends and receives counts. Rounds that wait for each other, beyond those of the
-    measured operation, take the time of as many operations, each with its part of the bytes. Other peers than those of the measurement
-    (send_recv: the next in a ring) are taken to be as fast.
+    An exchange takes what was measured of its kind: linear between two sizes, as long as the smallest one below it, at the rate of the two
+    largest ones above them, and never longer than one of more bytes. The greater of what a rank sends and receives counts. Rounds that wait
+    for each other, beyond those of the measured operation, take the time of as many operations, each with its part of the bytes. Other
+    peers than those of the measurement (send_recv: the next in a ring) are taken to be as fast.
     """
 
     probe: Probe
