@@ -50,6 +50,17 @@ def test_all_reduce_adds_in_rank_order_on_every_rank(P: int) -> None:
 
 
 @pytest.mark.parametrize("P", WORLDS)
+def test_what_a_rank_writes_to_the_sum_of_an_all_reduce_no_other_rank_sees(P: int) -> None:
+    def body(comm: LocalComm) -> list[float]:
+        total = comm.all_reduce(filled(1.0, 1))
+        total.add_(comm.rank)
+        comm.all_gather(total)  # by now all ranks have written
+        return total.tolist()
+
+    assert LocalWorld(P).run(body) == [[float(P + rank)] for rank in range(P)]
+
+
+@pytest.mark.parametrize("P", WORLDS)
 def test_send_recv_passes_round_a_ring_to_any_distance(P: int) -> None:
     def body(comm: LocalComm) -> list[float]:
         received = []

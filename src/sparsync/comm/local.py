@@ -96,24 +96,27 @@ class LocalComm:
         into.copy_(message)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        gathered = self._rendezvous("all_gather", x.clone())
+        gathered = self._rendezvous("all_gather", x.clone()).in_rank_order()
         _check_arrived(self.rank, "all_gather", gathered, counts)
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
-        table = self._rendezvous("all_to_all", [part.clone() for part in parts])
+        table = self._rendezvous("all_to_all", [part.clone() for part in parts]).in_rank_order()
         received = [row[self.rank] for row in table]
         _check_arrived(self.rank, "all_to_all", received, counts)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        gathered = self._rendezvous("all_reduce", x.clone())
+        met = self._rendezvous("all_reduce", x.clone())
+        gathered = met.in_rank_order()
         _check_arrived(self.rank, "all_reduce", gathered, [x.numel()] * self.size)
-        return sum_in_rank_order(gathered)
+        if met.total is None:
+            met.total = sum_in_rank_order(gathered)
+        return met.total.clone()
 
-    def _rendezvous(self, name: str, deposit: object) -> list[Any]:
+    def _rendezvous(self, name: str, deposit: object) -> "_Rendezvous":
         return self.scheduler.rendezvous(self.rank, name, deposit)
 
 
@@ -122,6 +125,10 @@ class _Rendezvous:
     name: str
     deposits: dict[int, Any] = field(default_factory=dict)
     left: int = 0
+    total: Tensor | None = None  # of an all-reduce: one rank adds P tensors up, in place of all P
+
+    def in_rank_order(self) -> list[Any]:
+        return [self.deposits[rank] for rank in range(len(self.deposits))]
 
 
 @dataclass
@@ -172,8 +179,8 @@ class _Scheduler:
         if self.error is not None:
             raise _Stopped
 
-    def rendezvous(self, rank: int, name: str, deposit: object) -> list[Any]:
-        """Wait for all ranks at this rank's next collective, and return what each deposited, in rank order."""
+    def rendezvous(self, rank: int, name: str, deposit: object) -> _Rendezvous:
+        """Wait for all ranks at this rank's next collective, and return it with what each deposited."""
         number = self._collectives[rank]
         self._collectives[rank] += 1
         entry = self._rendezvous.setdefault(number, _Rendezvous(name))
@@ -188,7 +195,7 @@ class _Scheduler:
         entry.left += 1
         if entry.left == self.size:
             del self._rendezvous[number]
-        return [entry.deposits[other] for other in range(self.size)]
+        return entry
 
     def fail(self, error: BaseException) -> None:
         if self.error is None:
