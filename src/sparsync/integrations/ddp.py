@@ -66,6 +66,7 @@ class DdpHandle(AttachedHandle):
         self._dispatcher.flush()
         if (hook := self._hook()) is not None:
             hook.release(self)
+        self._detached = True
         self.close()
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict

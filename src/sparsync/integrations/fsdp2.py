@@ -62,6 +62,7 @@ class Fsdp2Handle(AttachedHandle):
         for unit, before in self._unused:
             unit.reduce_unused(before)
         self._unused = []
+        self._detached = True
         self._dispatcher.stop()
         release(self.scheme)
         if self._gather is not None:

@@ -57,6 +57,7 @@ class Handle:
         self._connection = Connection(scheme, comm)
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._step = -1
+        self._detached = False
         self._reports = ReportLog()
         # When nothing refers to the handle any more, which model and optimizer do. Not at exit, where torch may have ended before.
         weakref.finalize(self, self._connection.shut).atexit = False
@@ -88,10 +89,11 @@ class Handle:
         takes it only from another one with the same patterns. Otherwise what is held back would be lost:
         train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
-        Raises RuntimeError inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard axis), TypeError for
-        anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be carried over.
+        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard axis),
+        TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be carried over.
         """
         check_scheme(scheme)
+        self._check_attached()
         if not self.switches:
             raise RuntimeError(
                 f"{type(self).__name__} keeps the scheme that it was made with; save a checkpoint and make a new one with other settings"
@@ -122,14 +124,20 @@ class Handle:
 
         For schedules: call it between steps with a value that depends on the step only, the same on all ranks. Settings are checked as
         those of a new scheme are; where none differ from the present ones nothing happens. A state says which it was saved with
-        (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have.
+        (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have, and
+        RuntimeError after `detach`.
         """
+        self._check_attached()
         scheme = self._scheme
         known = [each.name for each in fields(scheme) if each.init] if is_dataclass(scheme) else []
         if unknown := sorted(settings.keys() - set(known)):
             raise ValueError(f"{scheme.name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
         if any(getattr(scheme, key) != value for key, value in settings.items()):
             self.switch(replace(scheme, **settings))  # pyright: ignore[reportArgumentType]  # a dataclass
+
+    def _check_attached(self) -> None:
+        if self._detached:
+            raise RuntimeError("this handle is detached; attach again: sparsync.attach(model, scheme)")
 
     def _use(self, scheme: Scheme) -> None:
         """Take what the integration itself has of a scheme from another one."""
@@ -142,7 +150,7 @@ class Handle:
     @property
     def closed(self) -> bool:
         """Whether the handle was closed or detached, so that its scheme may serve another one."""
-        return self._connection.closed
+        return self._detached or self._connection.closed
 
     def summary(self) -> Summary:
         """Return what was reduced on this rank since the handle was made: print it at any time. It sends nothing.
@@ -303,7 +311,8 @@ class AttachedHandle(Handle):
         super().close()
 
     def detach(self) -> None:
-        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps; reports and state stay."""
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps; reports and state stay, and the
+        scheme of this handle cannot be changed any more."""
         raise NotImplementedError
 
     def _hidden(self) -> Hidden:
