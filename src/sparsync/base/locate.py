@@ -21,6 +21,11 @@ def locate(spec: str, kind: str) -> Any:  # Any: the class, or one of its constr
     when there is no such thing or when its module fails to import.
     """
     where, colon, name = spec.rpartition(":")
+    if not colon and spec.endswith(".py"):
+        classes = _classes(_file_module(spec, kind))
+        raise ValueError(
+            f"{kind} {spec!r} is a file, and one of its classes is needed; write {spec}:CLASS; classes defined there are: {classes}"
+        )
     if not colon:
         where, name = _entry_point(spec, kind)
     if not where or not all(part.isidentifier() for part in name.split(".")):
@@ -30,10 +35,7 @@ def locate(spec: str, kind: str) -> Any:  # Any: the class, or one of its constr
     found: Any = _file_module(where, kind) if where.endswith(".py") else _module(where, kind)
     for part in name.split("."):
         if not hasattr(found, part):
-            defined = ", ".join(sorted(key for key, value in vars(found).items() if _is_own_class(value, found)))
-            raise ValueError(
-                f"{kind} {spec!r}: {where} has no {name!r}; classes defined there are: {defined or 'none'}"
-            )
+            raise ValueError(f"{kind} {spec!r}: {where} has no {name!r}; classes defined there are: {_classes(found)}")
         found = getattr(found, part)
     return found
 
@@ -107,6 +109,11 @@ def _failed(where: str, kind: str, error: BaseException) -> str:
         else ""
     )
     return f"{where} fails when it is imported for a {kind}: {type(error).__name__}: {error}{at}"
+
+
+def _classes(owner: object) -> str:
+    """Return the names of the classes that `owner` itself defines."""
+    return ", ".join(sorted(key for key, value in vars(owner).items() if _is_own_class(value, owner))) or "none"
 
 
 def _is_own_class(value: object, owner: object) -> bool:

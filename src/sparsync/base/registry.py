@@ -6,7 +6,8 @@ looked at.
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base.locate import installed, locate
@@ -143,12 +144,7 @@ def get(name: str, **config: Any) -> "Scheme":  # Any: the settings of the schem
     `name` is one of `names()`, "NAME.published" for the authors' setting of one of ours, "package.module:Class" or
     "path/to/file.py:Class". Raises ValueError for an unknown name or setting, TypeError for a class that is no Scheme.
     """
-    known = list(settings(name))
-    for key in config:
-        if key not in known:
-            raise ValueError(
-                f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
-            )
+    check_settings(name, config)
     from sparsync.base.scheme import Scheme
 
     scheme = _constructor(name)(**config)
@@ -159,9 +155,26 @@ def get(name: str, **config: Any) -> "Scheme":  # Any: the settings of the schem
     return scheme
 
 
+def check_settings(name: str, keys: Iterable[str]) -> None:
+    """Raise ValueError for an unknown scheme, and for a key that is none of its settings."""
+    known = list(settings(name))
+    for key in keys:
+        if key not in known:
+            raise ValueError(_no_setting(name, key, known))
+
+
+def _no_setting(name: str, key: str, known: list[str]) -> str:
+    return f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
+
+
 def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is one
-    if ":" in name:
-        return locate(name, "scheme")
+    if ":" in name or name.endswith(".py"):
+        try:
+            return locate(name, "scheme")
+        except ValueError:
+            if wrong := _setting_without_value(name):
+                raise ValueError(wrong) from None
+            raise
     base = name.removesuffix(_PUBLISHED)
     if base not in _OURS:
         return locate(installed("scheme")[_known(name)], "scheme")
@@ -173,6 +186,22 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
     if not hasattr(found, "published"):
         raise ValueError(f"scheme {base!r} has no published setting, because it is none of a paper's; use {base!r}")
     return found.published
+
+
+def _setting_without_value(text: str) -> str | None:
+    """Return what is wrong with "topk:density", the name of a scheme and a setting without a value; None for anything else.
+
+    `text` names no class: a module may be called as a scheme is, and its classes were looked up first.
+    """
+    name, _, rest = text.partition(":")
+    if name.removesuffix(_PUBLISHED) not in names():
+        return None
+    key, known = rest.partition(":")[0], list(settings(name))
+    if key in known:
+        return f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out"
+    if not key[:1].isupper() and find_spec(name.partition(".")[0]) is None:  # neither a class nor in a module
+        return f"{_no_setting(name, key, known)}; settings are written {name}:KEY=VALUE, got {text!r}"
+    return None
 
 
 def _known(name: str) -> str:

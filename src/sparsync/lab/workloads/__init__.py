@@ -89,7 +89,7 @@ def get(name: str, **options: Option) -> "Workload":
     is returned stands around it: see `sparsync.lab.workloads.plain`.
     """
     entry = WORKLOADS.get(name)
-    if entry is None and ":" not in name and name not in installed("workload"):
+    if entry is None and not (":" in name or name.endswith(".py") or name in installed("workload")):
         known = summaries()
         raise ValueError(
             f"unknown workload {name!r}{_nearest(name, known)}; there are {', '.join(known)}, and others are given as "
