@@ -7,6 +7,7 @@ imports torch before a scheme is made.
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base import registry
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
 VARIABLE = "SPARSYNC_SCHEME"
+NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
 DEFAULT = "dense"  # where the variable is not set
 STEPS = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}  # what may stand around a scheme, and its class
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
@@ -45,15 +47,19 @@ def scheme(text: str) -> "Scheme":
         )
     if "," in text:
         raise ValueError(f"one scheme is asked for, got {text!r}; name one, and join several values of a setting by +")
-    return made(*parsed(text))
+    return made(*parsed(text), text)
 
 
 def scheme_of_environment() -> "Scheme":
     """Return a new scheme of the text in the environment variable SPARSYNC_SCHEME, or `dense` where it is not set or empty.
 
-    Raises ValueError as `scheme`, naming the variable.
+    Where SPARSYNC_SCHEME_NOTE has the path of a file that is there, the text is written into it: so `sparsync launch` learns that a script
+    takes its scheme. Raises ValueError as `scheme`, naming the variable.
     """
     text = os.environ.get(VARIABLE, "").strip()
+    if note := os.environ.get(NOTE):
+        with suppress(OSError), open(note, "r+") as file:  # r+ makes no file: this one is gone where the launch is over
+            file.write(f"{text}\n")
     try:
         return scheme(text or DEFAULT)
     except ValueError as error:
@@ -77,18 +83,26 @@ def by_key(settings: Iterable[str], text: str) -> dict[str, Any]:  # Any: as `_v
         if key in values:
             raise ValueError(f"the setting {key!r} stands twice in {text!r}; leave one out")
         if value in ("", [""]):
-            raise ValueError(f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out")
+            raise ValueError(_without_value(key, text))
         values[key] = value
     return values
 
 
-def made(name: str, config: dict[str, Any]) -> "Scheme":  # Any: the fields of the scheme's own config
-    """Return a new scheme of a name and settings. Raises ValueError for settings that it does not take, of whatever type they are."""
+def made(name: str, config: dict[str, Any], text: str = "") -> "Scheme":  # Any: the fields of the scheme's own config
+    """Return a new scheme of a name and settings. `text`: as it was given, for errors.
+
+    Raises ValueError for settings that it does not take, of whatever type they are.
+    """
+    text = text or ":".join([name, *(f"{key}={_written(value)}" for key, value in config.items())])
+    registry.check_settings(name, config)
+    for value in config.values():
+        key = value.rpartition(":")[2] if isinstance(value, str) and ":" in value else ""
+        if key in registry.settings(name):
+            raise ValueError(_without_value(key, text))
     try:
         return registry.get(name, **config)
-    except TypeError as error:
-        given = ":".join([name, *(f"{key}={value}" for key, value in config.items())])
-        raise ValueError(f"scheme {given!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scheme {text!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
 
 
 def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
@@ -96,6 +110,17 @@ def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
     key, _, written = text.partition("=")
     value = _value(written)
     return key, [value] if key in LISTS and isinstance(value, str) else value
+
+
+def _without_value(key: str, text: str) -> str:
+    return f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out"
+
+
+def _written(value: Any) -> str:  # Any: as `_value`
+    """Return a value as it stands in a text."""
+    if isinstance(value, list | tuple):
+        return "+".join(map(_written, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its form

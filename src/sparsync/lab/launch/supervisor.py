@@ -15,14 +15,17 @@ import sys
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from sparsync.base.scheme_text import VARIABLE
 from sparsync.lab.launch.descendants import die_with_parent, end_descendants, subreaper
 from sparsync.lab.launch.output import Lines, Output, prefix
 from sparsync.lab.launch.settings import Settings, settings_of_json
 from sparsync.lab.launch.traffic import Meter
 from sparsync.lab.launch.variables import environment, variables
 from sparsync.lab.netlab import Network, network
+from sparsync.lab.temporary import temporary_folder
 
 PORT = 29500  # torchrun's default; in a network namespace of one rank it is free
 LOOK_S = 0.25  # between two looks at the counters
@@ -68,6 +71,8 @@ class Run:
     ranks: list[Rank]
     output: Output
     signals: int  # a file descriptor from which the numbers of signals are read
+    notes: Path  # a folder with a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
+    readers: list[int] = field(default_factory=list)  # the ranks that have read it
     first_failure: Rank | None = None
     stopped_by: int | None = None  # the signal that ended the run from outside
     stop_at: float | None = None  # SIGTERM to all
@@ -142,19 +147,21 @@ def supervise(settings: Settings, signals: int) -> int:
     """Run the ranks to their end, print the summary, and return the exit status. No process is left, and no network."""
     output = Output(terminal=os.isatty(2))
     with (
+        temporary_folder() as notes,
         subreaper(),
         network(
             settings.ranks, settings.up_bits_per_s, settings.exact_framing, down_bits_per_s=settings.down_bits_per_s
         ) as links,
     ):
         meter = Meter(settings, links)
-        run = Run(settings, [], output, signals)
+        run = Run(settings, [], output, signals, notes)
         began = time.monotonic()
         try:
             _start(run, links)
             _watch(run, meter, began)
             ended_s = time.monotonic() - began
             meter.look(ended_s)
+            run.readers = [rank.number for rank in run.ranks if (notes / str(rank.number)).stat().st_size]
         finally:
             for rank in run.running:
                 rank.send(signal.SIGKILL)
@@ -170,7 +177,9 @@ def _start(run: Run, links: Network) -> None:
     run_id = str(uuid.uuid4())
     port = PORT if links.limited else _free_port()
     for number in range(run.settings.ranks):
-        here = variables(run.settings, number, links.interface, links.address(0), port, run_id)
+        note = run.notes / str(number)
+        note.touch()
+        here = variables(run.settings, number, links.interface, links.address(0), port, run_id, note)
         process = subprocess.Popen(
             links.command(number, run.settings.command),
             stdin=subprocess.DEVNULL,
@@ -257,7 +266,12 @@ def _summarise(run: Run, meter: Meter, ended_s: float) -> None:
         output.say(f"rank {run.first_failure.number} failed first, with {run.first_failure.ending}")
     if run.stopped_by is not None:
         output.say(f"stopped by {signal.Signals(run.stopped_by).name}; nothing is left running")
-    output.say(meter.table(ended_s, [rank.ending for rank in run.ranks]))
+    if run.settings.scheme is not None and not run.readers:
+        output.say(
+            f"no rank read {VARIABLE}, so nothing was reduced with {run.settings.scheme}; call sparsync.attach(model) in the script, "
+            "without a scheme"
+        )
+    output.say(meter.table(ended_s, [rank.ending for rank in run.ranks], run.readers))
     while output.waits_for is not None:
         output.flush()
         poll = select.poll()

@@ -1,5 +1,6 @@
 """The bytes of each rank's interface while the ranks run: the status line, and the table at the end."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,15 +58,22 @@ class Meter:
             return f"{now_s:.0f} s, no link, nothing counted"
         up, down = self._limits()
         each = [
-            f"{rank}: {bytes_text(it.sent_nbytes)} up {it.rates[0] / up:.0%}, "
-            f"{bytes_text(it.received_nbytes)} down {it.rates[1] / down:.0%}"
+            f"{rank}: {bytes_text(it.sent_nbytes)} up {_share(it.rates[0], up)}, "
+            f"{bytes_text(it.received_nbytes)} down {_share(it.rates[1], down)}"
             for rank, it in enumerate(self.ranks)
         ]
         return f"{now_s:.0f} s | {' | '.join(each)}"
 
-    def table(self, now_s: float, endings: Sequence[str]) -> str:
-        """Return the lines of the summary; `endings`: how each rank ended."""
-        head = f"{self.settings.ranks} ranks, {link_text(self.settings)}, {significant(now_s)} s"
+    def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int]) -> str:
+        """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
+        head = ", ".join(
+            [
+                f"{self.settings.ranks} ranks",
+                link_text(self.settings),
+                *scheme_texts(self.settings, readers),
+                f"{significant(now_s)} s",
+            ]
+        )
         if not self.ranks:
             lines = [f"rank {rank}: {ending}" for rank, ending in enumerate(endings)]
             return "\n".join(
@@ -101,11 +109,21 @@ def link_text(settings: Settings) -> str:
     up, down = settings.up_bits_per_s, settings.down_bits_per_s
     if up is None or down is None:
         return "loopback, without limits"
-    return (
-        f"links of {rate_text(up)} each way"
-        if up == down
-        else f"links of {rate_text(up)} up and {rate_text(down)} down"
-    )
+    if up == down:
+        return f"links of {rate_text(up)} each way"
+    up_text, down_text = ("no limit" if math.isinf(rate) else rate_text(rate) for rate in (up, down))
+    return f"links of {up_text} up and {down_text} down"
+
+
+def scheme_texts(settings: Settings, readers: Sequence[int]) -> list[str]:
+    """Return the scheme that the ranks `readers` took, in words, and who where that is not all; [] where none was asked for."""
+    if settings.scheme is None:
+        return []
+    if len(readers) == settings.ranks:
+        return [f"scheme {settings.scheme}"]
+    if not readers:
+        return [f"scheme {settings.scheme} on no rank"]
+    return [f"scheme {settings.scheme} on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"]
 
 
 def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
@@ -117,7 +135,11 @@ def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
         for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
         if rate >= size or size == 1e3
     )
-    return [f"{significant(rate / size)} {unit}", f"{rate / limit:.0%}"]
+    return [f"{significant(rate / size)} {unit}", _share(rate, limit)]
+
+
+def _share(rate: float, limit: float) -> str:
+    return "-" if math.isinf(limit) else f"{rate / limit:.0%}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from sparsync.base.scheme_text import VARIABLE
+from sparsync.base.scheme_text import NOTE, VARIABLE
 from sparsync.lab.launch.settings import Settings
 
 # NCCL sees one machine, and would go through its memory, past the links.
 _THROUGH_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
-def variables(settings: Settings, rank: int, interface: str, address: str, port: int, run_id: str) -> dict[str, str]:
+def variables(
+    settings: Settings, rank: int, interface: str, address: str, port: int, run_id: str, note: Path | None = None
+) -> dict[str, str]:
     """Return what torchrun sets for this rank of one machine with all ranks, or, with `nodes`, of machines of one rank each.
 
-    `address` and `port` are those at which rank 0's process group listens.
+    `address` and `port` are those at which rank 0's process group listens; `note` is a file in which what reads the scheme says so.
     """
     P = settings.ranks
     local, locals_, node, nodes = (0, 1, rank, P) if settings.nodes else (rank, P, 0, 1)
@@ -36,7 +39,9 @@ def variables(settings: Settings, rank: int, interface: str, address: str, port:
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
-    } | ({VARIABLE: settings.scheme} if settings.scheme is not None else {})
+        **({} if settings.scheme is None else {VARIABLE: settings.scheme}),
+        **({} if note is None else {NOTE: str(note)}),
+    }
 
 
 def environment(set_here: Mapping[str, str], limited: bool) -> dict[str, str]:
