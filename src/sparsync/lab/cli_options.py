@@ -69,8 +69,8 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="processes, each with a link and an address of its own (default: 4)")
     add("--link", default="100mbit", help="rate of each rank's link, each way, or none (default: 100mbit)")
-    add("--up", default=None, metavar="RATE", help="what a rank sends at, where that is not --link")
-    add("--down", default=None, metavar="RATE", help="what a rank receives at, where that is not --link")
+    add("--up", default=None, metavar="RATE", help="what a rank sends at, or none, where that is not --link")
+    add("--down", default=None, metavar="RATE", help="what a rank receives at, or none, where that is not --link")
     add(
         "--scheme",
         default=None,

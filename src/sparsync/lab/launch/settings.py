@@ -1,12 +1,13 @@
 """What `sparsync launch` was asked for, checked before anything is started."""
 
+import math
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsync.lab.netlab import MAX_RANKS, parse_link, parse_rate
+from sparsync.lab.netlab import MAX_RANKS, parse_link
 
 MOST_EXACT_BITS_PER_S = (
     1e9  # of all links in one direction together; above, two cores do not keep up with single frames
@@ -15,13 +16,16 @@ MOST_EXACT_BITS_PER_S = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The command of each rank, and the links. `up_bits_per_s` and `down_bits_per_s` are None where nothing is limited."""
+    """The command of each rank, and the links.
+
+    `up_bits_per_s` and `down_bits_per_s` are None where nothing is limited; one of them is infinite where only the other one is.
+    """
 
     command: tuple[str, ...]
     ranks: int
     up_bits_per_s: float | None  # from a rank to the switch
     down_bits_per_s: float | None  # from the switch to a rank
-    scheme: str | None = None  # a text for SPARSYNC_SCHEME
+    scheme: str | None = None  # a text for SPARSYNC_SCHEME; None: it is not set
     nodes: bool = False  # each rank is a machine of its own to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
 
@@ -51,18 +55,15 @@ def settings_of_json(content: dict[str, Any]) -> Settings:  # Any: JSON
 
 
 def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, float | None]:
-    """Return the rates up and down in bits per second: those of `link`, or where given `up` and `down`; None for "none".
+    """Return the rates up and down in bits per second: those of `link`, or where given `up` and `down`.
 
-    Raises ValueError as `parse_rate`, and for `up` or `down` beside a link of "none".
+    A direction of "none" is infinitely fast; where both are, the rates are None. Raises ValueError as `parse_link`.
     """
-    both = parse_link(link)
-    if both is None:
-        if up is not None or down is not None:
-            raise ValueError(
-                "--up and --down are rates of a link, and --link none is to have none; leave one of them out"
-            )
+    found = [parse_link(link if own is None else own) for own in (up, down)]
+    if found == [None, None]:
         return None, None
-    return (both if up is None else parse_rate(up), both if down is None else parse_rate(down))
+    fast_up, fast_down = (math.inf if rate is None else rate for rate in found)
+    return fast_up, fast_down
 
 
 def checked_command(words: Sequence[str]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The emulated network: P ranks around one switch, each by a cable of limited rates, one each way; or no emulation at all."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,15 +24,15 @@ class Network:
     interface: str  # of every rank, under the same name; gloo: GLOO_SOCKET_IFNAME
     addresses: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]  # stands before a command to run it as that rank
-    up: TokenBucket | None  # each rank's link, from the rank to the switch
+    up: TokenBucket | None  # each rank's link, from the rank to the switch; None: no limit in this direction
     down: TokenBucket | None  # and from the switch to the rank
     anchors: tuple[int, ...] = ()  # the process that holds each rank's network stack alive; none over loopback
     switch: int | None = None  # the one that holds the switch's
 
     @property
     def limited(self) -> bool:
-        """True where the links are limited, so that times measured over them mean something."""
-        return self.up is not None
+        """True where the links are limited, in one direction at least, so that times measured over them mean something."""
+        return self.up is not None or self.down is not None
 
     def address(self, rank: int) -> str:
         """Return the IPv4 address of a rank, as every rank sees it."""
@@ -60,7 +61,7 @@ def network(
     """Yield a network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
 
     `down_bits_per_s`: the rate from the switch to each rank, where it is not the one from the rank to the switch, as with links that
-    download faster than they upload.
+    download faster than they upload. Either may be infinite, and that direction then has no limit; not both.
 
     `exact_framing` makes the interface count every frame. Without it up to 8 frames of a stream cross as one packet, whose headers are
     counted once (1.012 bytes per byte of payload instead of 1.068); the limit still charges them all. That is less work for the
@@ -69,7 +70,7 @@ def network(
     92 % beside other programs; at 1 Gbit/s 48 and 94 %, beside others 29 and 78 %.
 
     Stop the ranks' processes before leaving the block: those left behind keep running, cut off.
-    Raises ValueError for a number of ranks outside [1, 64] or a rate outside 1kbit to 100gbit, NetworkUnavailableError where the machine
+    Raises ValueError for a number of ranks outside [1, 64] or other rates outside 1kbit to 100gbit, NetworkUnavailableError where the machine
     or the user's rights do not allow it (`reexecution_prefix` gives an ordinary user a way).
     """
     if not 1 <= ranks <= MAX_RANKS:
@@ -81,9 +82,11 @@ def network(
             )
         yield Network("lo", ("127.0.0.1",) * ranks, ((),) * ranks, None, None)
         return
-    up = token_bucket(ranks, rate_bits_per_s, BATCH_FRAMES, splits_batches=exact_framing)
-    down_rate = rate_bits_per_s if down_bits_per_s is None else down_bits_per_s
-    down = token_bucket(ranks, down_rate, BATCH_FRAMES, splits_batches=exact_framing)
+    both = (rate_bits_per_s, rate_bits_per_s if down_bits_per_s is None else down_bits_per_s)
+    up, down = (
+        None if math.isinf(rate) and min(both) < rate else token_bucket(ranks, rate, BATCH_FRAMES, exact_framing)
+        for rate in both
+    )
     with namespaces(ranks + 1) as (switch, *anchors):
         _connect(switch, anchors, up, down)
         prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
@@ -91,13 +94,14 @@ def network(
         yield Network(INTERFACE, addresses, prefixes, up, down, tuple(anchors), switch)
 
 
-def _connect(switch: int, anchors: Sequence[int], up: TokenBucket, down: TokenBucket) -> None:
-    """Connect every rank to the switch by a cable, and limit both ends of it: each end limits the traffic that leaves it."""
+def _connect(switch: int, anchors: Sequence[int], up: TokenBucket | None, down: TokenBucket | None) -> None:
+    """Connect every rank to the switch by a cable, and limit the ends of it: each end limits the traffic that leaves it."""
     run_batches([(switch, "ip", _switch_lines(anchors))])
     run_batches([(anchor, "ip", _rank_lines(rank)) for rank, anchor in enumerate(anchors)])
-    to_ranks = [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))]
-    to_switch = [f"qdisc add dev {INTERFACE} {up.arguments()}"]
-    run_batches([(switch, "tc", to_ranks), *((anchor, "tc", to_switch) for anchor in anchors)])
+    if down is not None:
+        run_batches([(switch, "tc", [f"qdisc add dev port{rank} {down.arguments()}" for rank in range(len(anchors))])])
+    if up is not None:
+        run_batches([(anchor, "tc", [f"qdisc add dev {INTERFACE} {up.arguments()}"]) for anchor in anchors])
 
 
 def _switch_lines(anchors: Sequence[int]) -> list[str]:
