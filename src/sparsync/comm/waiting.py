@@ -120,9 +120,10 @@ def abort(group: dist.ProcessGroup) -> None:
             # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
             # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
             # what gloo does after a timeout, and on a tag that nobody else uses.
-            for i in range(1, group.size()):
+            others = (rank for rank in range(group.size()) if rank != group.rank())
+            for other in others:
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], (group.rank() + i) % group.size(), _TAG).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _place() -> tuple[int, int]:
