@@ -18,7 +18,7 @@ from sparsync.predict import probe_file
 from sparsync.predict.backward import timeline
 from sparsync.predict.probing import measure
 
-LEAST_S = 2.0
+LEAST_S = 1.0
 STEPS = 6  # of the job, of which the first does not count
 
 
