@@ -74,7 +74,7 @@ def test_what_measured_buckets_took_beyond_the_prediction_is_added_between_them_
         for n in (N, 2 * N, 3 * N, 4 * N)
     }
     measured = (ReducedBucket(N, plain[N].reduce_s), ReducedBucket(3 * N, plain[3 * N].reduce_s + 2.0))
-    probe = replace(PROBE, scheme=(SchemeTimes("dense", 0.0, measured),))
+    probe = replace(PROBE, scheme=(SchemeTimes("dense", 0.0, "", measured),))
     for n, beyond in ((N // 2, 0.0), (N, 0.0), (2 * N, 1.0), (3 * N, 2.0), (4 * N, 2.0)):
         bucket = replace(TWO_BUCKETS, bucket=(ReadyBucket(n, 2.0),))
         found, before = (advice.step("dense", Dense(), each, bucket) for each in (probe, PROBE))
