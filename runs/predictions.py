@@ -8,7 +8,7 @@
 The second set of probes tells what the machine does in an hour from what the prediction gets wrong; it may be left out. Each command is
 resumable: what lies in the folder is not measured again. `probe` runs `sparsync probe` for each number of ranks and link. `measure` runs
 `sparsync bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with two
-jobs. Predictions use the probe and the closed forms, and nothing of what was measured.
+jobs. Predictions use the probe and the closed forms, and of what was measured only how long the backward passes of sleeping layers were.
 """
 
 import argparse

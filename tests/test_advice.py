@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from sparsync import Bucket, Dense, TopK
 from sparsync.integrations.joining import Joining
+from sparsync.lab import workloads
 from sparsync.lab.advise import command, extra_steps
 from sparsync.lab.advise.extra_steps import Training
 from sparsync.lab.advise.replay import Deviation, deviations
@@ -34,6 +35,7 @@ from sparsync.predict.probe_file import (
     ReducedBucket,
     SchemeTimes,
 )
+from sparsync.predict.probed import ProbedNetwork
 
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
@@ -72,13 +74,47 @@ def test_what_measured_buckets_took_beyond_the_prediction_is_added_between_them_
         for n in (N, 2 * N, 3 * N, 4 * N)
     }
     measured = (ReducedBucket(N, plain[N].reduce_s), ReducedBucket(3 * N, plain[3 * N].reduce_s + 2.0))
-    probe = replace(PROBE, scheme=(SchemeTimes("dense", 0.0, measured),))
+    probe = replace(PROBE, scheme=(SchemeTimes("dense", 0.0, "", measured),))
     for n, beyond in ((N // 2, 0.0), (N, 0.0), (2 * N, 1.0), (3 * N, 2.0), (4 * N, 2.0)):
         bucket = replace(TWO_BUCKETS, bucket=(ReadyBucket(n, 2.0),))
         found, before = (advice.step("dense", Dense(), each, bucket) for each in (probe, PROBE))
         assert found.reduce_s == pytest.approx(before.reduce_s + beyond)
         other = advice.step("another method", Dense(), probe, bucket)
         assert other.reduce_s == before.reduce_s
+        assert (found.probed, other.probed) == (True, False)
+
+
+def test_settings_and_not_their_spelling_decide_which_buckets_count() -> None:
+    scheme = TopK(density=0.05, values="int8")
+    times = SchemeTimes("topk:values=int8:density=0.05", 0.0, scheme.config_fingerprint(), (ReducedBucket(N, 9.0),))
+    probe = replace(PROBE, scheme=(times,))
+    assert advice.measured_times("topk:density=0.05:values=int8", scheme, probe) == times
+    assert advice.measured_times("topk:values=int8:density=0.05", TopK(density=0.5, values="int8"), probe) is None
+
+
+def test_a_measured_bucket_counts_no_longer_than_a_larger_one_and_half_of_the_prediction_stays() -> None:
+    buckets = (ReducedBucket(N, 8.0), ReducedBucket(2 * N, 1e-6))
+    reduction = advice.Reduction(Dense(), PROBE, ProbedNetwork(PROBE), SchemeTimes("dense", 0.0, "", buckets))
+    for n in (N, 2 * N, 3 * N):
+        assert reduction.seconds(n) == reduction.expected_s(n) / 2
+
+
+def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
+    [plain] = parse_schemes("local_steps(every=4)/dense", 0.01)
+    long = SchemeTimes("dense", 0.0, Dense().config_fingerprint(), (ReducedBucket(2 * N, 100.0),))
+    before, after = (command.step(plain, each, TWO_BUCKETS) for each in (PROBE, replace(PROBE, scheme=(long,))))
+    assert (before.probed, after.probed) == (False, True)
+    expected = advice.Reduction(Dense(), PROBE, ProbedNetwork(PROBE), long).beyond_s(2 * N)
+    assert after.reduce_s == pytest.approx(before.reduce_s + expected / 4)
+
+
+def test_a_probe_of_another_model_than_the_job_is_refused(tmp_path: Path) -> None:
+    workload = workloads.get("gpt-tiny", width="32")
+    workload.prepare()
+    path = tmp_path / "gradients.pt"
+    torch.save(record(workload, 0, 2, 2), path)
+    with pytest.raises(ValueError, match="the model of the times has 2000 parameters, the job of --workload has"):
+        command.advise(PROBE, TWO_BUCKETS, parse_schemes("dense,bf16", 0.01), workload, path)
 
 
 @pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])
@@ -175,7 +211,8 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
-    assert "The probe has no buckets of dense, bf16, topk" in said
+    assert "~: the probe has no buckets of dense, bf16, topk" in said
+    assert "times beyond are guesses" not in said
     assert "is not known without --gradients" in said
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
     found = json.loads(capsys.readouterr().out)
@@ -187,12 +224,20 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     ("more", "expected"),
     [
         ([], "says nothing of a model"),
+        (["--steps", "0"], "--steps: takes a whole number above 0, got '0'"),
+        (
+            ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "dense,bf16,dense"],
+            "names one twice",
+        ),
         (["--parameters", "10"], "says nothing of a model"),
         (["--parameters", "0", "--forward-ms", "1", "--backward-ms", "1"], "--parameters must be at least 1"),
         (["--parameters", "9", "--forward-ms", "nan"], "--forward-ms: takes a finite number of 0 or more, got 'nan'"),
         (["--parameters", "9", "--optimizer-ms", "-1"], "--optimizer-ms: takes a finite number of 0 or more, got '-1'"),
         (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "topk"], "needs dense and bf16"),
-        (["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--gradients", "g.pt"], "go together"),
+        (
+            ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--gradients", "g.pt"],
+            "--gradients needs --workload",
+        ),
     ],
 )
 def test_wrong_arguments_are_said_so(

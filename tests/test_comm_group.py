@@ -14,6 +14,7 @@ from helpers.distributed import case, run
 from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm, ParameterSpan
+from sparsync.comm.announcement import Announcement
 from sparsync.core import Comm, generator
 
 pytestmark = pytest.mark.distributed
@@ -250,6 +251,31 @@ def test_a_killed_peer_is_an_error_that_does_not_wait_for_the_timeout(operation:
     results = run(survivor, 3, doomed=[1], operation=operation)
     for rank in (0, 2):
         assert f"rank {rank} of 3: " in results[rank]
+
+
+def error_is_kept() -> None:
+    comm = GroupComm.private(timeout_s=1000)
+    comm.announce(Announcement((0, 0, 0, 0), lambda: ["the same"], ""))
+    comm.settle()
+    dist.barrier()
+    if comm.rank == 1:
+        comm.close()
+    dist.barrier()
+    if comm.rank == 0:
+        time.sleep(0.3)  # rank 2 waits by now
+    if comm.rank != 1:
+        other = {0: 1, 2: 0}[comm.rank]
+        with pytest.raises(RuntimeError, match=f"rank {comm.rank} of 3: send_recv, sending to rank {other}") as kept:
+            comm.send_recv(torch.ones(9), other, torch.empty(9), other)
+        comm.close()
+        dist.barrier()
+        assert kept.tb is not None
+    else:
+        dist.barrier()
+
+
+def test_a_failure_ends_the_wait_of_others_though_its_error_refers_to_the_connections() -> None:
+    run(error_is_kept, 3)
 
 
 def closed_by_one() -> None:

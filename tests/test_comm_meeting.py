@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from sparsync.comm.meeting import Meeting, Store, StoreSilentError
 
@@ -82,6 +83,32 @@ def test_reports_of_a_failure_reach_all_and_none_stands_for_a_rank_that_is_silen
     first, second, _ = meetings(HashStore(), 3)
     found = together(lambda: first.report("this", "no memory", 0.3), lambda: second.report("this", "", 0.3))
     assert found == [["no memory", "", None]] * 2
+
+
+class Slow(PrefixStore):
+    """Answers late, and notes who has read."""
+
+    ended: ClassVar[list[str]] = []
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.1)
+        found = super().get(key)
+        self.ended.append("rank 1 has read")
+        return found
+
+
+def test_rank_0_whose_process_may_host_the_store_leaves_after_the_others_have_read() -> None:
+    shared, Slow.ended = HashStore(), []
+    first, second = Meeting(PrefixStore("", shared), "here", 0, 2), Meeting(Slow("", shared), "here", 1, 2)
+
+    def leave() -> list[str | None]:
+        reports = first.report("this", "no memory", 10.0)
+        Slow.ended.append("rank 0 has left")
+        return reports
+
+    found = together(leave, lambda: second.report("this", "", 10.0))
+    assert found == [["no memory", ""]] * 2
+    assert Slow.ended == ["rank 1 has read", "rank 1 has read", "rank 0 has left"]
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ PROBE = Probe(
     Latency(1e-4, 2e-4, 0.0, 1e4, 3e-5),
     Memory(1.5e10),
     (Kernel("select", 1e9, 2e-6),),
-    (SchemeTimes("topk:density=0.1", 0.001, (ReducedBucket(10, 0.5), ReducedBucket(90, 0.75))),),
+    (SchemeTimes("topk:density=0.1", 0.001, "TopK(...)", (ReducedBucket(10, 0.5), ReducedBucket(90, 0.75))),),
     Backward("gpt", 0.5, 1.0, 0.25, (ReadyBucket(10, 0.5), ReadyBucket(20, 1.0))),
 )
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sparsync.comm.announcement import Announcement, Announcements, RanksDifferError
 from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, asked, within
-from sparsync.comm.waiting import abort_on_interrupt, wait_each, was_interrupted
+from sparsync.comm.waiting import abort, abort_on_interrupt, wait_each, was_interrupted
 from sparsync.core import digest, spans, sum_in_rank_order
 
 
@@ -325,6 +325,9 @@ class GroupComm:
         except (RanksDifferError, ConnectionLostError):
             raise
         except RuntimeError as error:
+            if self._base is not None and self.group is not None:
+                # Now, and not when nothing refers to the group any more, as this error's traceback does while others wait for this rank.
+                abort(self.group)
             others = "" if self._announced or self._meeting is None else self.close_and_report("")
             text = f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}{others and f' ({others})'}"
             raise ConnectionLostError(text) from error

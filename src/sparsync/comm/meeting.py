@@ -17,6 +17,7 @@ POLL_S = 0.02  # between two looks at the other ranks' notes, at first
 SLOWEST_POLL_S = 0.2
 EXCERPT = 400  # characters of a fingerprint that an error shows
 LINGER_S = 2.0  # how long a rank that differs from others waits for them to find out
+STAY_S = 0.5  # how long rank 0 waits for the other ranks to have read the reports of a failure
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
 
 
@@ -171,10 +172,20 @@ class Meeting:
     def _report(self, prefix: str, cause: str, deadline: float) -> list[str | None]:
         keys, pause = [f"{prefix}/{rank}" for rank in range(self.size)], POLL_S
         self.store.set(keys[self.rank], cause)
-        while not self.store.check(keys) and time.monotonic() < deadline:
-            time.sleep(pause)
+        while not self.store.check(keys) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(pause, left))
             pause = min(1.5 * pause, SLOWEST_POLL_S)
-        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+        found = [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+        with suppress(RuntimeError):  # what was found is more than that the store is gone by now
+            self._stay_until_read(f"{prefix}/read", sum(each is not None for each in found))
+        return found
+
+    def _stay_until_read(self, key: str, reporting: int) -> None:
+        """On rank 0, whose process may host the store and end with its error, wait until all that have reported have read."""
+        read, deadline = self.store.add(key, 1), time.monotonic() + STAY_S
+        while self.rank == 0 and read < reporting and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            read = self.store.add(key, 0)
 
     def _key(self, rank: int) -> str:
         return f"{self.name}/at/{rank}"

@@ -118,9 +118,12 @@ def abort(group: dist.ProcessGroup) -> None:
         group.abort()
         if group._get_backend(torch.device("cpu")).name() == "gloo":
             # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
-            # and wakes them. Price: it rests on what gloo does after a timeout, and on a tag that nobody else uses.
-            other = (group.rank() + 1) % group.size()
-            group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
+            # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
+            # what gloo does after a timeout, and on a tag that nobody else uses.
+            others = (rank for rank in range(group.size()) if rank != group.rank())
+            for other in others:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], other, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _place() -> tuple[int, int]:

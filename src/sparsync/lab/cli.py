@@ -232,11 +232,16 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
             if probe.backward is None
             else "a model is --parameters, --forward-ms and --backward-ms together, or none of them for the one in the probe"
         )
-    if (options.gradients is None) != (options.workload is None):
-        raise ValueError("--gradients and --workload go together: the gradients are replayed with the job's optimizer")
+    if options.gradients is not None and options.workload is None:
+        raise ValueError("--gradients needs --workload: the gradients are replayed with the job's optimizer")
     workload = None if options.workload is None else workloads.get(options.workload, **_workload_options(options))
     if workload is not None:
         workload.prepare()
+    if options.schemes is None:
+        adamw = workload is not None and command.trained_by_adamw(workload)
+        options.schemes = ",".join(
+            (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
+        )
     choices = parse_schemes(options.schemes, options.density, options.skip)
     found = command.advise(probe, backward, choices, workload, options.gradients, options.seed, options.steps)
     if options.json is not None:

@@ -11,11 +11,16 @@ FRONTIER = (
     "oktopk:density=0.05:values=int4"
 )
 
-# What `sparsync advise` compares, and whose buckets a probe measures.
+# What `sparsync advise` compares, and besides local steps, and steps of AdamW for a job that AdamW trains.
 ADVISED = (
     "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,"
     "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
 )
+ADVISED_LOCAL = "local_steps(every=4)/two_shot:density=1.0:values=int4,local_steps(every=8)/dense"
+ADVISED_ADAMW = "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign"
+
+# Whose buckets a probe measures: what these reduce with.
+PROBED = f"{ADVISED},two_shot:density=0.072:values=sign"
 
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
 METHODS_HELP = (
@@ -90,9 +95,9 @@ def add_probe_options(parser: argparse.ArgumentParser) -> None:
     add_group_options(parser)
     add(
         "--schemes",
-        default=ADVISED,
+        default=PROBED,
         metavar="A,B:KEY=VALUE",
-        help=f"whose buckets are measured: those to be advised on (default: {ADVISED})",
+        help=f"whose buckets are measured: those to be advised on, with a density of 0.01 where none is given (default: {PROBED})",
     )
     add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
     add("--seconds", type=_positive, default=45.0, help="for the exchanges and kernels, about (default: 45)")
@@ -106,8 +111,9 @@ def add_advise_options(parser: argparse.ArgumentParser) -> None:
     add("--probe", type=Path, required=True, metavar="FILE.toml", help="the group, as `sparsync probe` has measured it")
     add("--gradients", type=Path, default=None, metavar="FILE", help="of the job, by `sparsync gradients`: extra steps")
     add("--seed", type=int, default=0, help="of the training whose gradients were recorded (default: 0)")
-    add("--steps", type=int, default=300, help="of the whole training, for its schedule (default: 300)")
-    add("--schemes", default=ADVISED, metavar="A,B:KEY=VALUE", help=f"{METHODS_HELP} (default: {ADVISED})")
+    add("--steps", type=_count, default=300, help="of the whole training, for its schedule (default: 300)")
+    advised = f"{ADVISED},{ADVISED_LOCAL}, and with --workload of AdamW {ADVISED_ADAMW}"
+    add("--schemes", default=None, metavar="A,B:KEY=VALUE", help=f"{METHODS_HELP} (default: {advised})")
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")
     add("--parameters", type=int, default=None, metavar="N", help="of the model, where the probe has none ([backward])")
@@ -203,6 +209,12 @@ def _count_or_share(text: str) -> int | float:
         raise ArgumentTypeError(
             f"takes a number of ranks, such as 1, or a share of them, such as 0.5, got {text!r}"
         ) from None
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise ArgumentTypeError(f"takes a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:

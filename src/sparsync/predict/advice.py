@@ -1,5 +1,6 @@
 """Predict training steps from a probe, compare schemes, and say in words which to use. Closed forms: nothing is sent or trained."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.plan import Plan
 from sparsync.predict import plans
 from sparsync.predict.network import Network
-from sparsync.predict.probe_file import Backward, Probe, ReducedBucket
+from sparsync.predict.probe_file import Backward, Probe, SchemeTimes
 from sparsync.predict.probed import ProbedNetwork
 from sparsync.predict.timeline import overlapped
 
@@ -29,6 +30,7 @@ class Step:
     sent_nbytes: float
     rounds: float
     state_nbytes: float
+    probed: bool = False  # the probe has buckets that this method reduced
 
     def bits(self, elements: int) -> float:
         """Return what a rank sends for each of `elements` parameters."""
@@ -76,24 +78,6 @@ def bucket_s(made: Plan, P: int, network: Network, probe: Probe, overhead_s: flo
     return exchanges + announced + compute_s(made, probe, overhead_s)
 
 
-def _correction(measured: Sequence[ReducedBucket], predicted: Callable[[int], float]) -> Callable[[int], float]:
-    """Return `predicted`, the seconds of a bucket of n elements, put right by buckets that were measured.
-
-    What these took beyond the prediction is added: linear in n between two of them, and that of the nearest one outside.
-    """
-    beyond = [(each.elements, each.seconds - predicted(each.elements)) for each in measured]
-
-    def seconds(n: int) -> float:
-        if not beyond:
-            return predicted(n)
-        low = max((each for each in beyond if each[0] <= n), default=beyond[0])
-        high = min((each for each in beyond if each[0] >= n), default=beyond[-1])
-        share = (n - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
-        return max(0.0, predicted(n) + low[1] + share * (high[1] - low[1]))
-
-    return seconds
-
-
 def compute_s(made: Plan, probe: Probe, overhead_s: float | None = None) -> float:
     """Return the seconds that a rank computes for a plan."""
     known = {each.kind: each for each in probe.kernel}
@@ -105,6 +89,60 @@ def compute_s(made: Plan, probe: Probe, overhead_s: float | None = None) -> floa
     work = sum(elements / known[kind].elements_per_s for kind, elements in made.kernels.items() if elements)
     fixed = sum(calls * known[kind].fixed_s for kind, calls in made.calls.items() if calls and kind in known)
     return work + (fixed if overhead_s is None else max(fixed, overhead_s))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What reducing buckets takes with one scheme on the ranks of a probe: by the closed form, and put right by buckets it has measured.
+
+    What measured buckets took beyond the closed form is added: linear in the elements between two of them, and that of the nearest one
+    below the smallest and above the largest. A bucket that took longer than a larger one counts as long as that. No more than half of the
+    closed form is taken off.
+    """
+
+    scheme: Scheme
+    probe: Probe
+    network: Network
+    measured: SchemeTimes | None
+    itemsize: int = 4
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Return the processor time of a bucket however small it is, where it was measured."""
+        return None if self.measured is None else self.measured.fixed_s
+
+    def plan(self, n: int) -> Plan:
+        """Return what the scheme does with a bucket of `n` elements."""
+        return plans.plan(self.scheme, n, self.probe.group.ranks, itemsize=self.itemsize)
+
+    def expected_s(self, n: int) -> float:
+        """Return the seconds of a bucket of `n` elements by the closed form."""
+        return bucket_s(self.plan(n), self.probe.group.ranks, self.network, self.probe, self.overhead_s)
+
+    def seconds(self, n: int) -> float:
+        """Return the seconds of a bucket of `n` elements."""
+        expected = self.expected_s(n)
+        return max(expected / 2, expected + self.beyond_s(n))
+
+    def beyond_s(self, n: int) -> float:
+        """Return what a bucket of `n` elements takes beyond the closed form; 0 where none was measured."""
+        least, beyond = math.inf, list[tuple[int, float]]()
+        for each in reversed(self.measured.bucket if self.measured else ()):
+            least = min(least, each.seconds)
+            beyond.insert(0, (each.elements, least - self.expected_s(each.elements)))
+        if not beyond:
+            return 0.0
+        low = max((each for each in beyond if each[0] <= n), default=beyond[0])
+        high = min((each for each in beyond if each[0] >= n), default=beyond[-1])
+        share = (n - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        return low[1] + share * (high[1] - low[1])
+
+
+def measured_times(label: str, scheme: Scheme, probe: Probe) -> SchemeTimes | None:
+    """Return what the probe has measured with exactly these settings of a scheme; by its label where the file has no settings."""
+    settings = scheme.config_fingerprint()
+    found = (each for each in probe.scheme if (each.settings == settings if each.settings else each.scheme == label))
+    return next((each for each in found if each.bucket), None)
 
 
 def step(
@@ -130,33 +168,29 @@ def step(
         if scheme.has_residual and join_mb
         else [[place] for place in range(len(sizes))]
     )
-    made = [plans.plan(scheme, sum(sizes[place] for place in group), P, itemsize=itemsize) for group in groups]
+    counts = [sum(sizes[place] for place in group) for group in groups]
     ready = [backward.forward_s + max(backward.bucket[place].ready_s for place in group) for group in groups]
     # Joining copies each gradient into the joined bucket and back.
-    copies = [4.0 * itemsize * sum(sizes[place] for place in group) if len(group) > 1 else 0.0 for group in groups]
-    measured = next((each for each in probe.scheme if each.scheme == label), None)
-    overhead_s = None if measured is None else measured.fixed_s
-    computing = [compute_s(each, probe, overhead_s) for each in made]
-
-    def predicted(n: int) -> float:
-        return bucket_s(plans.plan(scheme, n, P, itemsize=itemsize), P, network, probe, overhead_s)
-
-    corrected = _correction(measured.bucket if measured else (), predicted)
+    copies = [4.0 * itemsize * n if len(group) > 1 else 0.0 for n, group in zip(counts, groups, strict=True)]
+    reduction = Reduction(scheme, probe, network, measured_times(label, scheme, probe), itemsize)
+    made = [reduction.plan(n) for n in counts]
     reducing = [
-        corrected(sum(sizes[place] for place in group)) + copied / probe.memory.bytes_per_s
-        for group, copied in zip(groups, copies, strict=True)
+        reduction.seconds(n) + copied / probe.memory.bytes_per_s for n, copied in zip(counts, copies, strict=True)
     ]
-    total = sum(reducing)
     if crowded is None:
         ranks_per_host = -(-P // max(1, probe.group.hosts))
         crowded = probe.group.device == "cpu" and probe.group.cores < 2 * ranks_per_host
-    steals = sum(computing) / total if crowded and total else 0.0
+    expected_s = sum(map(reduction.expected_s, counts))
+    computing_s = sum(compute_s(each, probe, reduction.overhead_s) for each in made)
+    steals = computing_s / expected_s if crowded and expected_s else 0.0
     end = backward.forward_s + max(backward.backward_s, *(each.ready_s for each in backward.bucket))
     line = overlapped(ready, reducing, end, backward.optimizer_s, steals=min(1.0, steals))
     whole = sum(made, Plan())
     sent = sum(each.nbytes for each in (*whole.exchanges, *whole.beside))
     rounds = sum(each.rounds for each in whole.exchanges)
-    return Step(label, line.step_s, total, line.hidden, sent, rounds, whole.state_nbytes)
+    return Step(
+        label, line.step_s, sum(reducing), line.hidden, sent, rounds, whole.state_nbytes, reduction.measured is not None
+    )
 
 
 def verdict(steps: Mapping[str, Step], extra: Mapping[str, Extra], worth: float = WORTH) -> Verdict:

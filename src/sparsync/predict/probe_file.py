@@ -89,8 +89,9 @@ class ReducedBucket:
 class SchemeTimes:
     """What buckets take with one scheme: the processor time of a tiny one, without waiting, and the whole time of some sizes."""
 
-    scheme: str
+    scheme: str  # as it was written for the probe
     fixed_s: float  # of the thread that reduces
+    settings: str = ""  # all of the scheme's, the defaults too: two ways to write one scheme are one
     bucket: tuple[ReducedBucket, ...] = ()  # the smallest first
 
 
@@ -136,7 +137,12 @@ class Probe:
         for each in self.kernel:
             if each.kind not in KERNELS:
                 raise ProbeFileError(f"the kind of a kernel must be one of {', '.join(KERNELS)}, got {each.kind!r}")
+        labels = [each.scheme for each in self.scheme]
         for each in self.scheme:
+            if labels.count(each.scheme) > 1:
+                raise ProbeFileError(f"the scheme {each.scheme} is there twice; leave one out")
+            if any(bucket.elements < 1 or bucket.seconds <= 0 for bucket in each.bucket):
+                raise ProbeFileError(f"the buckets of {each.scheme} must have elements and seconds above 0")
             sizes_of = [bucket.elements for bucket in each.bucket]
             if sizes_of != sorted(set(sizes_of)):
                 raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {sizes_of}")

@@ -44,7 +44,8 @@ DENSITY = 0.01  # of what the kernels select
 KERNEL_S = 0.15  # for one kind of work at one size
 PARTS = 4  # that are decoded and added up
 SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
-SCHEME_ROUNDS, BATCH = (4, 2, 10), 4  # buckets to warm up with, and batches that are counted: fewest and most
+SCHEME_ROUNDS, BATCH = (4, 3, 10), 4  # buckets to warm up with, and batches that are counted: fewest and most
+OVER = 8.0  # times its share of the time that a size may take
 _WARM = 0.97  # as the library's hint of where to look for the largest elements
 
 Tell = Callable[[str, float], None]
@@ -89,8 +90,8 @@ def measure(
     memory, kernel = _kernels(bench)
     times, each_s = [], SCHEMES_SHARE * budget_s / max(1, len(schemes) * len(SCHEME_N))
     for number, (label, scheme) in enumerate(schemes.items()):
-        tell(f"buckets with {label}", 0.75 + 0.25 * number / len(schemes))
-        times.append(_scheme_times(bench, label, scheme, each_s))
+        done = 0.75 + 0.25 * number / len(schemes)
+        times.append(_scheme_times(bench, label, scheme, each_s, lambda text, done=done: tell(text, done)))
     return Measured(tuple(operations), latency, memory, kernel, tuple(times))
 
 
@@ -332,20 +333,29 @@ def _spread(k: int, length: int, start: int, bench: _Bench) -> Sparse:
     return Sparse(index, torch.ones(k, device=bench.device), length)
 
 
-def _scheme_times(bench: _Bench, label: str, scheme: Scheme, within_s: float) -> SchemeTimes:
-    """Return what reducing buckets takes with `scheme`, each as an integration has it: announced, reduced, and the announcements read."""
-    fixed_s, buckets = 0.0, []
+def _scheme_times(
+    bench: _Bench, label: str, scheme: Scheme, within_s: float, tell: Callable[[str], None]
+) -> SchemeTimes:
+    """Return what reducing buckets takes with `scheme`, each as an integration has it: announced, reduced, and the announcements read.
+
+    Sizes that would take much longer than `within_s` are left out, but for the smallest.
+    """
+    fixed_s, buckets = 0.0, list[ReducedBucket]()
     for n in SCHEME_N:
-        processor_s, seconds = _reductions(bench, scheme, n, within_s)
+        tell(f"buckets of {n} elements with {label}")
+        found = _reductions(bench, scheme, n, within_s, always=not buckets)
+        if found is None:
+            break
+        processor_s, seconds = found
         fixed_s = fixed_s or processor_s
         buckets.append(ReducedBucket(n, rounded(seconds)))
-    return SchemeTimes(label, rounded(fixed_s), tuple(buckets))
+    return SchemeTimes(label, rounded(fixed_s), scheme.config_fingerprint(), tuple(buckets))
 
 
-def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float) -> tuple[float, float]:
+def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float, always: bool) -> tuple[float, float] | None:
     """Return what a bucket of `n` elements takes of a batch, the median batch: processor seconds of this thread, and seconds in all.
 
-    Both are of the slowest rank.
+    Both are of the slowest rank. None where the fewest batches would take OVER times `within_s`, unless `always`.
     """
     source = torch.Generator().manual_seed(bench.comm.rank)
     warmup, fewest, most = SCHEME_ROUNDS
@@ -362,7 +372,11 @@ def _reductions(bench: _Bench, scheme: Scheme, n: int, within_s: float) -> tuple
             bench.finish()
             own.append((time.thread_time() - worked, time.perf_counter() - began))
 
-    rounds(warmup)
+    rounds(1)
+    slowest_s = max(bench.slowest([own[-1][1]]))
+    if not always and slowest_s * (warmup + BATCH * fewest) > OVER * within_s:
+        return None
+    rounds(warmup - 1)
     slowest_s = max(bench.slowest([own[-1][1]]))
     rounds(BATCH * min(most, max(fewest, int(within_s / slowest_s / BATCH))))
     # Of one bucket a rank's time has its wait for the others, which the next bucket does not have: only the rate of several counts.

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from sparsync.lab.advise import extra_steps
 from sparsync.lab.advise.replay import deviations
 from sparsync.lab.report.format import significant
-from sparsync.lab.scheme_choice import SchemeChoice
-from sparsync.lab.traffic.stream import recorded
+from sparsync.lab.scheme_choice import SchemeChoice, check_labels
+from sparsync.lab.traffic.stream import Recorded, recorded
+from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload
 from sparsync.predict import advice, plans
 from sparsync.predict.advice import Extra, Step, Verdict
@@ -20,6 +21,7 @@ from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync.predict.probed import ProbedNetwork
 
 BASELINES = ("dense", "bf16")
+FAR = 32  # times the largest measured exchange, beyond which a prediction is marked as a guess
 HEADS = (
     "method",
     "ms a step",
@@ -41,6 +43,21 @@ class Advice:
     steps: Mapping[str, Step]
     extra: Mapping[str, Extra]  # of those methods whose effect was measured, and of those that change nothing
     verdict: Verdict
+
+
+def _check_one_model(workload: Workload, backward: Backward, stream: Recorded) -> None:
+    """Raise ValueError where the probe's model, the job and the recorded gradients are not of one size."""
+    counts = {
+        "the model of the times": sum(each.elements for each in backward.bucket),
+        "the job of --workload": sum(each.numel() for each in one_process.trained_parameters(workload.model(0))),
+        "the gradients of --gradients": stream.layout[-1].span.stop,
+    }
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{what} has {count} parameters" for what, count in counts.items())
+        raise ValueError(
+            f"{found}; they must be of one model: probe with the same --workload and --option, and record its gradients by "
+            "`sparsync gradients`"
+        )
 
 
 def even_backward(elements: int, bucket_mb: float, forward_s: float, backward_s: float, optimizer_s: float) -> Backward:
@@ -80,6 +97,7 @@ def advise(
     worth: float = advice.WORTH,
 ) -> Advice:
     """Predict every method, and say which to use. With `workload` and `gradients`, recorded of it, also how many steps each needs."""
+    check_labels(choices)
     have = [choice.label for choice in choices]
     missing = [label for label in BASELINES if label not in have]
     if missing:
@@ -89,7 +107,9 @@ def advise(
     if gradients is not None and workload is not None:
         lossy = [choice for choice in choices if choice.label not in extra]
         curve = extra_steps.curve(adaptive(workload))
-        found = deviations(workload, seed, recorded(gradients), lossy, total_steps)
+        stream = recorded(gradients)
+        _check_one_model(workload, backward, stream)
+        found = deviations(workload, seed, stream, lossy, total_steps)
         extra |= {choice.label: curve.extra(each) for choice, each in zip(lossy, found, strict=True)}
     known = {label: each for label, each in steps.items() if label in extra}
     verdict = advice.verdict(known, extra, worth)
@@ -112,6 +132,12 @@ def adaptive(workload: Workload) -> bool:
     return not isinstance(optimizer, SGD)
 
 
+def trained_by_adamw(workload: Workload) -> bool:
+    """Return whether the job's optimizer is one that steps of AdamW take over."""
+    optimizer, _ = workload.optimizer(workload.model(0), 1)
+    return isinstance(optimizer, AdamW)
+
+
 def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Network | None = None) -> Step:
     """Return the prediction of a step of one method: under DistributedDataParallel, or of local steps or steps of AdamW."""
     scheme = choice.make()
@@ -119,6 +145,8 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Networ
         return advice.step(choice.label, scheme, probe, backward, network=network)
     P, elements = probe.group.ranks, sum(each.elements for each in backward.bucket)
     network = network or ProbedNetwork(probe)
+    measured = advice.measured_times(choice.label.partition("/")[2], scheme, probe)
+    beyond_s = advice.Reduction(scheme, probe, network, measured).beyond_s(elements)
     settings = choice.local
     if choice.steps == "local_steps":
         every = int(settings["every"])
@@ -127,7 +155,8 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Networ
     else:
         every, delay = 1, 0
         made = plans.adamw_steps(scheme, [elements], P, measure_every=int(settings.get("measure_every", 8)))
-    reduce_s = advice.bucket_s(made, P, network, probe) / every
+    exchange_s = advice.bucket_s(made, P, network, probe)
+    reduce_s = max(exchange_s / 2, exchange_s + beyond_s) / every
     end = backward.forward_s + max(backward.backward_s, *(each.ready_s for each in backward.bucket))
     computing = end + backward.optimizer_s
     exposed = max(0.0, reduce_s - delay * computing / every)
@@ -135,7 +164,9 @@ def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Networ
     mean = plans.averaged(made, every)
     sent = sum(each.nbytes for each in (*mean.exchanges, *mean.beside))
     rounds = sum(each.rounds for each in mean.exchanges)
-    return Step(choice.label, computing + exposed, reduce_s, hidden, sent, rounds, made.state_nbytes)
+    return Step(
+        choice.label, computing + exposed, reduce_s, hidden, sent, rounds, made.state_nbytes, measured is not None
+    )
 
 
 def table(found: Advice) -> list[tuple[str, ...]]:
@@ -153,7 +184,7 @@ def table(found: Advice) -> list[tuple[str, ...]]:
         rows.append(
             (
                 label,
-                significant(1e3 * each.step_s),
+                f"{'' if each.probed else '~'}{significant(1e3 * each.step_s)}",
                 f"{100 * each.hidden:.0f} %",
                 f"{dense / each.step_s:.2f}",
                 f"{bf16 / each.step_s:.2f}",
@@ -188,12 +219,18 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
         "that holds 80 % of the trainings it was fitted to. It leaves out what local steps do to later gradients, and other learning",
         "rates than the job's own.",
     ]
-    measured = {each.scheme for each in probe.scheme if each.bucket}
-    unknown = [label for label in found.steps if label not in measured]
+    unknown = [label.rpartition("/")[2] for label, each in found.steps.items() if not each.probed]
     if unknown:
         notes.append(
-            f"The probe has no buckets of {', '.join(unknown)}, so their times come from its exchanges and kernels alone; probe with "
-            "--schemes for better ones."
+            f"~: the probe has no buckets of {', '.join(dict.fromkeys(unknown))}, so these times come from its exchanges and kernels "
+            "alone, and are often too short; probe with them in --schemes."
+        )
+    largest = max(each.elements for each in backward.bucket)
+    reached = max((each.nbytes for each in probe.operation), default=0)
+    if 4 * largest > FAR * reached:
+        notes.append(
+            f"The largest bucket has {4 * largest} bytes, and the probe's exchanges end at {reached}: times beyond are guesses; probe for "
+            "longer (--seconds)."
         )
     return "\n".join([head, "", *lines, "", *notes, "", found.verdict.why])
 

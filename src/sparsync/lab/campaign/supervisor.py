@@ -22,7 +22,7 @@ GRACE_S = 6.0  # after the timeout: exchanging causes takes up to 3 s, and the m
 TRAIN_S = 60.0  # for a training that nothing disturbs
 END_S = 15.0  # for a process to end once it has its error
 RATE_BITS_PER_S = 1e9  # of the links of a partition
-STACKS = 1500  # characters
+STACKS = 6000  # characters: each thread's stack begins where it waits, and the main thread's comes last
 MESSAGE = 1000
 PRELOADED = [
     "torch._dynamo",

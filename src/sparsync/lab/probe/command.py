@@ -129,12 +129,6 @@ def _print(found: probe_file.Probe) -> None:
             f"{each.kind}, million elements/s, and us a call": f"{1e-6 * each.elements_per_s:.3g}, {1e6 * each.fixed_s:.3g}"
             for each in found.kernel
         },
-        **{
-            f"{each.scheme}, ms of a bucket (elements)": ", ".join(
-                f"{1e3 * bucket.seconds:.3g} ({bucket.elements})" for bucket in each.bucket
-            )
-            for each in found.scheme
-        },
     }
     backward = found.backward
     if backward is not None:
@@ -146,3 +140,16 @@ def _print(found: probe_file.Probe) -> None:
     for name, value in figures.items():
         rows.add_row(name, value)
     console.print(rows)
+    counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
+    if not counts:
+        return
+    buckets = Table(
+        title="Milliseconds of a bucket of so many elements", title_justify="left", box=None, header_style=""
+    )
+    buckets.add_column("scheme", overflow="fold")
+    for count in counts:
+        buckets.add_column(str(count), justify="right")
+    for each in found.scheme:
+        known = {bucket.elements: f"{1e3 * bucket.seconds:.3g}" for bucket in each.bucket}
+        buckets.add_row(each.scheme, *(known.get(count, "") for count in counts))
+    console.print(buckets)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from sparsync.comm.group import GroupComm
 from sparsync.lab import workloads
-from sparsync.lab.scheme_choice import parse_schemes
+from sparsync.lab.scheme_choice import check_labels, parse_schemes
 from sparsync.lab.workers.process import Emit, Place
 from sparsync.lab.workloads.base import Workload, loss_of
 from sparsync.predict import probe_file
 from sparsync.predict.backward import timeline
 from sparsync.predict.probing import measure
 
+LEAST_S = 1.0
 STEPS = 6  # of the job, of which the first does not count
 
 
@@ -43,9 +44,19 @@ class Request:
                 f"--seconds, --timeout and --bucket-mb must be finite and above 0, got {self.seconds}, {self.timeout_s} and "
                 f"{self.bucket_mb}"
             )
-        local = [choice.label for choice in parse_schemes(self.schemes, 0.01) if choice.local is not None]
+        if self.seconds < LEAST_S:
+            raise ValueError(
+                f"--seconds must be at least {LEAST_S:g}, got {self.seconds:g}: in less nothing but bursts is measured"
+            )
+        choices = parse_schemes(self.schemes, 0.01)
+        check_labels(choices)
+        local = [choice.label for choice in choices if choice.local is not None]
         if local:
-            raise ValueError(f"a probe measures schemes by themselves, got the steps around one: {', '.join(local)}")
+            inner = ", ".join(label.partition("/")[2] for label in local)
+            raise ValueError(
+                f"a probe measures schemes by themselves, got the steps around one: {', '.join(local)}; give what is behind the "
+                f"stroke, {inner}, which predictions of both use"
+            )
         if self.workload is None:
             return None
         workload = workloads.get(self.workload, **self.options)
