@@ -1,6 +1,8 @@
 """Schemes as a text, from a program and from the environment: what is made, and what an error says."""
 
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from torch import nn
 
 import sparsync
 from helpers import distributed
-from sparsync.base.scheme_text import VARIABLE, scheme_of_environment
+from sparsync.base.scheme_text import NOTE, VARIABLE, scheme_of_environment
+from sparsync.lab import workloads
 
 
 @pytest.mark.parametrize(
@@ -32,8 +35,17 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
     [
         ("topq", r"unknown scheme 'topq'.*did you mean 'topk'"),
         ("topk:densty=0.1", r"'topk' has no setting 'densty'.*did you mean 'density'"),
-        ("topk:density=2.0", "density must be"),
+        ("topk:density=2.0", "scheme 'topk:density=2.0' cannot be made: density must be"),
         ("topk:density=", r"'density' has no value in 'topk:density='"),
+        ("topk:density", r"the setting 'density' has no value in 'topk:density'; write density=VALUE"),
+        ("topk.published:density", r"'density' has no value in 'topk\.published:density'"),
+        ("topk:values=int4:density", r"'density' has no value in 'topk:values=int4:density'"),
+        ("topk:density:values=int4", r"'density' has no value in 'topk:density'"),
+        ("topk:0.1", r"settings of the scheme 'topk' are written topk:KEY=VALUE, got 'topk:0\.1'"),
+        (
+            "topk:density=a",
+            r"scheme 'topk:density=a' cannot be made: density must be a number.*see `sparsync schemes topk`",
+        ),
         ("topk:density=some", r"density must be a number in \(0, 1\].*got 'some' of type str"),
         ("topk:density=true", r"density must be a number in \(0, 1\].*got True of type bool"),
         ("topk:density=0.1:density=0.2", r"'density' stands twice in 'topk:density=0\.1:density=0\.2'"),
@@ -50,6 +62,26 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
 def test_a_text_that_names_no_scheme_is_refused_with_the_cure(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sparsync.scheme(text)
+
+
+def test_a_module_or_file_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sidco.py").write_text("from sparsync import TopK\ndensity = TopK\nmake = TopK\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("sidco:make", "sidco.py:make", "sidco:density"):
+        assert sparsync.scheme(f"{name}:density=0.5") == sparsync.TopK(density=0.5)
+    assert sparsync.scheme("sidco:density=0.5").name == "sidco"
+    monkeypatch.delitem(sys.modules, "sidco")
+
+
+def test_a_file_without_a_class_lists_its_classes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Second: ...\nclass First: ...\n")
+    for make in (sparsync.scheme, workloads.get):
+        with pytest.raises(ValueError, match=r"mine\.py:CLASS; classes defined there are: First, Second"):
+            make(str(file))
+    with pytest.raises(ValueError, match=r"no file .*none\.py"):
+        workloads.get(str(tmp_path / "none.py"))
 
 
 @pytest.mark.parametrize("given", [None, 0.1, sparsync.TopK(0.1)])
@@ -78,6 +110,19 @@ def test_the_environment_names_the_scheme_and_dense_where_it_does_not(monkeypatc
     monkeypatch.setenv(VARIABLE, "topq")
     with pytest.raises(ValueError, match="SPARSYNC_SCHEME=topq: unknown scheme 'topq'"):
         scheme_of_environment()
+
+
+def test_what_reads_the_scheme_notes_it_in_a_file_that_is_there_and_makes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "note"
+    monkeypatch.setenv(VARIABLE, "topk:density=0.5")
+    monkeypatch.setenv(NOTE, str(note))
+    scheme_of_environment()
+    assert not note.exists()
+    note.touch()
+    scheme_of_environment()
+    assert note.read_text() == "topk:density=0.5\n"
 
 
 def attached_in_each_way() -> list[object]:

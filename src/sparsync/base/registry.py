@@ -7,7 +7,6 @@ looked at.
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base.locate import installed, locate
@@ -160,21 +159,22 @@ def check_settings(name: str, keys: Iterable[str]) -> None:
     known = list(settings(name))
     for key in keys:
         if key not in known:
-            raise ValueError(_no_setting(name, key, known))
+            raise ValueError(
+                f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
+            )
 
 
-def _no_setting(name: str, key: str, known: list[str]) -> str:
-    return f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
+def without_value(key: str, text: str) -> str:
+    """Return the message for a setting that has no value in the text of a scheme."""
+    return f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out"
 
 
 def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is one
     if ":" in name or name.endswith(".py"):
         try:
             return locate(name, "scheme")
-        except ValueError:
-            if wrong := _setting_without_value(name):
-                raise ValueError(wrong) from None
-            raise
+        except ValueError as error:
+            raise ValueError(_no_class(name, error)) from error
     base = name.removesuffix(_PUBLISHED)
     if base not in _OURS:
         return locate(installed("scheme")[_known(name)], "scheme")
@@ -188,20 +188,14 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
     return found.published
 
 
-def _setting_without_value(text: str) -> str | None:
-    """Return what is wrong with "topk:density", the name of a scheme and a setting without a value; None for anything else.
-
-    `text` names no class: a module may be called as a scheme is, and its classes were looked up first.
-    """
+def _no_class(text: str, error: ValueError) -> str:
+    """Return what is wrong with a text in which `error` found no class: for "topk:density", that a setting has no value."""
     name, _, rest = text.partition(":")
     if name.removesuffix(_PUBLISHED) not in names():
-        return None
-    key, known = rest.partition(":")[0], list(settings(name))
-    if key in known:
-        return f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out"
-    if not key[:1].isupper() and find_spec(name.partition(".")[0]) is None:  # neither a class nor in a module
-        return f"{_no_setting(name, key, known)}; settings are written {name}:KEY=VALUE, got {text!r}"
-    return None
+        return str(error)
+    if (key := rest.partition(":")[0]) in settings(name):
+        return without_value(key, text)
+    return f"settings of the scheme {name!r} are written {name}:KEY=VALUE, got {text!r}; as a class: {error}"
 
 
 def _known(name: str) -> str:

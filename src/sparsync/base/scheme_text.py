@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base import registry
@@ -58,7 +59,7 @@ def scheme_of_environment() -> "Scheme":
     """
     text = os.environ.get(VARIABLE, "").strip()
     if note := os.environ.get(NOTE):
-        with suppress(OSError), open(note, "r+") as file:  # r+ makes no file: this one is gone where the launch is over
+        with suppress(OSError), Path(note).open("r+") as file:  # r+ makes no file: it is gone when the launch is over
             file.write(f"{text}\n")
     try:
         return scheme(text or DEFAULT)
@@ -83,7 +84,7 @@ def by_key(settings: Iterable[str], text: str) -> dict[str, Any]:  # Any: as `_v
         if key in values:
             raise ValueError(f"the setting {key!r} stands twice in {text!r}; leave one out")
         if value in ("", [""]):
-            raise ValueError(_without_value(key, text))
+            raise ValueError(registry.without_value(key, text))
         values[key] = value
     return values
 
@@ -96,9 +97,9 @@ def made(name: str, config: dict[str, Any], text: str = "") -> "Scheme":  # Any:
     text = text or ":".join([name, *(f"{key}={_written(value)}" for key, value in config.items())])
     registry.check_settings(name, config)
     for value in config.values():
-        key = value.rpartition(":")[2] if isinstance(value, str) and ":" in value else ""
-        if key in registry.settings(name):
-            raise ValueError(_without_value(key, text))
+        _, colon, key = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        if colon and key in registry.settings(name):  # "topk:values=int4:density"
+            raise ValueError(registry.without_value(key, text))
     try:
         return registry.get(name, **config)
     except (TypeError, ValueError) as error:
@@ -110,10 +111,6 @@ def setting(text: str) -> tuple[str, Any]:  # Any: as `_value`
     key, _, written = text.partition("=")
     value = _value(written)
     return key, [value] if key in LISTS and isinstance(value, str) else value
-
-
-def _without_value(key: str, text: str) -> str:
-    return f"the setting {key!r} has no value in {text!r}; write {key}=VALUE, or leave it out"
 
 
 def _written(value: Any) -> str:  # Any: as `_value`
