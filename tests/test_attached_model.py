@@ -291,6 +291,16 @@ def detached() -> None:
     handle.detach()
     handle.detach()
     assert len(handle.reports()) == 1 and handle.state_dict()["scheme"]["residual"]
+    assert "topk" in str(handle.summary())
+    changes = (
+        lambda: handle.set(density=0.2),
+        lambda: handle.set(density=0.1),
+        lambda: handle.switch(Dense()),
+        lambda: setattr(handle, "scheme", Dense()),
+    )
+    for change in changes:
+        with refused(RuntimeError, "this handle is detached; attach again"):
+            change()
     assert equal(gradients(model, 1), gradients(dense, 1))
     assert len(handle.reports()) == 1 and handle.closed
     # The residual is in the scheme, and goes on on the same model.

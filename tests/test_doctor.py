@@ -1,7 +1,12 @@
 """What cannot work together is named before training starts, with its cure."""
 
+import os
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +151,41 @@ def examined() -> None:
 
 def test_what_cannot_work_is_refused_with_its_cure_and_what_may_surprise_is_warned_of() -> None:
     run(examined, 1)
+
+
+WARNED = """
+import torch
+import torch.distributed as dist
+
+import sparsync
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+bare = torch.nn.Linear(64, 64)
+model = torch.nn.parallel.DistributedDataParallel(bare)
+optimizer = torch.optim.AdamW(bare.parameters())
+sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 11
+sparsync.GradientReducer(bare, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 12
+sparsync.ddp_comm_hook(sparsync.TopK(0.01), optimizer=optimizer)  # line 13
+"""
+
+
+def test_a_warning_points_at_the_line_of_the_user_and_at_the_documentation_not_at_a_file_of_the_repository(
+    tmp_path: Path,
+) -> None:
+    """In a program of its own: here annotations are executed, and a frame of that stands between."""
+    script = tmp_path / "train.py"
+    script.write_text(WARNED)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **paths},
+    )
+    assert done.returncode == 0, done.stderr
+    warned = re.findall(r"train\.py:(\d+): UserWarning: TopK leaves elements out.*", done.stderr)
+    assert warned == ["11", "12", "13"]
+    assert "the project's documentation" in done.stderr
+    assert "docs/" not in done.stderr

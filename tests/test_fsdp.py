@@ -240,6 +240,9 @@ def detached() -> None:
                 assert now[name] is state[name]
         assert len(handle.reports()) == 4
         assert handle.state_dict()["scheme"]["residual"].keys() == SHAPES.keys()
+        assert "oktopk" in str(handle.summary())
+        with pytest.raises(RuntimeError, match="this handle is detached; attach again"):
+            handle.set(density=0.25)
 
 
 def _units(net: Net) -> list[FSDPModule]:

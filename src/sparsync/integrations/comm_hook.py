@@ -1,6 +1,5 @@
 """The integration for trainers that register a communication hook themselves: DDP's pair of a state and a hook."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.integrations.ddp import DENSE_BELOW, JOIN_MB, DdpHandle, opened, reduce_bucket
-from sparsync.integrations.findings import given_or_default, optimizers, patterns
+from sparsync.integrations.findings import given_or_default, optimizers, patterns, warn_of
 from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_names import named_parameters
@@ -60,7 +59,7 @@ def ddp_comm_hook(
     check_free(scheme, module)
     names = [name for name, _ in named_parameters(module)] if module is not None else None
     for finding in [*optimizers(optimizer, scheme), *(patterns(names, scheme) if names is not None else ())]:
-        warnings.warn(str(finding), stacklevel=2)
+        warn_of(finding)
     make = partial(_opened, scheme, module, optimizer, scaler, timeout_s, join_mb, dense_below)
     return CommHook(HookState(group, make), reduce_bucket)
 

@@ -1,6 +1,5 @@
 """The integration for DistributedDataParallel: one hook, registered once."""
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, laid_out
 from sparsync.integrations.doctor import ddp_hook, doctor
-from sparsync.integrations.findings import given_or_default
+from sparsync.integrations.findings import given_or_default, warn_of
 from sparsync.integrations.handle import AttachedHandle
 from sparsync.integrations.hook_state import HookState
 from sparsync.integrations.joining import Joining
@@ -60,8 +59,9 @@ class DdpHandle(AttachedHandle):
     def detach(self) -> None:
         """Have DDP reduce dense from now on: the plain mean of each bucket, with nothing of ours. Call it on all ranks, between two steps.
 
-        Reports, summary and state stay readable. The residual stays in `handle.scheme`: attach that to the same model, and it goes on
-        where it was; attach a new scheme, and it is dropped. Safe to call again.
+        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. The residual stays in
+        `handle.scheme`: attach that to the same model, and it goes on where it was; attach a new scheme, and it is dropped. Safe to call
+        again.
         """
         self._dispatcher.flush()
         if (hook := self._hook()) is not None:
@@ -180,7 +180,7 @@ def attach(
     for finding in doctor(ddp_model, scheme, optimizer=optimizer):
         if finding.refused:
             raise finding.refused(str(finding))
-        warnings.warn(str(finding), stacklevel=2)
+        warn_of(finding)
     module = ddp_model.module
     check_free(scheme, module)
     names = {id(parameter): name for name, parameter in named_parameters(module)}

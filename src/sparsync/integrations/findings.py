@@ -1,6 +1,8 @@
 """The findings of a preflight, and the checks that all integrations share."""
 
+import inspect
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,6 +36,14 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.what}; {self.cure}"
+
+
+def warn_of(finding: Finding) -> None:
+    """Warn of a finding at the line that called into sparsync, however many of our own calls lie between."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sparsync":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(finding), stacklevel=level)
 
 
 def check_scheme(scheme: object) -> None:
@@ -135,7 +145,7 @@ def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]
         steps = "sparsync.AdamWSteps, or " if isinstance(inner, Adam) else ""
         yield Finding(
             f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
-            "clearly behind dense (see docs/frontier.md)",
+            "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
             f"use {steps}TwoShot(density=1.0, values='int4')",
         )
 

@@ -1,6 +1,5 @@
 """The integration for FSDP2: a reduce-scatter of ours on the shard axis, or an all-reduce hook on an axis of replicas."""
 
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
-from sparsync.integrations.findings import Axis, given_or_default
+from sparsync.integrations.findings import Axis, given_or_default, warn_of
 from sparsync.integrations.fsdp2_doctor import examine
 from sparsync.integrations.fsdp2_gather import ParameterGather
 from sparsync.integrations.fsdp2_units import (
@@ -57,7 +56,10 @@ class Fsdp2Handle(AttachedHandle):
         self._unused: list[tuple[Unit, bool]] = []  # units, and their setting for unused parameters before attach
 
     def detach(self) -> None:
-        """Give the model back as it was before `attach`; reports and state stay. Call it on all ranks, between two steps."""
+        """Give the model back as it was before `attach`. Call it on all ranks, between two steps.
+
+        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError.
+        """
         self._dispatcher.flush()
         for unit, before in self._unused:
             unit.reduce_unused(before)
@@ -351,7 +353,7 @@ def attach_fsdp2(
     for finding in examine(model, scheme, replicate, optimizer, parameters):
         if finding.refused:
             raise finding.refused(str(finding))
-        warnings.warn(str(finding), stacklevel=3)
+        warn_of(finding)
     units = units_of(model)
     replicas = replicate_axis(units, replicate)
     names, settings = {number: name for unit in units for number, name in unit.ids.items()}, scheme.config_fingerprint()

@@ -239,7 +239,7 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 def _lacks(what: str, since: str) -> Finding:
     return Finding(
         f"FSDP2 of torch {torch.__version__} does not take {what}",
-        f"install torch {since} or later; docs/versions.md says what works with which version",
+        f"install torch {since} or later; the project's documentation says on the page 'Where it runs' what works with which",
         RuntimeError,
     )
 

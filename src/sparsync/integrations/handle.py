@@ -89,8 +89,9 @@ class Handle:
         takes it only from another one with the same patterns. Otherwise what is held back would be lost:
         train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
-        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard axis),
-        TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be carried over.
+        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard
+        axis), TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be
+        carried over.
         """
         check_scheme(scheme)
         self._check_attached()
@@ -137,7 +138,7 @@ class Handle:
 
     def _check_attached(self) -> None:
         if self._detached:
-            raise RuntimeError("this handle is detached; attach again: sparsync.attach(model, scheme)")
+            raise RuntimeError("this handle is detached; attach again, with sparsync.attach(model, scheme)")
 
     def _use(self, scheme: Scheme) -> None:
         """Take what the integration itself has of a scheme from another one."""
@@ -311,8 +312,10 @@ class AttachedHandle(Handle):
         super().close()
 
     def detach(self) -> None:
-        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps; reports and state stay, and the
-        scheme of this handle cannot be changed any more."""
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps.
+
+        Reports, summary and state stay readable; the scheme of this handle cannot be changed any more.
+        """
         raise NotImplementedError
 
     def _hidden(self) -> Hidden:

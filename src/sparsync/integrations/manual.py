@@ -1,6 +1,5 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.integrations.findings import given_or_default, optimizers, sparse_embeddings, steps_in_backward
+from sparsync.integrations.findings import given_or_default, optimizers, sparse_embeddings, steps_in_backward, warn_of
 from sparsync.integrations.handle import Handle
 from sparsync.integrations.ownership import check_free, take
 from sparsync.integrations.parameter_names import named_parameters
@@ -63,7 +62,7 @@ class GradientReducer(Handle):
                 "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
             )
         for finding in optimizers(optimizer, scheme):
-            warnings.warn(str(finding), stacklevel=2)
+            warn_of(finding)
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         rescaler = ResidualRescaler(scheme, names, optimizer, scaler)
         comm = GroupComm.private(group, timeout_s, fingerprint=scheme.config_fingerprint())
