@@ -290,6 +290,20 @@ def test_records_are_kept_until_a_job_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_job_whose_loss_is_nan_from_the_first_step_on_ends_with_an_error_and_a_report_that_says_so(
+    tmp_path: Path,
+) -> None:
+    done = run(compare_job(f"{PLAIN_JOBS}:Undefined", tmp_path, schemes="dense,topk"))
+    assert done.returncode == 1
+    assert "sparsync: error: dense's training loss or held-out loss never was finite, not even at step 1" in done.stderr
+    said = " ".join(done.stdout.split())
+    assert "dense diverged with seed 0 (first at step 1)" in said
+    assert "topk (seed 0): its training loss or quality is NaN or infinite, first at step 1." in said
+    assert re.findall(r"(?<![\w-])[+-]?(?:nan|inf)(?!\w)", done.stdout) == []
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.slow
 def test_weights_that_differ_between_ranks_are_found_before_the_training(tmp_path: Path) -> None:
     done = run(compare_job(f"{PLAIN_JOBS}:OwnWeights", tmp_path))
     assert done.returncode == 1

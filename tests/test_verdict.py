@@ -1,5 +1,6 @@
 """The choice of a report: what to use at these ranks and links, why, with its quality, and when the plain all-reduce is better."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from helpers.made_results import BF16, DENSE, NETWORK, RUN, SPARSE, UNLIMITED, Made, run, write
 from sparsync.lab.report.format import banner
-from sparsync.lab.report.lead import behind_words, headline, lead
+from sparsync.lab.report.lead import behind_words, details, headline, lead, nothing_finite
 from sparsync.lab.report.results import Run, read
 from sparsync.lab.report.summary import Summary, summarise
 from sparsync.lab.report.tables import as_text
@@ -203,9 +204,9 @@ def test_where_dense_diverged_the_report_says_so_first_and_chooses_nothing(
 ) -> None:
     diverged = replace(DENSE, values=(*DENSE.values[:-1], end))
     found = summary(tmp_path, diverged, BF16, SPARSE, run=made)
-    assert " dense diverged with seed 0: at the end its perplexity is no finite number. So there is nothing" in lead(
-        found
-    )
+    said = "dense diverged with seed 0 (first at step 4): at the end its training loss or perplexity is NaN or infinite. So there is"
+    assert said in lead(found)
+    assert lead(found).endswith("give the job a lower learning rate, or clip its gradients.")
     assert not any(word in lead(found) for word in ("times as fast", "behind", "use dense"))
     assert headline(found) is None
 
@@ -215,3 +216,37 @@ def test_a_scheme_that_diverged_is_said_to_have_diverged(tmp_path: Path) -> None
     said = lead(summary(tmp_path, DENSE, BF16, diverged, run=NO_TARGET))
     assert "use dense bf16: no scheme was faster" in said
     assert said.endswith("; it diverged within 4 steps (one seed: its spread is unknown).")
+
+
+def test_a_loss_that_is_nan_at_the_first_step_is_told_and_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    """Also where the quality, such as an accuracy, stays finite."""
+    nan = float("nan")
+    for at, values in enumerate(((nan,) * 4, DENSE.values)):
+        found = summary(tmp_path / str(at), replace(DENSE, values=values, loss=nan), SPARSE)
+        assert "dense diverged with seed 0 (first at step 1)" in lead(found)
+        assert lead(found).endswith("look for NaN in the job's data and weights, or in its loss.")
+        assert "dense (seed 0): its training loss or quality is NaN or infinite, first at step 1." in found.notes
+        assert nothing_finite(found) == (
+            "dense's training loss or perplexity never was finite, not even at step 1, so nothing was compared; the report says more"
+        )
+
+
+def test_what_was_finite_with_one_seed_or_evaluation_was_compared(tmp_path: Path) -> None:
+    nan = replace(DENSE, loss=float("nan"))
+    assert nothing_finite(summary(tmp_path / "a", nan, replace(DENSE, seed=1))) is None
+    once = replace(DENSE, values=(400.0, *[float("nan")] * 3))
+    assert nothing_finite(summary(tmp_path / "b", once)) is None
+    assert nothing_finite(summary(tmp_path / "c", replace(nan, scheme="topk"))) is None
+    assert nothing_finite(summary(tmp_path / "d", replace(nan, values=()))) is None
+    never = replace(DENSE, values=(float("inf"),) * 4)
+    assert "never was finite, not even at step 1" in (nothing_finite(summary(tmp_path / "e", never)) or "")
+
+
+def test_tables_have_no_nan_and_no_infinity(tmp_path: Path) -> None:
+    diverged = replace(SPARSE, values=(float("inf"),) * 4, loss=float("nan"))
+    for at, made in enumerate(([DENSE, diverged], [replace(DENSE, values=diverged.values), SPARSE])):
+        found = summary(tmp_path / str(at), *made)
+        assert not re.search(r"\b(nan|inf)\b", as_text(found))
+    assert "At the end the perplexity was 90.00 with dense, NaN or infinite with topk." in details(
+        summary(tmp_path / "words", DENSE, diverged, run=NO_TARGET)
+    )

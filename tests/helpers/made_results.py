@@ -48,6 +48,7 @@ class Made:
 
     scheme: str
     values: tuple[float, ...]  # quality after each step
+    loss: float = 2.0  # of each step
     step_s: float = 1.0
     seed: int = 0
     compute_s: float = 0.25
@@ -72,7 +73,7 @@ class Made:
                 Step(
                     **who,
                     step=step,
-                    loss=2.0,
+                    loss=self.loss,
                     seconds=seconds,
                     step_s=self.step_s,
                     wait_s=self.wait_s,

@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab.compare.comparison import compare, compare_on_hosts
     from sparsync.lab.netlab import restart_with_rights
+    from sparsync.lab.report.page import check_finite
 
     hosts = _on_hosts(options)
     settings = _settings(options)
@@ -149,6 +150,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
             restart_with_rights("sparsync.lab.cli", arguments)
         compare(settings, options.out, ["sparsync", *arguments])
     _report(argparse.Namespace(folder=options.out, within=options.within), arguments)
+    check_finite(options.out)
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
 docs/measuring.md has the reasons for their sizes.
 """
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,7 @@ def _cells(found: Summary, scheme: SchemeFigures) -> Iterator[str]:
 
 
 def _text(spread: Spread | None, text: Callable[[float], str]) -> str:
-    return NOTHING if spread is None else text(spread.median)
+    return NOTHING if spread is None or not math.isfinite(spread.median) else text(spread.median)
 
 
 def _markdown(table: Table) -> str:

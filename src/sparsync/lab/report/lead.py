@@ -14,7 +14,7 @@ from sparsync.lab.report.format import (
     times_text,
 )
 from sparsync.lab.report.results import Run
-from sparsync.lab.report.summary import SchemeFigures, Spread, Summary
+from sparsync.lab.report.summary import SchemeFigures, SeedFigures, Spread, Summary
 from sparsync.lab.report.verdict import WITHIN, Verdict, fewest_bits, ratio_of, seconds_of, verdict
 
 
@@ -49,6 +49,17 @@ def details(summary: Summary) -> str:
     if not any(scheme.reached for scheme in summary.schemes):
         return f"No scheme reached {target_text(run)}. {_ends(summary)}"
     return " ".join(_missed(run, scheme) for scheme in summary.schemes if _fell_short(scheme))
+
+
+def nothing_finite(summary: Summary) -> str | None:
+    """Return that dense never was finite, so that nothing was compared; None where it was with a seed, or has not run."""
+    dense = summary.scheme("dense")
+    seeds = [seed for seed in dense.seeds if seed.steps] if dense else []
+    if not seeds or any(seed.ever_finite for seed in seeds):
+        return None
+    first = min(seed.nonfinite_step or 1 for seed in seeds)
+    never = f"dense's training loss or {summary.run.metric} never was finite, not even at step {first}"
+    return f"{never}, so nothing was compared; the report says more"
 
 
 def headline(summary: Summary, within: float = WITHIN) -> str | None:
@@ -88,20 +99,22 @@ def _setting(run: Run) -> str:
     return f"On {workload} ({rest})"
 
 
-def _diverged_seeds(summary: Summary) -> list[int]:
-    """Return the seeds with which dense's quality at the end is not finite."""
+def _diverged_seeds(summary: Summary) -> list[SeedFigures]:
+    """Return dense's seeds that ended with a loss or a quality that is not finite."""
     dense = summary.scheme("dense")
-    seeds = dense.seeds if dense else ()
-    return [seed.seed for seed in seeds if seed.quality is not None and not math.isfinite(seed.quality)]
+    return [seed for seed in dense.seeds if seed.diverged] if dense else []
 
 
-def _dense_diverged(summary: Summary, seeds: Sequence[int]) -> str:
-    """Return that there is nothing to compare with."""
-    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+def _dense_diverged(summary: Summary, seeds: Sequence[SeedFigures]) -> str:
+    """Return that there is nothing to compare with, and why."""
+    which = ", ".join(f"seed {seed.seed} (first at step {seed.nonfinite_step})" for seed in seeds)
+    if any(seed.nonfinite_loss == 1 for seed in seeds):
+        cure = "The loss of the first step comes before any update: look for NaN in the job's data and weights, or in its loss."
+    else:
+        cure = "The training fails without any scheme: give the job a lower learning rate, or clip its gradients."
     return (
-        f"{_setting(summary.run)} dense diverged with {which}: at the end its {summary.run.metric} is no finite number. So there is "
-        "nothing to compare with, and no choice. The training fails without any scheme: give the job a lower learning rate, "
-        "or clip its gradients."
+        f"{_setting(summary.run)} dense diverged with {which}: at the end its training loss or {summary.run.metric} is NaN or infinite. "
+        f"So there is nothing to compare with, and no choice. {cure}"
     )
 
 
@@ -235,12 +248,16 @@ def _missed(run: Run, scheme: SchemeFigures) -> str:
     last = scheme.over_seeds("quality")
     seeds = f" with {len(scheme.seeds) - scheme.reached} of {len(scheme.seeds)} seeds" if len(scheme.seeds) > 1 else ""
     steps = max(seed.steps for seed in scheme.seeds)
-    ended = f", ending at {quality_text(run, last.median)}" if last else ""
+    ended = f", ending at {_value(run, last.median)}" if last else ""
     return f"{scheme.label} did not reach {target_text(run)} in {steps} steps{seeds}{ended}."
 
 
 def _ends(summary: Summary) -> str:
     """Return the quality of every scheme at its last evaluation."""
     ends = [(scheme.label, scheme.over_seeds("quality")) for scheme in summary.schemes]
-    known = [f"{quality_text(summary.run, end.median)} with {label}" for label, end in ends if end is not None]
+    known = [f"{_value(summary.run, end.median)} with {label}" for label, end in ends if end is not None]
     return f"At the end the {summary.run.metric} was {', '.join(known)}." if known else "Nothing was evaluated."
+
+
+def _value(run: Run, quality: float) -> str:
+    return quality_text(run, quality) if math.isfinite(quality) else "NaN or infinite"

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsync.lab.extra import lab_extra
 from sparsync.lab.report.format import banner, place_text
-from sparsync.lab.report.lead import details, lead, paragraph
+from sparsync.lab.report.lead import details, lead, nothing_finite, paragraph
 from sparsync.lab.report.results import Results, read
 from sparsync.lab.report.summary import Summary, summarise
 from sparsync.lab.report.tables import WIDTH, as_text, remarks, tables
@@ -79,6 +79,12 @@ def report(folder: Path, run: str | None = None, within: float = WITHIN) -> tupl
     print(f"Written to {folder}: {', '.join(path.name for path in written)}")
     print(f"Report: {Path(folder) / PAGE}")
     return written
+
+
+def check_finite(folder: Path) -> None:
+    """Raise RuntimeError where the newest run of the folder compared nothing, because dense never was finite."""
+    if wrong := nothing_finite(_chosen(read(folder), None)):
+        raise RuntimeError(wrong)
 
 
 def render(

@@ -46,6 +46,10 @@ class SeedFigures:
     status: str  # of the end record; "interrupted" without one
     replicas_identical: bool | None
     steps: int
+    nonfinite_loss: int | None  # the first step whose loss is NaN or infinite
+    nonfinite_quality: int | None  # the first step after which the quality is
+    diverged: bool  # the last loss or the last quality is
+    ever_finite: bool  # some loss is finite and, where there are any, some quality
     quality: float | None  # at the last evaluation
     evaluated_s: float  # training time up to that evaluation
     target_s: float | None  # None: not reached
@@ -69,6 +73,11 @@ class SeedFigures:
     @property
     def finished(self) -> bool:
         return self.status == "finished"
+
+    @property
+    def nonfinite_step(self) -> int | None:
+        """The first step with a loss, or after it a quality, that is NaN or infinite."""
+        return min((step for step in (self.nonfinite_loss, self.nonfinite_quality) if step is not None), default=None)
 
     @property
     def reduce_s(self) -> float | None:
@@ -243,11 +252,17 @@ def _seed_figures(run: Run, trace: Trace) -> SeedFigures:
     arrival = reaching(quality, run.target, run.lower_is_better)
     interface = [step.interface_bytes for step in steps if step.interface_bytes is not None]
     every = trace.start.config.get("local_steps", {}).get("every", 1)
+    losses = [math.isfinite(step.loss) for step in steps]
+    qualities = [math.isfinite(point.value) for point in quality]
     return SeedFigures(
         seed=trace.start.seed,
         status="interrupted" if end is None else end.status,
         replicas_identical=None if end is None else end.replicas_identical,
         steps=len(steps),
+        nonfinite_loss=next((step.step for step in steps if not math.isfinite(step.loss)), None),
+        nonfinite_quality=next((point.step for point in quality if not math.isfinite(point.value)), None),
+        diverged=not all((*losses[-1:], *qualities[-1:])),
+        ever_finite=any(losses) and (any(qualities) or not qualities),
         quality=quality[-1].value if quality else None,
         evaluated_s=quality[-1].seconds if quality else 0.0,
         target_s=None if arrival is None else arrival[0],
@@ -328,7 +343,7 @@ def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
-    """Return the notes about trainings that failed, were interrupted or were disturbed, and that sent everything where they should not."""
+    """Return the notes about trainings that failed, diverged or were disturbed, and that sent everything where they should not."""
     notes = []
     for scheme in schemes:
         for seed in scheme.seeds:
@@ -337,6 +352,10 @@ def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
                 notes.append(f"{name} has no end record: it was interrupted after {seed.steps} steps.")
             elif not seed.finished:
                 notes.append(f"{name} failed after {seed.steps} steps: {seed.status.removeprefix('failed: ')}")
+            if seed.nonfinite_step is not None:
+                notes.append(
+                    f"{name}: its training loss or quality is NaN or infinite, first at step {seed.nonfinite_step}."
+                )
             if seed.replicas_identical is False:
                 notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
         density = re.search(r"\bdensity=([0-9.e-]+)", str(scheme.config.get("scheme", "")))

@@ -1,6 +1,7 @@
 """The tables of a report, as cells of text and on a terminal: the quality, the traffic and the time of each scheme."""
 
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -227,11 +228,12 @@ def _table(title: str, columns: Sequence[Column], schemes: Sequence[SchemeFigure
 
 
 def _cell(spread: Spread | None, text: Callable[[float], str]) -> str:
-    """Return the median, and the range where there is one."""
+    """Return the median, and the range where there is one; "-" for what is not finite."""
     if spread is None:
         return NOTHING
-    middle = text(spread.median)
-    low, high = text(spread.low), text(spread.high)
+    middle, low, high = (
+        text(value) if math.isfinite(value) else NOTHING for value in (spread.median, spread.low, spread.high)
+    )
     return middle if low == high else f"{middle}\n{low}..{high}"
 
 
