@@ -1,5 +1,7 @@
 """`sparsync launch`: what a rank finds in its environment, what is shown of it, and that nothing is left, whatever ends the run."""
 
+import json
+import math
 import os
 import re
 import shutil
@@ -16,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from helpers.rights import ORDINARY, builds
+from sparsync.base.scheme_text import VARIABLE
+from sparsync.lab import cli
 from sparsync.lab.launch.output import LONGEST_LINE, Lines, prefix
-from sparsync.lab.launch.settings import Settings, checked_command, rates
-from sparsync.lab.launch.traffic import Traffic, link_text
+from sparsync.lab.launch.settings import Settings, checked_command, rates, settings_of_json
+from sparsync.lab.launch.traffic import Traffic, link_text, scheme_texts
 from sparsync.lab.launch.variables import environment, variables
 
 PATIENCE_S = 60.0
@@ -325,9 +329,67 @@ def test_rates_are_those_of_the_link_where_no_other_is_given() -> None:
     assert rates("100mbit", "10mbit", None) == (1e7, 1e8)
     assert rates("100mbit", "10mbit", "1gbit") == (1e7, 1e9)
     assert rates("none", None, None) == (None, None)
-    with pytest.raises(ValueError, match="--link none"):
-        rates("none", None, "1gbit")
     assert link_text(Settings(("x",), 2, 1e7, 1e8)) == "links of 10 Mbit/s up and 100 Mbit/s down"
+
+
+def test_a_direction_may_have_no_limit_and_two_such_are_loopback() -> None:
+    assert rates("100mbit", "none", None) == (math.inf, 1e8)
+    assert rates("100mbit", None, "none") == (1e8, math.inf)
+    assert rates("none", None, "1gbit") == (math.inf, 1e9)
+    assert rates("100mbit", "none", "none") == (None, None)
+    one_way = Settings(("x",), 2, math.inf, 1e8)
+    assert one_way.limited and not one_way.exact_framing
+    assert settings_of_json(json.loads(json.dumps(one_way.as_json()))) == one_way
+    assert link_text(one_way) == "links of no limit up and 100 Mbit/s down"
+
+
+@builds
+def test_the_table_has_no_share_of_a_direction_without_limit() -> None:
+    with launched("--ranks", "2", "--up", "none", "--down", "10mbit", *both("")) as run:
+        status, _, err = run.finish()
+    assert status == 0
+    assert "2 ranks, links of no limit up and 10 Mbit/s down" in err
+    sent, received = re.findall(r"^   0 .*bit/s +(-|\d+%) +\S+ .bit/s +(\d+%) ", err, re.MULTILINE)[0]
+    assert (sent, received) == ("-", "0%")
+
+
+READS = "import sys; sys.path[:0] = {path!r}; from sparsync.base.scheme_text import scheme_of_environment as read"
+
+
+@pytest.mark.parametrize(
+    ("read", "shown", "told"),
+    [
+        ("", "scheme topk on no rank", True),
+        ("read() if os.environ['RANK'] == '1' else None", "scheme topk on rank 1 only", False),
+        ("read()", "scheme topk", False),
+    ],
+)
+def test_the_end_says_which_ranks_took_the_scheme(read: str, shown: str, told: bool) -> None:
+    code = f"import os\n{READS.format(path=sys.path)}\n{read}" if read else ""
+    python = [sys.executable, "-c", code]
+    with launched("--ranks", "2", "--link", "none", "--scheme", "topk", "--", *python) as run:
+        status, _, err = run.finish()
+    assert status == 0
+    assert f"2 ranks, loopback, without limits, {shown}, " in err
+    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model) in the script"
+    assert (said in err) == told
+
+
+def test_without_a_scheme_none_is_shown() -> None:
+    assert scheme_texts(Settings(("x",), 2, None, None), []) == []
+
+
+@pytest.mark.parametrize("by", ["--scheme", "environment"])
+def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
+    by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparsync.lab.launch.command.launch", lambda settings: pytest.fail("the ranks were started"))
+    monkeypatch.setenv(VARIABLE, "topk" if by == "--scheme" else "tpok")
+    chosen = ["--scheme", "tpok"] if by == "--scheme" else []
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "--link", "none", *chosen, "--", "true"])
+    assert ended.value.code == 2
+    assert re.search(r"sparsync: error: .*unknown scheme 'tpok'.*did you mean 'topk'", capsys.readouterr().err)
 
 
 def test_seconds_run_from_the_look_before_the_first_byte_to_the_one_that_saw_the_last() -> None:

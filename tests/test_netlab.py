@@ -4,6 +4,7 @@ Times have lower bounds only, which a busy machine cannot break: no transfer is 
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -110,6 +111,22 @@ def test_the_rates_of_the_two_directions_may_differ() -> None:
         seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
         assert seen.seconds >= (FRAMING * PAYLOAD - links.up.burst_bytes) * 8 / RATE
     with pytest.raises(ValueError, match="needs a rate up"), network(2, None, down_bits_per_s=RATE):
+        pass
+
+
+@pytest.mark.parametrize(("up", "down"), [(math.inf, RATE), (RATE, math.inf)])
+@builds
+def test_one_of_the_two_directions_may_have_no_limit(up: float, down: float) -> None:
+    with network(2, up, down_bits_per_s=down) as links:
+        assert (links.up is None, links.down is None) == (math.isinf(up), math.isinf(down)) and links.limited
+        bucket = links.up or links.down
+        assert bucket is not None
+        seen = run_streams(links, 2, [(0, 1, PAYLOAD)])
+        assert seen.seconds >= (FRAMING * PAYLOAD - bucket.burst_bytes) * 8 / RATE
+
+
+def test_links_without_limit_in_both_directions_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be between 1kbit and 100gbit"), network(2, math.inf):
         pass
 
 

@@ -123,7 +123,9 @@ def scheme_texts(settings: Settings, readers: Sequence[int]) -> list[str]:
         return [f"scheme {settings.scheme}"]
     if not readers:
         return [f"scheme {settings.scheme} on no rank"]
-    return [f"scheme {settings.scheme} on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"]
+    return [
+        f"scheme {settings.scheme} on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"
+    ]
 
 
 def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:

@@ -70,8 +70,8 @@ def network(
     92 % beside other programs; at 1 Gbit/s 48 and 94 %, beside others 29 and 78 %.
 
     Stop the ranks' processes before leaving the block: those left behind keep running, cut off.
-    Raises ValueError for a number of ranks outside [1, 64] or other rates outside 1kbit to 100gbit, NetworkUnavailableError where the machine
-    or the user's rights do not allow it (`reexecution_prefix` gives an ordinary user a way).
+    Raises ValueError for a number of ranks outside [1, 64] or other rates outside 1kbit to 100gbit, NetworkUnavailableError where the
+    machine or the user's rights do not allow it (`reexecution_prefix` gives an ordinary user a way).
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"the network takes 1 to {MAX_RANKS} ranks, got {ranks}")
