@@ -379,6 +379,7 @@ def test_without_a_scheme_none_is_shown() -> None:
     assert scheme_texts(Settings(("x",), 2, None, None), []) == []
 
 
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
 @pytest.mark.parametrize("by", ["--scheme", "environment"])
 def test_a_scheme_that_cannot_be_made_is_refused_before_any_rank_starts(
     by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

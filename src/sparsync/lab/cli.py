@@ -154,19 +154,19 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.base.scheme_text import VARIABLE
+    from sparsync.base import scheme_text
     from sparsync.lab.launch.command import launch
     from sparsync.lab.launch.settings import Settings, checked_command, rates
     from sparsync.lab.netlab import restart_with_rights
 
     up, down = rates(options.link, options.up, options.down)
     command = checked_command(options.command)
-    scheme = os.environ.get(VARIABLE, "").strip() or None if options.scheme is None else options.scheme
+    scheme = options.scheme
+    if scheme is not None:
+        scheme_text.scheme(scheme)  # before any rank starts
+    elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
+        scheme_text.scheme_of_environment()  # names the variable where it raises
     settings = Settings(command, options.ranks, up, down, scheme, options.nodes, options.grace)
-    if scheme is not None:  # checked before any rank starts
-        from sparsync.base import scheme_text  # loads torch
-
-        _ = scheme_text.scheme_of_environment() if options.scheme is None else scheme_text.scheme(scheme)
     if settings.limited:
         restart_with_rights("sparsync.lab.cli", arguments)
     status = launch(settings)
