@@ -22,8 +22,9 @@ from sparsync.base.scheme_text import VARIABLE
 from sparsync.lab import cli
 from sparsync.lab.launch.output import LONGEST_LINE, Lines, prefix
 from sparsync.lab.launch.settings import Settings, checked_command, rates, settings_of_json
-from sparsync.lab.launch.traffic import Traffic, link_text, scheme_texts
+from sparsync.lab.launch.traffic import Meter, Traffic, link_text, scheme_texts
 from sparsync.lab.launch.variables import environment, variables
+from sparsync.lab.netlab import Network
 
 PATIENCE_S = 60.0
 TOKEN = "SPARSYNC_TEST_TOKEN"
@@ -343,14 +344,13 @@ def test_a_direction_may_have_no_limit_and_two_such_are_loopback() -> None:
     assert link_text(one_way) == "links of no limit up and 100 Mbit/s down"
 
 
-@builds
-def test_the_table_has_no_share_of_a_direction_without_limit() -> None:
-    with launched("--ranks", "2", "--up", "none", "--down", "10mbit", *both("")) as run:
-        status, _, err = run.finish()
-    assert status == 0
-    assert "2 ranks, links of no limit up and 10 Mbit/s down" in err
-    sent, received = re.findall(r"^   0 .*bit/s +(-|\d+%) +\S+ .bit/s +(\d+%) ", err, re.MULTILINE)[0]
-    assert (sent, received) == ("-", "0%")
+def test_a_direction_without_limit_has_no_share_of_its_link() -> None:
+    one_way = Settings(("x",), 1, math.inf, 1e7)
+    meter = Meter(one_way, Network("eth0", ("10.77.0.1",), ((),), None, None, anchors=(1,)))
+    meter.ranks = [Traffic(1_000_000, 1_000_000, began_s=0.0, seen_s=1.0, last_s=1.0, rates=(8e6, 8e6))]
+    assert meter.status(1.0) == "1 s | 0: 1.00 MB up -, 1.00 MB down 80%"
+    row = meter.table(1.0, ["exit status 0"], []).splitlines()[2]
+    assert row.split()[6:] == ["8.00", "Mbit/s", "-", "8.00", "Mbit/s", "80%", "exit", "status", "0"]
 
 
 READS = "import sys; sys.path[:0] = {path!r}; from sparsync.base.scheme_text import scheme_of_environment as read"

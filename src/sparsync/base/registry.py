@@ -174,7 +174,7 @@ def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is on
         try:
             return locate(name, "scheme")
         except ValueError as error:
-            raise ValueError(_no_class(name, error)) from error
+            raise ValueError(_no_class(name, error)) from error.__cause__
     base = name.removesuffix(_PUBLISHED)
     if base not in _OURS:
         return locate(installed("scheme")[_known(name)], "scheme")

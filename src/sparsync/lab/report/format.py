@@ -30,8 +30,8 @@ def byte_unit(values: Iterable[float | None]) -> tuple[str, float]:
     return next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= size), ("B", 1.0))
 
 
-def bytes_text(nbytes: float) -> str:
-    unit, size = byte_unit([nbytes])
+def bytes_text(nbytes: int | float) -> str:
+    unit, size = byte_unit([float(nbytes)])
     return f"{significant(nbytes / size)} {unit}"
 
 
