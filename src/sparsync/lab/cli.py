@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command. Exit status: 0 when done, 1 for failures of the machine or a rank, 2 for wrong arguments, 130 for Ctrl-C."""
+    """Run one command.
+
+    Exit status: 0 when done, 1 for failures of the machine or a rank and where dense never was finite in a comparison, 2 for wrong
+    arguments, 130 for Ctrl-C; that of the first rank that failed for `launch`.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # so that it stops and cleans up as Ctrl-C does
