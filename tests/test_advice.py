@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from sparsync.lab.cli import main
 from sparsync.lab.scheme_choice import parse_schemes
 from sparsync.lab.traffic.record import record
 from sparsync.lab.traffic.stream import from_record
+from sparsync.lab.workloads.base import Workload
 from sparsync.lab.workloads.plain import PlainJob
 from sparsync.predict import advice, probe_file
 from sparsync.predict.advice import Extra, Step
@@ -117,6 +119,45 @@ def test_a_probe_of_another_model_than_the_job_is_refused(tmp_path: Path) -> Non
         command.advise(PROBE, TWO_BUCKETS, parse_schemes("dense,bf16", 0.01), workload, path)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Backward, dict[str, Any]]:
+    """Return a job, a timeline of its model, and gradients of its first steps."""
+    workload = workloads.get("gpt-tiny", width="32")
+    workload.prepare()
+    found = record(workload, 0, 2, 2)
+    return workload, replace(TWO_BUCKETS, bucket=(ReadyBucket(found["layout"][-1][2], 1.0),)), found
+
+
+@pytest.mark.parametrize(
+    ("about", "seed", "expected"),
+    [
+        ({"workload": "another"}, 0, "--gradients are of the job 'another', and --workload is 'gpt-tiny'"),
+        ({}, 7, "recorded with --seed 0, .* give --seed 0"),
+        ({"every": 10}, 0, "one of 10 steps, and a replay needs all of them"),
+        ({}, 0, "--gradients has 2 steps"),
+    ],
+)
+def test_gradients_are_those_of_the_first_steps_of_this_job(
+    about: dict[str, Any],
+    seed: int,
+    expected: str,
+    tiny: tuple[Workload, Backward, dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    workload, backward, found = tiny
+    path = tmp_path / "gradients.pt"
+    torch.save(found | {"about": found["about"] | about}, path)
+    with pytest.raises(ValueError, match=expected):
+        command.advise(PROBE, backward, parse_schemes("dense,bf16", 0.01), workload, path, seed)
+
+
+def test_a_probe_of_another_model_is_refused_without_gradients_too(
+    tiny: tuple[Workload, Backward, dict[str, Any]],
+) -> None:
+    with pytest.raises(ValueError, match="the model of the times has 2000 parameters, the job of --workload has"):
+        command.advise(PROBE, TWO_BUCKETS, parse_schemes("dense,bf16", 0.01), tiny[0])
+
+
 @pytest.mark.parametrize("sizes", [[10], [300_000, 10, 2_000_000, 5, 5], [1_048_576, 1, 1_048_575, 7], [0, 3, 0]])
 def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> None:
     seen: list[int] = []
@@ -139,20 +180,69 @@ def test_a_missing_kernel_of_the_probe_is_named() -> None:
         advice.step("topk", TopK(), replace(PROBE, kernel=PROBE.kernel[:1] + PROBE.kernel[2:]), TWO_BUCKETS)
 
 
-def test_the_verdict_is_bf16_unless_the_gain_is_sure() -> None:
-    def step(label: str, step_s: float) -> Step:
-        return Step(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0)
+def _steps(**seconds: float) -> dict[str, Step]:
+    return {label: Step(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0, True) for label, step_s in seconds.items()}
 
-    steps = {each.label: each for each in (step("dense", 4.0), step("bf16", 2.0), step("topk", 1.0))}
+
+def test_the_verdict_is_bf16_unless_the_gain_is_sure() -> None:
+    steps = _steps(dense=4.0, bf16=2.0, topk=1.0)
     assert advice.verdict(steps, {}).label == "topk"
-    assert "2.0 times as fast as dense bf16 (2.0 at the least)" in advice.verdict(steps, {}).why
+    assert "2.0 times as fast as dense bf16, 2.0 times at the low end" in advice.verdict(steps, {}).why
     assert advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.75)}).label == "topk"
     unsure = advice.verdict(steps, {"topk": Extra(1.5, 1.2, 1.9)})
     assert unsure.label == "bf16"
-    assert "topk comes nearest, 1.33 times as fast, 1.05 at the least" in unsure.why
-    assert advice.verdict(steps, {"topk": Extra(2.5, 2.0, 3.0)}).label == "bf16"
+    assert "topk comes nearest, 1.33 times as fast, 1.05 at the low end" in unsure.why
+    never = advice.verdict(steps, {"topk": Extra(2.5, 2.0, 3.0)})
+    assert never.label == "bf16"
+    assert "topk" not in never.why
     with pytest.raises(ValueError, match="bf16"):
         advice.verdict({"dense": steps["dense"]}, {})
+
+
+def test_a_method_that_surely_gains_is_named_though_an_unsure_one_may_gain_more() -> None:
+    steps = _steps(dense=4.0, bf16=2.0, topk=0.25, two_shot=1.0)
+    found = advice.verdict(steps, {"topk": Extra(2.0, 1.5, 16.0), "two_shot": Extra(1.25, 1.0, 1.5)})
+    assert found.label == "two_shot"
+    assert "Use two_shot: it reaches dense's quality 1.6 times as fast as dense bf16, 1.3 times" in found.why
+    assert "topk may be faster, but that is less sure: 4.00 times as fast, 0.50 at the low end" in found.why
+
+
+def test_the_verdict_is_dense_where_rounding_takes_longer_than_it_saves() -> None:
+    steps = _steps(dense=1.0, bf16=2.0, topk=1.0)
+    found = advice.verdict(steps, {})
+    assert (found.label, "Use dense float32" in found.why) == ("dense", True)
+
+
+def test_a_verdict_says_that_the_time_of_its_method_was_not_probed() -> None:
+    steps = _steps(bf16=2.0, topk=1.0)
+    assert "no buckets of it" not in advice.verdict(steps, {}).why
+    assert "no buckets of it" in advice.verdict(steps | {"topk": replace(steps["topk"], probed=False)}, {}).why
+
+
+@pytest.mark.parametrize(
+    ("link_s", "fixed_s", "expected"),
+    [
+        (
+            0.25,
+            0.0,
+            "With dense bf16 a step takes 250 ms, 250 of them beyond computing. Its all-reduces take 250 ms, 0",
+        ),
+        (0.25, 1.0, "1000 of them however few bytes they have: fewer exchanges help"),
+        (0.001, 0.0, "there is little to gain"),
+    ],
+)
+def test_the_answer_begins_with_what_the_plain_all_reduce_waits_for(
+    link_s: float, fixed_s: float, expected: str
+) -> None:
+    operations = tuple(
+        Operation(each.kind, nbytes, seconds, seconds, seconds)
+        for each in PROBE.operation[::2]
+        for nbytes, seconds in ((12, fixed_s), (SENT // 2, fixed_s + link_s))
+    )
+    probe = replace(PROBE, operation=operations, latency=replace(PROBE.latency, announce_s=0.0))
+    backward = Backward("made", 0.0, 0.1 if link_s < 0.01 else 0.0, 0.0, (ReadyBucket(N, 0.0),))
+    found = command.advise(probe, backward, parse_schemes("dense,bf16", 0.01))
+    assert expected in command.text(found, probe, backward)
 
 
 def test_the_curve_finds_the_coefficients_that_made_the_factors() -> None:

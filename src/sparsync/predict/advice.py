@@ -13,7 +13,8 @@ from sparsync.predict.probed import ProbedNetwork
 from sparsync.predict.timeline import overlapped
 
 WORTH = 1.1  # how many times as fast as dense bf16 something must be to be worth its trouble
-BASELINES = ("dense", "bf16")
+_NAMES = {"bf16": "dense bf16", "dense": "dense float32"}
+BASELINES = tuple(_NAMES)
 
 Plans = Callable[[int], Plan]
 """The plan of a bucket of so many elements."""
@@ -194,30 +195,37 @@ def step(
 
 
 def verdict(steps: Mapping[str, Step], extra: Mapping[str, Extra], worth: float = WORTH) -> Verdict:
-    """Return what to use of `steps`, of which one is "bf16": the method that reaches dense's quality soonest.
+    """Return what to use of `steps`, of which one is "bf16": the method that reaches dense's quality soonest, of those that surely gain.
 
-    Of a method that needs `factor` times as many steps each counts so many times. It must be `worth` times as fast as dense bf16 even at
-    the upper end of the interval of its factor; else bf16 is the answer, because it changes nothing but the precision of the sum.
+    Of a method that needs `factor` times as many steps each counts so many times. It surely gains where it is `worth` times as fast as the
+    plain all-reduce, bf16 or dense, whichever is faster, even at the upper end of the interval of its factor. Where none does, that
+    all-reduce is the answer, because it changes nothing but the precision of the sum.
     """
     if "bf16" not in steps:
         raise ValueError("a verdict compares with dense bf16; give it among the methods")
-    base = steps["bf16"].step_s
+    plain = min((label for label in BASELINES if label in steps), key=lambda label: steps[label].step_s)
+    base, name = steps[plain].step_s, _NAMES[plain]
+    others = {label: extra.get(label, Extra()) for label in steps if label not in BASELINES}
+    gain = {label: base / (steps[label].step_s * each.factor) for label, each in others.items()}
+    least = {label: base / (steps[label].step_s * each.high) for label, each in others.items()}
+    nearest = max(gain, key=lambda label: gain[label], default=plain)
+    sure = [label for label in others if least[label] >= worth]
 
-    def to_quality(label: str, at: Callable[[Extra], float]) -> float:
-        return steps[label].step_s * at(extra.get(label, Extra()))
+    def said(label: str) -> str:
+        return f"{gain[label]:.2f} times as fast, {least[label]:.2f} at the low end of its interval"
 
-    best = min(steps, key=lambda label: to_quality(label, lambda each: each.factor))
-    gain, least = (base / to_quality(best, at) for at in (lambda each: each.factor, lambda each: each.high))
-    exposed = 1 - steps["bf16"].hidden
-    if best in BASELINES or least < worth:
-        nearest = (
-            "" if best in BASELINES else f" ({best} comes nearest, {gain:.2f} times as fast, {least:.2f} at the least)"
-        )
+    if not sure:
+        found = f" ({nearest} comes nearest, {said(nearest)})" if gain.get(nearest, 0.0) > 1 else ""
         return Verdict(
-            "bf16", f"Use dense bf16: nothing here is known to reach dense's quality {worth:g} times as fast{nearest}."
+            plain, f"Use {name}: nothing here is known to reach dense's quality {worth:g} times as fast{found}."
         )
-    return Verdict(
-        best,
-        f"Use {best}: it reaches dense's quality {gain:.1f} times as fast as dense bf16 ({least:.1f} at the least), of whose "
-        f"communication {100 * exposed:.0f} % is exposed.",
+    best = max(sure, key=lambda label: gain[label])
+    why = (
+        f"Use {best}: it reaches dense's quality {gain[best]:.1f} times as fast as {name}, {least[best]:.1f} times at the low end of "
+        "its interval."
     )
+    if not steps[best].probed:
+        why += " The probe has no buckets of it, so its time may be too short: probe with it in --schemes."
+    if nearest != best:
+        why += f" {nearest} may be faster, but that is less sure: {said(nearest)}."
+    return Verdict(best, why)

@@ -15,13 +15,13 @@ from sparsync.lab.traffic.stream import Recorded, recorded
 from sparsync.lab.workloads import one_process
 from sparsync.lab.workloads.base import Workload
 from sparsync.predict import advice, plans
-from sparsync.predict.advice import Extra, Step, Verdict
+from sparsync.predict.advice import BASELINES, Extra, Step, Verdict
 from sparsync.predict.network import Network
 from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync.predict.probed import ProbedNetwork
 
-BASELINES = ("dense", "bf16")
 FAR = 32  # times the largest measured exchange, beyond which a prediction is marked as a guess
+_LITTLE = 0.1  # of a step, below which what it waits for is not worth shortening
 HEADS = (
     "method",
     "ms a step",
@@ -43,20 +43,39 @@ class Advice:
     steps: Mapping[str, Step]
     extra: Mapping[str, Extra]  # of those methods whose effect was measured, and of those that change nothing
     verdict: Verdict
+    fixed_s: float  # of bf16's reductions, what they take however few bytes there are
+    replayed: Recorded | None = None  # the gradients of which the extra steps come
 
 
-def _check_one_model(workload: Workload, backward: Backward, stream: Recorded) -> None:
+def _check_one_model(workload: Workload, backward: Backward, stream: Recorded | None) -> None:
     """Raise ValueError where the probe's model, the job and the recorded gradients are not of one size."""
     counts = {
         "the model of the times": sum(each.elements for each in backward.bucket),
         "the job of --workload": sum(each.numel() for each in one_process.trained_parameters(workload.model(0))),
-        "the gradients of --gradients": stream.layout[-1].span.stop,
-    }
+    } | ({} if stream is None else {"the gradients of --gradients": stream.layout[-1].span.stop})
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{what} has {count} parameters" for what, count in counts.items())
         raise ValueError(
             f"{found}; they must be of one model: probe with the same --workload and --option, and record its gradients by "
             "`sparsync gradients`"
+        )
+
+
+def _check_recording(workload: Workload, seed: int, stream: Recorded) -> None:
+    """Raise ValueError where the recorded gradients are not those of the first steps of this job, in a row, from this seed's weights."""
+    job = workload.describe()["workload"]
+    if stream.job != job:
+        raise ValueError(
+            f"--gradients are of the job {stream.job!r}, and --workload is {job!r}; record those of that job"
+        )
+    if stream.seed != seed:
+        raise ValueError(
+            f"--gradients were recorded with --seed {stream.seed}, and are replayed from the weights of --seed {seed}; "
+            f"give --seed {stream.seed}"
+        )
+    if stream.every != 1:
+        raise ValueError(
+            f"--gradients has one of {stream.every} steps, and a replay needs all of them; record them with --every 1"
         )
 
 
@@ -102,13 +121,15 @@ def advise(
     missing = [label for label in BASELINES if label not in have]
     if missing:
         raise ValueError(f"--schemes needs {' and '.join(missing)} to compare with, got {', '.join(have)}")
+    stream = None if gradients is None or workload is None else recorded(gradients)
+    if workload is not None:
+        _check_one_model(workload, backward, stream)
     steps = {choice.label: step(choice, probe, backward) for choice in choices}
     extra: dict[str, Extra] = {label: Extra() for label in BASELINES}
-    if gradients is not None and workload is not None:
+    if stream is not None and workload is not None:
+        _check_recording(workload, seed, stream)
         lossy = [choice for choice in choices if choice.label not in extra]
         curve = extra_steps.curve(adaptive(workload))
-        stream = recorded(gradients)
-        _check_one_model(workload, backward, stream)
         found = deviations(workload, seed, stream, lossy, total_steps)
         extra |= {choice.label: curve.extra(each) for choice, each in zip(lossy, found, strict=True)}
     known = {label: each for label, each in steps.items() if label in extra}
@@ -123,7 +144,15 @@ def advise(
             f"{best}: its step is {ratio:.2f} times as fast as bf16's"
             + (f", so it gains where it needs less than {ratio:.2f} times as many steps." if ratio > 1 else "."),
         )
-    return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict)
+    [bf16] = (choice for choice in choices if choice.label == "bf16")
+    fixed_s = min(steps["bf16"].reduce_s, step(bf16, probe, _smallest(backward, probe.group.ranks)).reduce_s)
+    return Advice(sum(each.elements for each in backward.bucket), steps, extra, verdict, fixed_s, stream)
+
+
+def _smallest(backward: Backward, elements: int) -> Backward:
+    """Return the same timeline with buckets of at most so many elements."""
+    buckets = (replace(each, elements=min(each.elements, elements)) for each in backward.bucket)
+    return replace(backward, bucket=tuple(buckets))
 
 
 def adaptive(workload: Workload) -> bool:
@@ -208,17 +237,24 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
         ).rstrip()
         for row in rows
     ]
-    computing = backward.forward_s + backward.backward_s + backward.optimizer_s
     group = probe.group
+    replayed = found.replayed
     head = (
         f"{group.ranks} ranks, {group.backend}, {group.link}; {found.elements} parameters in {_counted(len(backward.bucket), 'bucket')}, "
-        f"{1e3 * computing:.3g} ms of computing a step"
+        f"{1e3 * _computing_s(backward):.3g} ms of computing a step"
+        + (
+            ""
+            if replayed is None
+            else f"; {_counted(replayed.steps, 'step')} of {_counted(replayed.ranks, 'rank')} replayed"
+        )
     )
     notes = [
         "bits sent: by a rank for each parameter in a step. extra steps: how many times as many for dense's quality, and the interval",
         "that holds 80 % of the trainings it was fitted to. It leaves out what local steps do to later gradients, and other learning",
         "rates than the job's own.",
     ]
+    if replayed is not None and replayed.ranks != group.ranks:
+        notes.append(f"They are of gradients of {_counted(replayed.ranks, 'rank')}, not of {group.ranks}.")
     unknown = [label.rpartition("/")[2] for label, each in found.steps.items() if not each.probed]
     if unknown:
         notes.append(
@@ -232,7 +268,27 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
             f"The largest bucket has {4 * largest} bytes, and the probe's exchanges end at {reached}: times beyond are guesses; probe for "
             "longer (--seconds)."
         )
-    return "\n".join([head, "", *lines, "", *notes, "", found.verdict.why])
+    return "\n".join([head, _bottleneck(found, backward), "", *lines, "", *notes, "", found.verdict.why])
+
+
+def _bottleneck(found: Advice, backward: Backward) -> str:
+    """Return what a step of dense bf16 waits for, in words, and what would shorten that."""
+    step, computing_s = found.steps["bf16"], _computing_s(backward)
+    waiting_s = max(0.0, step.step_s - computing_s)
+    words = (
+        f"With dense bf16 a step takes {significant(1e3 * step.step_s)} ms, {significant(1e3 * waiting_s)} of them beyond computing. "
+        f"Its all-reduces take {significant(1e3 * step.reduce_s)} ms, "
+        f"{significant(1e3 * found.fixed_s)} of them however few bytes they have"
+    )
+    if waiting_s < _LITTLE * step.step_s:
+        return f"{words}: there is little to gain."
+    if found.fixed_s > step.reduce_s / 2:
+        return f"{words}: fewer exchanges help, by larger buckets or local steps."
+    return f"{words}: fewer bytes help."
+
+
+def _computing_s(backward: Backward) -> float:
+    return backward.forward_s + backward.backward_s + backward.optimizer_s
 
 
 def write(found: Advice, where: str) -> None:
@@ -253,6 +309,7 @@ def as_json(found: Advice) -> str:
         "steps": {label: asdict(each) | {"bits": each.bits(found.elements)} for label, each in found.steps.items()},
         "extra": {label: asdict(each) for label, each in found.extra.items()},
         "verdict": asdict(found.verdict),
+        "fixed_s": found.fixed_s,
     }
     return json.dumps(content, indent=1)
 

@@ -102,6 +102,9 @@ class Recorded:
 
     values: Float[Tensor, "T P n"]
     layout: tuple[ParameterSpan, ...]
+    job: str
+    seed: int
+    every: int  # training steps from one recorded step to the next
 
     @property
     def ranks(self) -> int:
@@ -130,7 +133,9 @@ def recorded(path: Path) -> Recorded:
 
 def from_record(found: Mapping[str, Any]) -> Recorded:  # Any: as `record` returns
     """Return the gradients that `record` has recorded."""
-    return Recorded(found["gradients"], tuple(ParameterSpan(name, Span(*span)) for name, *span in found["layout"]))
+    layout = tuple(ParameterSpan(name, Span(*span)) for name, *span in found["layout"])
+    about = found["about"]
+    return Recorded(found["gradients"], layout, about["workload"], about["seed"], about["every"])
 
 
 def layers(n: int, seed: int) -> tuple[ParameterSpan, ...]:
