@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from sparsync import Bucket, Dense, TopK
+from sparsync import Bucket, DeMo, Dense, PowerSGD, Scheme, TopK
 from sparsync.integrations.joining import Joining
 from sparsync.lab import workloads
 from sparsync.lab.advise import command, extra_steps
@@ -23,7 +24,7 @@ from sparsync.lab.traffic.record import record
 from sparsync.lab.traffic.stream import from_record
 from sparsync.lab.workloads.base import Workload
 from sparsync.lab.workloads.plain import PlainJob
-from sparsync.predict import advice, probe_file
+from sparsync.predict import advice, plan, probe_file
 from sparsync.predict.advice import Extra, Step
 from sparsync.predict.probe_file import (
     Backward,
@@ -110,6 +111,50 @@ def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
     assert after.reduce_s == pytest.approx(before.reduce_s + expected / 4)
 
 
+# A dense bucket of n >= 500 elements is n / 2000 s on the way, its announcement takes 0.0625 s, and its thread 3 s however small it is.
+SLOW_THREAD = replace(
+    PROBE,
+    scheme=(SchemeTimes("dense", 3.0, Dense().config_fingerprint(), (ReducedBucket(N, 0.5 + 0.0625 + 3.0),)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "exposed_s", "reduce_s"),
+    [
+        # 1 + 0.0625 + 3 for the bucket of 2000 elements, 0.25 + 0.0625 for the agreement: 4.375 s every 4 steps of 3.125 s.
+        ("every=4", 4.375 / 4, 4.375 / 4),
+        ("every=4:delay=1", (4.375 - 3.125) / 4, 4.375 / 4),
+        ("every=4:delay=2", 0.0, 4.375 / 4),
+        # 0.5 + 0.0625 + 3 + 0.3125 for each of two fragments: 3.875 s every 2 steps.
+        ("every=4:fragments=2", 3.875 / 2, 3.875 / 2),
+        ("every=4:fragments=2:delay=1", (3.875 - 3.125) / 2, 3.875 / 2),
+        ("every=4:fragments=2:delay=4", 0.0, 3.875 / 2),
+    ],
+)
+def test_a_local_step_is_its_computing_and_what_the_steps_of_the_delay_leave_of_each_fragment(
+    settings: str, exposed_s: float, reduce_s: float
+) -> None:
+    [choice] = parse_schemes(f"local_steps({settings})/dense", 0.01)
+    found = command.step(choice, SLOW_THREAD, TWO_BUCKETS)
+    assert found.step_s == pytest.approx(3.125 + exposed_s, rel=1e-5)
+    assert found.reduce_s == pytest.approx(reduce_s, rel=1e-5)
+    assert found.hidden == pytest.approx(1 - exposed_s / reduce_s, abs=1e-5)
+    assert found.probed
+
+
+@pytest.mark.parametrize("measure_every", [1, 8, 1000])
+@pytest.mark.parametrize(("probe", "fixed_s"), [(PROBE, 0.0), (SLOW_THREAD, 3.0)])
+def test_a_step_of_adamw_takes_its_part_of_the_time_in_which_the_ratio_is_measured(
+    probe: Probe, fixed_s: float, measure_every: int
+) -> None:
+    """The ratio of 32 blocks takes as long as the smallest all-reduce, 0.25 s, and 0.0625 s to announce, every `measure_every` steps."""
+    [choice] = parse_schemes(f"adamw_steps(measure_every={measure_every})/dense", 0.01)
+    found = command.step(choice, probe, TWO_BUCKETS)
+    assert found.reduce_s == pytest.approx(1 + 0.0625 + fixed_s + 0.3125 / measure_every, rel=1e-5)
+    assert found.step_s == 3.125 + found.reduce_s
+    assert found.hidden == 0
+
+
 def test_a_probe_of_another_model_than_the_job_is_refused(tmp_path: Path) -> None:
     workload = workloads.get("gpt-tiny", width="32")
     workload.prepare()
@@ -178,6 +223,41 @@ def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> N
 def test_a_missing_kernel_of_the_probe_is_named() -> None:
     with pytest.raises(ValueError, match=r"no \[\[kernel\]\] of kind select"):
         advice.step("topk", TopK(), replace(PROBE, kernel=PROBE.kernel[:1] + PROBE.kernel[2:]), TWO_BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "seconds"),
+    [
+        # A matrix of 64 x 64 with factors of 4 columns: four products of 64 x 64 x 4 = 2^14 multiplications.
+        ("multiply", PowerSGD(rank=4), 4 * 2**14 / 2**12 + 4 * 0.25),
+        # One tile, transformed three times.
+        ("transform", DeMo(), 3 * 2**12 / 2**12 + 3 * 0.25),
+    ],
+)
+def test_products_and_transforms_take_their_time(kind: str, scheme: Scheme, seconds: float) -> None:
+    slow = tuple(
+        Kernel(each, 2.0**12, 0.25) if each == kind else Kernel(each, 1e15, 0.0) for each in probe_file.KERNELS
+    )
+    found = advice.compute_s(plan(scheme, 64 * 64, 4), replace(PROBE, kernel=slow))
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("powersgd", "multiply"), ("demo", "transform"), ("local_steps(every=4)/powersgd", "multiply")],
+)
+def test_a_probe_of_an_earlier_version_serves_all_methods_but_those_of_newer_kinds(method: str, kind: str) -> None:
+    newer = ("multiply", "transform")
+    old = probe_file.parse(
+        probe_file.text(replace(PROBE, kernel=tuple(each for each in PROBE.kernel if each.kind not in newer)))
+    )
+    dense, bf16, other = parse_schemes(f"dense,bf16,{method}", 0.01)
+    assert set(command.advise(old, TWO_BUCKETS, [dense, bf16]).steps) == {"dense", "bf16"}
+    cure = "an earlier version .* run `sparsync probe` again, or add it to the file, or leave this method out"
+    said = rf"^{re.escape(method)}: the probe has no \[\[kernel\]\] of kind {kind}, .*{cure}"
+    with pytest.raises(ValueError, match=said):
+        command.advise(old, TWO_BUCKETS, [dense, bf16, other])
+    assert method in command.advise(PROBE, TWO_BUCKETS, [dense, bf16, other]).steps
 
 
 def _steps(**seconds: float) -> dict[str, Step]:

@@ -83,6 +83,8 @@ def test_steps_that_exchange_now_and_then():
     # Two fragments of 2.5 s each, one every 5 steps, of which 2 go on meanwhile: 0.5 s seen in 5 steps.
     assert periodic(1, every=10, exchange_s=5, fragments=2, delay=2) == 1.1
     assert periodic(1, every=10, exchange_s=5, fragments=2, delay=3) == 1
+    # Five fragments of 10 s each, one every 2 steps: whatever the delay, each waits for the one before, and a step takes 5 s.
+    assert [periodic(1, every=10, exchange_s=50, fragments=5, delay=delay) for delay in (2, 3, 10)] == [5, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_steps_that_exchange_now_and_then():
         (lambda: overlapped([1], [1], 3, steals=2), r"in \[0, 1\], got 2"),
         (lambda: fsdp2([]), "at least 1 unit"),
         (lambda: periodic(1, every=0, exchange_s=1), "at least 1, got 0 and 1"),
-        (lambda: periodic(1, every=10, exchange_s=1, fragments=5, delay=3), r"in \[0, 2\]"),
+        (lambda: periodic(1, every=10, exchange_s=1, fragments=5, delay=11), r"in \[0, 10\].*got 11"),
     ],
 )
 def test_timelines_that_cannot_be_say_so(call, message):

@@ -47,13 +47,15 @@ positive = st.floats(min_value=0, max_value=1e18, exclude_min=True, allow_subnor
 counts = st.integers(min_value=1, max_value=2**62)
 
 
-@given(texts, texts, counts, positive, st.booleans())
-def test_what_is_written_is_read_again(link: str, label: str, nbytes: int, figure: float, more: bool) -> None:
+@given(texts, texts, counts, positive, st.sampled_from(probe_file.KERNELS), st.booleans())
+def test_what_is_written_is_read_again(
+    link: str, label: str, nbytes: int, figure: float, kind: str, more: bool
+) -> None:
     probe = replace(
         PROBE,
         group=replace(GROUP, link=link),
         operation=(Operation("all_to_all", nbytes, figure, 0.0, figure),),
-        kernel=(Kernel("apply", figure, figure),),
+        kernel=(Kernel(kind, figure, figure),),
         scheme=(SchemeTimes(label, figure),) if more else (),
         backward=Backward(label, figure, figure, figure, (ReadyBucket(nbytes, figure),)) if more else None,
     )

@@ -1,5 +1,7 @@
 """Measuring: what a probe of two ranks holds, and the timeline of a model. Nothing here asserts how long anything takes."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import run
-from sparsync import GroupComm, TopK
-from sparsync.predict import probing
+from sparsync import DeMo, GroupComm, PowerSGD, Scheme, TopK
+from sparsync.core import ParameterSpan, Span
+from sparsync.predict import Given, probing
 from sparsync.predict.backward import timeline
 from sparsync.predict.probe_file import KERNELS, KINDS, Backward
 
@@ -41,6 +44,18 @@ def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> Non
     assert [bucket.elements for bucket in found.scheme[0].bucket] == [1 << 11, 1 << 12]
     assert all(bucket.seconds >= found.scheme[0].fixed_s > 0 for bucket in found.scheme[0].bucket)
     assert told[0] == "round trips"
+
+
+@pytest.mark.parametrize("n", [1 << 10, 1 << 12, 1 << 14])
+@pytest.mark.parametrize(("kind", "scheme"), [("multiply", PowerSGD()), ("transform", DeMo())])
+def test_products_and_transforms_are_counted_as_in_the_plans_of_a_square_matrix(
+    kind: str, scheme: Scheme, n: int
+) -> None:
+    run, elements, calls = probing._work(n, 64, torch.device("cpu"))[kind]
+    run()
+    rows = math.isqrt(n)
+    plan = scheme.plan(Given(n, 4, layout=(ParameterSpan("", Span(0, n), (rows, rows)),)))
+    assert plan.kernels[kind] / plan.calls[kind] == elements / calls
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 64])

@@ -39,8 +39,8 @@ class Exchange:
 class Plan:
     """What one scheme does with one bucket of n elements on P ranks in a settled step: no warm-up, no first step.
 
-    `kernels` and `calls` say for each kind of work ("accumulate", "select", "encode", "decode", "apply") how many elements one rank
-    processes, and in how many calls, of which each has a fixed price.
+    `kernels` and `calls` say for each kind of work ("accumulate", "select", "encode", "decode", "apply"; "multiply", whose elements are
+    multiplications, and "transform") how many elements one rank processes, and in how many calls, of which each has a fixed price.
     """
 
     exchanges: tuple[Exchange, ...] = ()  # each waits for the one before

@@ -20,6 +20,10 @@ Plans = Callable[[int], Plan]
 """The plan of a bucket of so many elements."""
 
 
+class MissingKernelError(ValueError):
+    """The probe lacks the speed of a kind of work that a plan has; the message says which, and what to do."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The prediction of one training step of one method on one rank."""
@@ -80,15 +84,16 @@ def bucket_s(made: Plan, P: int, network: Network, probe: Probe, overhead_s: flo
 
 
 def compute_s(made: Plan, probe: Probe, overhead_s: float | None = None) -> float:
-    """Return the seconds that a rank computes for a plan."""
+    """Return the seconds that a rank computes for a plan. Raises MissingKernelError for a kind of work that the probe has not measured."""
     known = {each.kind: each for each in probe.kernel}
     missing = [kind for kind, elements in made.kernels.items() if elements and kind not in known]
     if missing:
-        raise ValueError(
-            f"the probe has no [[kernel]] of kind {', '.join(missing)}, which the plan needs; probe again, or add it to the file"
+        raise MissingKernelError(
+            f"the probe has no [[kernel]] of kind {', '.join(missing)}, which the plan needs: an earlier version has made it, or it was "
+            "edited; run `sparsync probe` again, or add it to the file"
         )
-    work = sum(elements / known[kind].elements_per_s for kind, elements in made.kernels.items() if elements)
-    fixed = sum(calls * known[kind].fixed_s for kind, calls in made.calls.items() if calls and kind in known)
+    work = sum((elements / known[kind].elements_per_s for kind, elements in made.kernels.items() if elements), 0.0)
+    fixed = sum((calls * known[kind].fixed_s for kind, calls in made.calls.items() if calls and kind in known), 0.0)
     return work + (fixed if overhead_s is None else max(fixed, overhead_s))
 
 

@@ -47,8 +47,12 @@ def local_steps(scheme: Scheme, buckets: Iterable[int], P: int, every: int, frag
 
     An exchange begins with an agreement for each fragment. Buffers that are shared and a clip factor that is measured are not in it.
     """
-    agreement = Plan((counts_exchange(P, _AGREEMENT_NBYTES),), beside=(announcement_exchange(P),)) if P > 1 else Plan()
-    return averaged(sum([plan(scheme, n, P) for n in buckets] + [agreement] * fragments, Plan()), every)
+    return averaged(sum([plan(scheme, n, P) for n in buckets] + [agreement(P)] * fragments, Plan()), every)
+
+
+def agreement(P: int) -> Plan:
+    """Return what `sparsync.LocalSteps` exchanges before the buckets of a fragment."""
+    return Plan((counts_exchange(P, _AGREEMENT_NBYTES),), beside=(announcement_exchange(P),)) if P > 1 else Plan()
 
 
 def adamw_steps(scheme: Scheme, buckets: Iterable[int], P: int, block: int = 64, measure_every: int = 8) -> Plan:
@@ -59,16 +63,25 @@ def adamw_steps(scheme: Scheme, buckets: Iterable[int], P: int, block: int = 64,
     """
     sizes = list(buckets)
     blocks = [-(-n // block) for n in sizes]
-    measured = all_reduce_exchange(sum(blocks), _RATIO_NBYTES, P)
-    ratio = Plan((measured,), beside=(announcement_exchange(P),)) if P > 1 else Plan()
     state = 4 * sum(2 * n + each * block + 2 * each for n, each in zip(sizes, blocks, strict=True))
     # Second moments and steps: both are read and written, and the gradient is read; then momentum and weights.
     own = Plan(passes=4 * 10 * sum(sizes), state_nbytes=state)
-    return sum([plan(scheme, n, P) for n in sizes], own) + averaged(ratio, measure_every)
+    return sum([plan(scheme, n, P) for n in sizes], own) + averaged(ratio(sizes, P, block), measure_every)
+
+
+def ratio(buckets: Iterable[int], P: int, block: int = 64) -> Plan:
+    """Return one measurement of the ratio of `sparsync.AdamWSteps`, of buckets of so many elements: a number a block, from all ranks."""
+    if P == 1:
+        return Plan()
+    blocks = sum(-(-n // block) for n in buckets)
+    return Plan((all_reduce_exchange(blocks, _RATIO_NBYTES, P),), beside=(announcement_exchange(P),))
 
 
 def averaged(made: Plan, steps: int) -> Plan:
-    """Return a plan of every `steps` steps as the mean of one; what is kept between steps stays."""
+    """Return a plan of every `steps` steps as the mean of one; what is kept between steps stays.
+
+    For counts, not for times: an exchange of an eighth of the bytes does not take an eighth of the time. Time the whole one, and divide.
+    """
     if not steps >= 1:  # so that nan is none
         raise ValueError(f"an exchange takes place every 1 or more steps, got {steps}")
 

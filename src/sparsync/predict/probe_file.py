@@ -18,7 +18,7 @@ FORMAT = 1
 HIGHEST = 2**63  # beyond every number in a file
 
 KINDS: tuple[str, ...] = get_args(Kind)
-KERNELS = ("accumulate", "select", "encode", "decode", "apply")
+KERNELS = ("accumulate", "select", "encode", "decode", "apply", "multiply", "transform")
 
 
 class ProbeFileError(ValueError):

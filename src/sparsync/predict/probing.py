@@ -4,6 +4,7 @@ Exchanges go through the communicator that schemes use, so what they really pay 
 as its share of the time allows; of each repeat the slowest rank counts.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from sparsync import kernels
 from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import Announcement
 from sparsync.comm.group import GroupComm
-from sparsync.core import Bucket, Sparse
+from sparsync.core import Bucket, ParameterSpan, Span, Sparse
 from sparsync.kernels.dispatch import plain_
 from sparsync.predict.probe_file import (
     KINDS,
@@ -29,6 +30,8 @@ from sparsync.predict.probe_file import (
     SchemeTimes,
     rounded,
 )
+from sparsync.schemes.demo import transformed
+from sparsync.selection.tiles import SIDE, tiles_of
 from sparsync.wire.elements import Elements
 
 SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
@@ -41,8 +44,9 @@ KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
 SELECTED_N = 1 << 16  # elements that are encoded and decoded: selections are smaller than buckets
 SMALL_N = 1 << 10  # where fixed costs show
 DENSITY = 0.01  # of what the kernels select
-KERNEL_S = 0.15  # for one kind of work at one size
+KERNEL_S = 0.11  # for one kind of work at one size
 PARTS = 4  # that are decoded and added up
+COLUMNS = 4  # of the thin factors of a matrix that is multiplied: PowerSGD's default
 SCHEME_N = (1 << 11, 1 << 15, 1 << 18)  # elements of buckets, the first above the size below which schemes send all
 SCHEME_ROUNDS, BATCH = (4, 3, 10), 4  # buckets to warm up with, and batches that are counted: fewest and most
 OVER = 8.0  # times its share of the time that a size may take
@@ -290,7 +294,7 @@ def _kernels(bench: _Bench) -> tuple[Memory, tuple[Kernel, ...]]:
     a, b = (torch.zeros(KERNEL_N, device=bench.device) for _ in range(2))
     pass_s = bench.alone(lambda: plain_(a, b), KERNEL_S)
     found: list[Kernel] = []
-    small, large = _work(SMALL_N, SMALL_N, bench), _work(KERNEL_N, SELECTED_N, bench)
+    small, large = _work(SMALL_N, SMALL_N, bench.device), _work(KERNEL_N, SELECTED_N, bench.device)
     for kind, (run, few, calls) in small.items():
         more, many, _ = large[kind]
         fixed_s, whole_s = bench.alone(run, KERNEL_S), bench.alone(more, KERNEL_S)
@@ -300,23 +304,39 @@ def _kernels(bench: _Bench) -> tuple[Memory, tuple[Kernel, ...]]:
     return Memory(rounded(12 * KERNEL_N / pass_s)), tuple(found)
 
 
-def _work(n: int, k: int, bench: _Bench) -> dict[str, tuple[Work, int, int]]:
-    """Return each kind of work on a bucket of `n` elements, or `k` selected ones, with its number of elements and of calls."""
+def _work(n: int, k: int, device: torch.device) -> dict[str, tuple[Work, int, int]]:
+    """Return each kind of work on a bucket of `n` elements, or `k` selected ones, with its number of elements and of calls.
+
+    Elements and calls are counted as the plans of schemes count them.
+    """
     source = torch.Generator().manual_seed(0)
-    residual, grad = (torch.randn(n, generator=source).to(bench.device) for _ in range(2))
+    residual, grad = (torch.randn(n, generator=source).to(device) for _ in range(2))
     out, zeros = torch.empty_like(grad), torch.zeros_like(grad)
     count = max(1, int(DENSITY * n))
     top = kernels.top_k(grad, count)
     written = [Sparse(top.index, zeros[:count], n)]
     bound = _WARM * kernels.smallest_magnitude(top.value)
     codec, wide = Elements("int8"), round(k / DENSITY)
-    parts = [_spread(k // PARTS, wide, start, bench) for start in range(PARTS)]
+    parts = [_spread(k // PARTS, wide, start, device) for start in range(PARTS)]
     packets = [codec.encode(part) for part in parts]
-    whole = _spread(k, wide, 0, bench)
+    whole = _spread(k, wide, 0, device)
+    rows = math.isqrt(n)
+    matrix = grad[: rows * rows].view(1, rows, rows).clone()
+    factor = torch.linalg.qr(torch.randn(1, rows, COLUMNS, generator=source)).Q.to(device)
+    side = SIDE * max(1, rows // SIDE)
+    tiled = tiles_of((ParameterSpan("", Span(0, side * side), (side, side)),))
+    tiles = torch.randn(tiled.count, SIDE, SIDE, generator=source).to(device)
 
     def decode() -> Sparse:
         each = [codec.decode(packet, k // PARTS, wide, torch.float32) for packet in packets]
         return kernels.coalesce(each)
+
+    def multiply() -> None:
+        """Do PowerSGD's products: both factors, what is written, and what stays. With orthonormal columns the matrix does not grow."""
+        left = torch.bmm(matrix, factor)
+        torch.bmm(matrix.mT, left)
+        torch.bmm(left, factor.mT)
+        matrix.baddbmm_(left, factor.mT, alpha=-1)
 
     return {
         "accumulate": (lambda: kernels.accumulate(residual, grad, out), n, 1),
@@ -324,13 +344,15 @@ def _work(n: int, k: int, bench: _Bench) -> dict[str, tuple[Work, int, int]]:
         "encode": (lambda: codec.encode(whole), k, 1),
         "decode": (decode, k // PARTS * PARTS, PARTS),
         "apply": (lambda: kernels.move_put_(out, zeros, [], written), n, 1),
+        "multiply": (multiply, 4 * COLUMNS * rows * rows, 4),
+        "transform": (lambda: transformed(tiles, tiled), tiles.numel(), 1),
     }
 
 
-def _spread(k: int, length: int, start: int, bench: _Bench) -> Sparse:
+def _spread(k: int, length: int, start: int, device: torch.device) -> Sparse:
     """Return `k` elements at even distances in a vector of `length`."""
-    index = torch.arange(k, dtype=torch.int32, device=bench.device) * (length // k) + start
-    return Sparse(index, torch.ones(k, device=bench.device), length)
+    index = torch.arange(k, dtype=torch.int32, device=device) * (length // k) + start
+    return Sparse(index, torch.ones(k, device=device), length)
 
 
 def _scheme_times(

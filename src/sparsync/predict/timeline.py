@@ -130,14 +130,15 @@ def periodic(compute_s: Seconds, every: int, exchange_s: Seconds, fragments: int
     """Return the mean step of a training that exchanges its weights every `every` steps (DiLoCo, arXiv 2311.08105), in seconds.
 
     With `fragments`, one of them after each every/fragments steps, `exchange_s` seconds in all; `delay` steps go on meanwhile (Streaming
-    DiLoCo, arXiv 2501.18512). Raises ValueError for a delay longer than the time between two fragments.
+    DiLoCo, arXiv 2501.18512). Fragments are exchanged one after the other, so a delay longer than the time between two hides no more than
+    one as long. Raises ValueError for a delay longer than `every`.
     """
     if every < 1 or fragments < 1:
         raise ValueError(f"every and fragments must be at least 1, got {every} and {fragments}")
     between = every / fragments
-    if not 0 <= delay <= between:
-        raise ValueError(f"delay must be in [0, {between:g}], the steps between two fragments, got {delay}")
-    return compute_s + max(0.0, exchange_s / fragments - delay * compute_s) / between
+    if not 0 <= delay <= every:
+        raise ValueError(f"delay must be in [0, {every}], the steps between two exchanges, got {delay}")
+    return compute_s + max(0.0, exchange_s / fragments - min(delay, between) * compute_s) / between
 
 
 def _check(ready_s: Sequence[Seconds], reduce_s: Sequence[Seconds], backward_end_s: Seconds) -> None:

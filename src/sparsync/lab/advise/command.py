@@ -19,6 +19,7 @@ from sparsync.predict.advice import BASELINES, Extra, Step, Verdict
 from sparsync.predict.network import Network
 from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync.predict.probed import ProbedNetwork
+from sparsync.predict.timeline import periodic
 
 FAR = 32  # times the largest measured exchange, beyond which a prediction is marked as a guess
 _LITTLE = 0.1  # of a step, below which what it waits for is not worth shortening
@@ -168,33 +169,46 @@ def trained_by_adamw(workload: Workload) -> bool:
 
 
 def step(choice: SchemeChoice, probe: Probe, backward: Backward, network: Network | None = None) -> Step:
-    """Return the prediction of a step of one method: under DistributedDataParallel, or of local steps or steps of AdamW."""
-    scheme = choice.make()
-    if choice.local is None:
-        return advice.step(choice.label, scheme, probe, backward, network=network)
-    P, elements = probe.group.ranks, sum(each.elements for each in backward.bucket)
-    network = network or ProbedNetwork(probe)
+    """Return the prediction of a step of one method: under DistributedDataParallel, or of local steps or steps of AdamW.
+
+    Raises ValueError where the probe has not measured what the method needs.
+    """
+    try:
+        if choice.local is None:
+            return advice.step(choice.label, choice.make(), probe, backward, network=network)
+        return _step_around(choice, probe, backward, network or ProbedNetwork(probe))
+    except advice.MissingKernelError as error:
+        raise ValueError(f"{choice.label}: {error}, or leave this method out of --schemes") from error
+
+
+def _step_around(choice: SchemeChoice, probe: Probe, backward: Backward, network: Network) -> Step:
+    """Return the prediction of local steps or steps of AdamW. A fragment counts as one bucket, and fragments as equally large."""
+    assert choice.local is not None
+    scheme, settings, P = choice.make(), choice.local, probe.group.ranks
+    elements = sum(each.elements for each in backward.bucket)
     measured = advice.measured_times(choice.label.partition("/")[2], scheme, probe)
-    beyond_s = advice.Reduction(scheme, probe, network, measured).beyond_s(elements)
-    settings = choice.local
-    if choice.steps == "local_steps":
-        every = int(settings["every"])
-        made = plans.local_steps(scheme, [elements], P, 1, int(settings.get("fragments", 1)))
-        delay = int(settings.get("delay", 0))
-    else:
-        every, delay = 1, 0
-        made = plans.adamw_steps(scheme, [elements], P, measure_every=int(settings.get("measure_every", 8)))
-    exchange_s = advice.bucket_s(made, P, network, probe)
-    reduce_s = max(exchange_s / 2, exchange_s + beyond_s) / every
+    reduction = advice.Reduction(scheme, probe, network, measured)
     end = backward.forward_s + max(backward.backward_s, *(each.ready_s for each in backward.bucket))
     computing = end + backward.optimizer_s
-    exposed = max(0.0, reduce_s - delay * computing / every)
-    hidden = 1 - exposed / reduce_s if reduce_s else 1.0
-    mean = plans.averaged(made, every)
+    if choice.steps == "local_steps":
+        every = int(settings["every"])
+        fragments, delay = int(settings.get("fragments", 1)), int(settings.get("delay", 0))
+        sizes = [elements // fragments + (place < elements % fragments) for place in range(fragments)]
+        agreeing_s = fragments * advice.bucket_s(plans.agreement(P), P, network, probe)
+        exchange_s = sum(map(reduction.seconds, sizes)) + agreeing_s
+        reduce_s = exchange_s / every
+        exposed_s = periodic(computing, every, exchange_s, fragments, delay) - computing
+        mean = plans.local_steps(scheme, sizes, P, every, fragments)
+    else:
+        block, measure_every = int(settings.get("block", 64)), int(settings.get("measure_every", 8))
+        ratio_s = advice.bucket_s(plans.ratio([elements], P, block), P, network, probe)
+        reduce_s = exposed_s = reduction.seconds(elements) + ratio_s / measure_every
+        mean = plans.adamw_steps(scheme, [elements], P, block, measure_every)
+    hidden = 1 - min(1.0, exposed_s / reduce_s) if reduce_s else 1.0
     sent = sum(each.nbytes for each in (*mean.exchanges, *mean.beside))
     rounds = sum(each.rounds for each in mean.exchanges)
     return Step(
-        choice.label, computing + exposed, reduce_s, hidden, sent, rounds, made.state_nbytes, measured is not None
+        choice.label, computing + exposed_s, reduce_s, hidden, sent, rounds, mean.state_nbytes, measured is not None
     )
 
 
