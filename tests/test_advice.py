@@ -212,7 +212,7 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
     assert "~: the probe has no buckets of dense, bf16, topk" in said
-    assert "times beyond are guesses" not in said
+    assert "guesses" not in said
     assert "is not known without --gradients" in said
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
     found = json.loads(capsys.readouterr().out)
@@ -224,6 +224,58 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     ("more", "expected"),
     [
         ([], "says nothing of a model"),
+def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it() -> None:
+    """Dense sends 600 kB by all_reduce, bf16 half of it; the probe's all_reduce ends at 6 kB, its other operations at 6 MB."""
+    choices = parse_schemes("dense,bf16,two_shot:density=1.0:values=int4", 0.01)
+    backward = replace(TWO_BUCKETS, bucket=(ReadyBucket(100 * N, 1.0), ReadyBucket(10 * N, 2.0)))
+    longer = tuple(replace(each, nbytes=1000 * each.nbytes) for each in PROBE.operation)
+    mixed = tuple(a if a.kind == "all_reduce" else b for a, b in zip(PROBE.operation, longer, strict=True))
+
+    def said(operation: tuple[Operation, ...]) -> str:
+        probe = replace(PROBE, operation=operation)
+        return command.text(command.advise(probe, backward, choices), probe, backward, choices)
+
+    assert (
+        "all_reduce of up to 600000 bytes (dense, bf16) is far beyond the probe's, which ends at 6000: such times"
+        in said(mixed)
+    )
+    assert said(mixed).count("guesses") == 1
+    assert "guesses" not in said(longer)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--bucket-mb", "1"], "--bucket-mb 1.0 changes nothing: the model in "),
+        (["--optimizer-ms", "5000"], "--optimizer-ms 5000.0 changes nothing: the model in "),
+        (
+            ["--seed", "0"],
+            "--seed 0 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
+        ),
+        (
+            ["--steps", "9"],
+            "--steps 9 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
+        ),
+        (
+            ["--option", "width=3"],
+            "--option width=3 changes nothing: it is of a workload, and there is none; leave it out, or",
+        ),
+        (["--data", "here"], "--data here changes nothing: it is of a workload, and there is none; leave it out, or"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.toml"
+    probe_file.write(replace(PROBE, backward=TWO_BUCKETS), path)
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16"])
+    assert "2000 parameters in 2 buckets" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *more])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
         (["--steps", "0"], "--steps: takes a whole number above 0, got '0'"),
         (
             ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "dense,bf16,dense"],
