@@ -1,10 +1,13 @@
 """Advice from a probe: times that are computed by hand, verdicts, and the curve of extra steps."""
 
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from sparsync.lab import workloads
 from sparsync.lab.advise import command, extra_steps
 from sparsync.lab.advise.extra_steps import Training
 from sparsync.lab.advise.replay import Deviation, deviations
-from sparsync.lab.cli import main
+from sparsync.lab.cli import _parser, main
 from sparsync.lab.scheme_choice import parse_schemes
 from sparsync.lab.traffic.record import record
 from sparsync.lab.traffic.stream import from_record
@@ -37,6 +40,7 @@ from sparsync.predict.probe_file import (
 )
 from sparsync.predict.probed import ProbedNetwork
 
+SCRIPT = Path(__file__).parent.parent / "runs" / "predictions.py"
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
 PROBE = Probe(
@@ -220,10 +224,6 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ([], "says nothing of a model"),
 def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it() -> None:
     """Dense sends 600 kB by all_reduce, bf16 half of it; the probe's all_reduce ends at 6 kB, its other operations at 6 MB."""
     choices = parse_schemes("dense,bf16,two_shot:density=1.0:values=int4", 0.01)
@@ -276,6 +276,10 @@ def test_options_that_would_change_nothing_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], "says nothing of a model"),
         (["--steps", "0"], "--steps: takes a whole number above 0, got '0'"),
         (
             ["--parameters", "9", "--forward-ms", "1", "--backward-ms", "1", "--schemes", "dense,bf16,dense"],
@@ -310,3 +314,85 @@ def test_a_model_has_times_that_are_finite_and_not_negative(wrong: float) -> Non
     for place, name in enumerate(("--bucket-mb", "--forward-ms", "--backward-ms", "--optimizer-ms"), start=1):
         with pytest.raises(ValueError, match=f"{name} must be finite"):
             command.even_backward(right[0], *(wrong if at == place else each for at, each in enumerate(right) if at))
+
+
+@pytest.fixture
+def predictions() -> ModuleType:
+    """The script runs/predictions.py."""
+    spec = importlib.util.spec_from_file_location("predictions", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_probes_of_jobs_have_the_buckets_of_compare(
+    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def sparsync(*arguments: str) -> None:
+        asked.append(arguments)
+        Path(arguments[-1]).touch()
+
+    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    predictions.probe_all(tmp_path)
+    assert len(asked) == len(list(tmp_path.iterdir()))
+    for arguments in asked:
+        options = _parser().parse_args(arguments)
+        assert options.bucket_mb == (None if options.workload is None else _parser().parse_args(["compare"]).bucket_mb)
+    predictions.probe_all(tmp_path)
+    assert len(asked) == len(list(tmp_path.iterdir()))  # all are there
+
+
+def test_a_comparison_that_was_interrupted_is_measured_again(
+    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted: list[str] = []
+
+    def sparsync(command: str, *arguments: str) -> None:
+        out = Path(arguments[-1])
+        if command != "compare":
+            out.touch()
+            return
+        out.mkdir(exist_ok=True)
+        assert not list(out.iterdir())
+        if not interrupted:
+            (out / "half").touch()
+            interrupted.append(str(out))
+            raise KeyboardInterrupt
+        (out / "whole").touch()
+
+    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    with pytest.raises(KeyboardInterrupt):
+        predictions.measure_all(tmp_path)
+    predictions.measure_all(tmp_path)
+    folders = [each for each in tmp_path.iterdir() if each.is_dir()]
+    assert len(folders) == len(predictions.JOBS) * len(predictions.JOB_LINKS)
+    assert all([each.name for each in folder.iterdir()] == ["whole"] for folder in folders)
+
+
+def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(
+    predictions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(places: str, factor: float) -> list[object]:
+        return [
+            predictions.Row(place, 4, label, factor * predicted, 1.0)
+            for place in places
+            for label, predicted in (("dense", 2.0), ("bf16", 1.0), ("topk", 0.5))
+        ]
+
+    found = {"out": rows("abc", 1.0), "again": rows("bcd", 3.0), "empty": [], "all": rows("abc", 3.0)}
+    monkeypatch.setattr(predictions, "rows_of", lambda out, probes: found[probes.name])
+
+    def summaries(again: str | None) -> list[list[str]]:
+        lines = predictions.page(Path("out"), again and Path(again)).splitlines()
+        assert any("2 of 3 places that both sets of probes have" in line for line in lines) == (again == "again")
+        return [line.split(" | ")[1:3] for line in lines if line.startswith(("| of another", "| right before"))]
+
+    assert summaries(None) == [["9", "3"]]
+    assert summaries("again") == [["6", "2"], ["6", "2"]]
+    assert summaries("all") == [["9", "3"], ["9", "3"]]
+    with pytest.raises(SystemExit, match="empty has no probe of any of the 3 places of out; run `probe --out empty`"):
+        summaries("empty")
