@@ -6,14 +6,16 @@
     .venv/bin/python runs/predictions.py table --out build/predictions --again build/predictions/again    # writes the page
 
 The second set of probes tells what the machine does in an hour from what the prediction gets wrong; it may be left out. Each command is
-resumable: what lies in the folder is not measured again. `probe` runs `sparsync probe` for each number of ranks and link. `measure` runs
-`sparsync bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with two
-jobs. Predictions use the probe and the closed forms, and of what was measured only how long the backward passes of sleeping layers were.
+resumable: what lies in the folder is not measured again, and what was interrupted is. `probe` runs `sparsync probe` for each number of
+ranks and link, and for each job with the buckets of `compare`. `measure` runs `sparsync bench overlap` in cells of (ranks, link, megabytes,
+buckets), drawn by a seed, and `sparsync compare` with two jobs. Predictions use the probe and the closed forms, and of what was measured
+only how long the backward passes of sleeping layers were.
 """
 
 import argparse
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -104,7 +106,8 @@ def probe_all(out: Path) -> None:
     for P, link in product(RANKS, LINKS):
         _run(_probe(out, P, link), "probe", "--ranks", str(P), "--link", link)
     for job, link in product(JOBS, JOB_LINKS):
-        _run(_probe(out, JOB_RANKS, link, job), "probe", "--ranks", str(JOB_RANKS), "--link", link, "--workload", job)
+        what = ("probe", "--ranks", str(JOB_RANKS), "--link", link, "--workload", job)
+        _run(_probe(out, JOB_RANKS, link, job), *what, "--bucket-mb", "25")  # as `compare` has them
 
 
 def measure_all(out: Path) -> None:
@@ -115,11 +118,8 @@ def measure_all(out: Path) -> None:
         what = ("bench", "overlap", "--ranks", str(P), "--link", link, "--schemes", SCHEMES, "--rounds", str(ROUNDS))
         _run(_cell(out, cell), *what, *size, flag="--json")
     for job, link in product(JOBS, JOB_LINKS):
-        folder = out / f"job-{job}-{link}"
-        if not folder.exists():
-            what = ("compare", "--workload", job, "--ranks", str(JOB_RANKS), "--link", link, "--schemes", JOB_SCHEMES)
-            steps = ("--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
-            _sparsync(*what, *steps, "--out", str(folder))
+        what = ("compare", "--workload", job, "--ranks", str(JOB_RANKS), "--link", link, "--schemes", JOB_SCHEMES)
+        _run(out / f"job-{job}-{link}", *what, "--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
 
 
 def rows_of(out: Path, probes: Path) -> list[Row]:
@@ -153,19 +153,34 @@ def rows_of(out: Path, probes: Path) -> list[Row]:
 
 
 def page(out: Path, again: Path | None) -> str:
-    """Return the part of the page; `again` is the folder of the probes of the same hour."""
+    """Return the part of the page; `again` is the folder of the probes of the same hour.
+
+    With it the rows of both sets of probes are of the places that both have. Exits where there is none.
+    """
     rows = rows_of(out, out)
     if not rows:
         raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
     places = list(dict.fromkeys(each.place for each in rows))
+    rows_again = rows_of(out, again) if again else []
+    shared = {each.place for each in rows_again} & set(places) if again else set(places)
+    if not shared:
+        raise SystemExit(
+            f"{again} has no probe of any of the {len(places)} places of {out}; run `probe --out {again}`, or leave out --again"
+        )
+    partly = f"The rows are of the {len(shared)} of {len(places)} places that both sets of probes have."
+    summaries = [
+        _summary(probes, [each for each in own if each.place in shared])
+        for probes, own in (("of another hour", rows), ("right before the runs", rows_again))
+        if own
+    ]
     by_place = [[each for each in rows if each.place == place] for place in places]
     lines = [
         "| probes | predictions | places | median error | within 25 % | worst | pairs in the right order "
         "| loss of who takes the method predicted quickest: median, worst | verdicts right |",
         f"|{' --- |' * 9}",
-        _summary("of another hour", rows),
-        *([_summary("right before the runs", rows_of(out, again))] if again else []),
+        *summaries,
         "",
+        *([partly] if len(shared) < len(places) else []),
         f"Pairs are of methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether "
         f"anything is {advice.WORTH:g} times as fast as bf16, where the measured answer is clear by {100 * DIFFERENT:.0f} %. "
         "All below is with the probes of another hour.",
@@ -267,7 +282,8 @@ def _run(path: Path, *arguments: str, flag: str = "--out") -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # what is interrupted is measured again
+    part = path.with_name(f"{path.name}.part")  # what is interrupted is measured again
+    shutil.rmtree(part, ignore_errors=True)  # where it is a folder, to which `compare` would append
     _sparsync(*arguments, flag, str(part))
     part.rename(path)
 

@@ -1,11 +1,14 @@
 """Advice from a probe: times that are computed by hand, verdicts, and the curve of extra steps."""
 
+import importlib.util
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from sparsync.lab import workloads
 from sparsync.lab.advise import command, extra_steps
 from sparsync.lab.advise.extra_steps import Training
 from sparsync.lab.advise.replay import Deviation, deviations
-from sparsync.lab.cli import main
+from sparsync.lab.cli import _parser, main
 from sparsync.lab.scheme_choice import parse_schemes
 from sparsync.lab.traffic.record import record
 from sparsync.lab.traffic.stream import from_record
@@ -40,6 +43,7 @@ from sparsync.predict.probe_file import (
 )
 from sparsync.predict.probed import ProbedNetwork
 
+SCRIPT = Path(__file__).parent.parent / "runs" / "predictions.py"
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
 PROBE = Probe(
@@ -321,8 +325,9 @@ def test_the_answer_begins_with_what_the_plain_all_reduce_waits_for(
     )
     probe = replace(PROBE, operation=operations, latency=replace(PROBE.latency, announce_s=0.0))
     backward = Backward("made", 0.0, 0.1 if link_s < 0.01 else 0.0, 0.0, (ReadyBucket(N, 0.0),))
-    found = command.advise(probe, backward, parse_schemes("dense,bf16", 0.01))
-    assert expected in command.text(found, probe, backward)
+    choices = parse_schemes("dense,bf16", 0.01)
+    found = command.advise(probe, backward, choices)
+    assert expected in command.text(found, probe, backward, choices)
 
 
 def test_the_curve_finds_the_coefficients_that_made_the_factors() -> None:
@@ -382,12 +387,64 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: pytest
     assert said.startswith("4 ranks, gloo, made; 2000 parameters in 1 bucket, 3 ms of computing a step\n")
     assert "not known" in said
     assert "~: the probe has no buckets of dense, bf16, topk" in said
-    assert "times beyond are guesses" not in said
+    assert "guesses" not in said
     assert "is not known without --gradients" in said
     main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *model, "--json", "-"])
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"]["label"] == "bf16"
     assert found["steps"]["dense"]["step_s"] > found["steps"]["bf16"]["step_s"]
+
+
+def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it() -> None:
+    """Dense sends 600 kB by all_reduce, bf16 half of it; the probe's all_reduce ends at 6 kB, its other operations at 6 MB."""
+    choices = parse_schemes("dense,bf16,two_shot:density=1.0:values=int4", 0.01)
+    backward = replace(TWO_BUCKETS, bucket=(ReadyBucket(100 * N, 1.0), ReadyBucket(10 * N, 2.0)))
+    longer = tuple(replace(each, nbytes=1000 * each.nbytes) for each in PROBE.operation)
+    mixed = tuple(a if a.kind == "all_reduce" else b for a, b in zip(PROBE.operation, longer, strict=True))
+
+    def said(operation: tuple[Operation, ...]) -> str:
+        probe = replace(PROBE, operation=operation)
+        return command.text(command.advise(probe, backward, choices), probe, backward, choices)
+
+    assert (
+        "all_reduce of up to 600000 bytes (dense, bf16) is far beyond the probe's, which ends at 6000: such times"
+        in said(mixed)
+    )
+    assert said(mixed).count("guesses") == 1
+    assert "guesses" not in said(longer)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--bucket-mb", "1"], "--bucket-mb 1.0 changes nothing: the model in "),
+        (["--optimizer-ms", "5000"], "--optimizer-ms 5000.0 changes nothing: the model in "),
+        (
+            ["--seed", "0"],
+            "--seed 0 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
+        ),
+        (
+            ["--steps", "9"],
+            "--steps 9 changes nothing: it is of the training whose gradients are replayed; leave it out, or",
+        ),
+        (
+            ["--option", "width=3"],
+            "--option width=3 changes nothing: it is of a workload, and there is none; leave it out, or",
+        ),
+        (["--data", "here"], "--data here changes nothing: it is of a workload, and there is none; leave it out, or"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.toml"
+    probe_file.write(replace(PROBE, backward=TWO_BUCKETS), path)
+    main(["advise", "--probe", str(path), "--schemes", "dense,bf16"])
+    assert "2000 parameters in 2 buckets" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", "--probe", str(path), "--schemes", "dense,bf16", *more])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -428,3 +485,85 @@ def test_a_model_has_times_that_are_finite_and_not_negative(wrong: float) -> Non
     for place, name in enumerate(("--bucket-mb", "--forward-ms", "--backward-ms", "--optimizer-ms"), start=1):
         with pytest.raises(ValueError, match=f"{name} must be finite"):
             command.even_backward(right[0], *(wrong if at == place else each for at, each in enumerate(right) if at))
+
+
+@pytest.fixture
+def predictions() -> ModuleType:
+    """The script runs/predictions.py."""
+    spec = importlib.util.spec_from_file_location("predictions", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_probes_of_jobs_have_the_buckets_of_compare(
+    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def sparsync(*arguments: str) -> None:
+        asked.append(arguments)
+        Path(arguments[-1]).touch()
+
+    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    predictions.probe_all(tmp_path)
+    assert len(asked) == len(list(tmp_path.iterdir()))
+    for arguments in asked:
+        options = _parser().parse_args(arguments)
+        assert options.bucket_mb == (None if options.workload is None else _parser().parse_args(["compare"]).bucket_mb)
+    predictions.probe_all(tmp_path)
+    assert len(asked) == len(list(tmp_path.iterdir()))  # all are there
+
+
+def test_a_comparison_that_was_interrupted_is_measured_again(
+    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted: list[str] = []
+
+    def sparsync(command: str, *arguments: str) -> None:
+        out = Path(arguments[-1])
+        if command != "compare":
+            out.touch()
+            return
+        out.mkdir(exist_ok=True)
+        assert not list(out.iterdir())
+        if not interrupted:
+            (out / "half").touch()
+            interrupted.append(str(out))
+            raise KeyboardInterrupt
+        (out / "whole").touch()
+
+    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    with pytest.raises(KeyboardInterrupt):
+        predictions.measure_all(tmp_path)
+    predictions.measure_all(tmp_path)
+    folders = [each for each in tmp_path.iterdir() if each.is_dir()]
+    assert len(folders) == len(predictions.JOBS) * len(predictions.JOB_LINKS)
+    assert all([each.name for each in folder.iterdir()] == ["whole"] for folder in folders)
+
+
+def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(
+    predictions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(places: str, factor: float) -> list[object]:
+        return [
+            predictions.Row(place, 4, label, factor * predicted, 1.0)
+            for place in places
+            for label, predicted in (("dense", 2.0), ("bf16", 1.0), ("topk", 0.5))
+        ]
+
+    found = {"out": rows("abc", 1.0), "again": rows("bcd", 3.0), "empty": [], "all": rows("abc", 3.0)}
+    monkeypatch.setattr(predictions, "rows_of", lambda out, probes: found[probes.name])
+
+    def summaries(again: str | None) -> list[list[str]]:
+        lines = predictions.page(Path("out"), again and Path(again)).splitlines()
+        assert any("2 of 3 places that both sets of probes have" in line for line in lines) == (again == "again")
+        return [line.split(" | ")[1:3] for line in lines if line.startswith(("| of another", "| right before"))]
+
+    assert summaries(None) == [["9", "3"]]
+    assert summaries("again") == [["6", "2"], ["6", "2"]]
+    assert summaries("all") == [["9", "3"], ["9", "3"]]
+    with pytest.raises(SystemExit, match="empty has no probe of any of the 3 places of out; run `probe --out empty`"):
+        summaries("empty")

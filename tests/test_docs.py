@@ -21,6 +21,7 @@ from sparsync.lab import cli, workloads
 from sparsync.lab.frontier.study import ORACLE
 from sparsync.lab.report.parts import replaced
 from sparsync.lab.scheme_choice import parse_schemes
+from sparsync.predict import probe_file
 
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
@@ -68,15 +69,27 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
     return done.stdout
 
 
-def test_the_python_of_the_first_pages_runs_as_written(tmp_path: Path) -> None:
+@pytest.fixture
+def probed(tmp_path: Path) -> Path:
+    """The folder of a reader who has called `sparsync probe`."""
+    group = probe_file.Group(4, "gloo", 1, "made", "cpu", 2, "", "")
+    operation = tuple(probe_file.Operation("all_reduce", nbytes, 1.0, 1.0, 1.0) for nbytes in (1, 2))
+    latency, memory = probe_file.Latency(0.0, 0.0, 0.0, 1.0, 0.0), probe_file.Memory(1.0)
+    made = probe_file.Probe(group, operation, latency, memory, (probe_file.Kernel("apply", 1.0, 0.0),))
+    probe_file.write(made, tmp_path / "probe.toml")
+    return tmp_path
+
+
+def test_the_python_of_the_first_pages_runs_as_written(probed: Path) -> None:
     """In one process, a world of one rank; tracebacks name the line of the page."""
-    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), *FIRST], tmp_path, ALONE)
+    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), *FIRST], probed, ALONE)
+    assert probe_file.read(probed / "probe.toml").backward is not None  # of the quickstart
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.runs_here}))
-def test_the_python_of_every_page_runs_as_written_in_an_interpreter_of_its_own(page: str, tmp_path: Path) -> None:
-    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), page], tmp_path, ALONE)
+def test_the_python_of_every_page_runs_as_written_in_an_interpreter_of_its_own(page: str, probed: Path) -> None:
+    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), page], probed, ALONE)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ PROBE = Probe(
         Operation("all_gather", 9000, 2.25, 2.0, 3.0),
         Operation("all_gather", 5000, 0.5, 0.5, 0.5),
         Operation("all_reduce", 6000, 3.0, 3.0, 3.0),
+        Operation("all_reduce", 7000, 4.0, 4.0, 4.0),
         Operation("send_recv", 100, 1.0, 1.0, 1.0),
         Operation("send_recv", 200, 2.0, 2.0, 2.0),
     ),
@@ -42,6 +43,9 @@ PROBE = Probe(
     Backward("gpt", 0.5, 1.0, 0.25, (ReadyBucket(10, 0.5), ReadyBucket(20, 1.0))),
 )
 
+KERNEL = '[[kernel]]\nkind = "select"\nelements_per_s = 1e+09\nfixed_s = 2e-06\n\n'
+BUCKETS = "".join(f"\n[[backward.bucket]]\nelements = {n}\nready_s = {s}\n" for n, s in ((10, 0.5), (20, 1)))
+
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 positive = st.floats(min_value=0, max_value=1e18, exclude_min=True, allow_subnormal=False)
 counts = st.integers(min_value=1, max_value=2**62)
@@ -49,15 +53,15 @@ counts = st.integers(min_value=1, max_value=2**62)
 
 @given(texts, texts, counts, positive, st.sampled_from(probe_file.KERNELS), st.booleans())
 def test_what_is_written_is_read_again(
-    link: str, label: str, nbytes: int, figure: float, kind: str, more: bool
+    link: str, label: str, nbytes: int, figure: float, kind: str, whole: bool
 ) -> None:
     probe = replace(
         PROBE,
         group=replace(GROUP, link=link),
-        operation=(Operation("all_to_all", nbytes, figure, 0.0, figure),),
+        operation=tuple(Operation("all_to_all", nbytes + more, figure, 0.0, figure) for more in (0, 1)),
         kernel=(Kernel(kind, figure, figure),),
-        scheme=(SchemeTimes(label, figure),) if more else (),
-        backward=Backward(label, figure, figure, figure, (ReadyBucket(nbytes, figure),)) if more else None,
+        scheme=(SchemeTimes(label, figure),) if whole else (),
+        backward=Backward(label, figure, figure, figure, (ReadyBucket(nbytes, figure),)) if whole else None,
     )
     assert probe_file.parse(probe_file.text(probe)) == probe
 
@@ -77,7 +81,10 @@ def test_a_file_keeps_a_probe(tmp_path: Path) -> None:
         ("format = 1", "", "format must be 1, got None"),
         ("[latency]", "[latency", "not TOML: .*line"),
         ("ranks = 4\n", "", "group.ranks is missing"),
-        ("ranks = 4", "ranks = 0", "at least 1 rank, got 0"),
+        ("ranks = 4", "ranks = 1", "group.ranks must be at least 2, got 1; of one rank nothing travels"),
+        ("hosts = 2", "hosts = 0", "group.hosts must be at least 1, got 0; give the number of machines"),
+        ("cores = 8", "cores = 0", "group.cores must be at least 1, got 0; give the number of cores"),
+        ('device = "cpu"', 'device = "tpu"', "group.device must be one of cpu, cuda, got 'tpu'; give the one"),
         ("ranks = 4", "ranks = 4.5", "group.ranks must be a whole number of at least 0, got 4.5"),
         ("ranks = 4", "ranks = true", "group.ranks must be a whole number of at least 0, got True"),
         ('backend = "gloo"', "backend = 1", "group.backend must be a text, got 1"),
@@ -87,6 +94,22 @@ def test_a_file_keeps_a_probe(tmp_path: Path) -> None:
         ("seconds = 0.5", f"seconds = 1{'0' * 400}", "must be a number of at least 0"),
         ("bytes_per_s = 1.5e+10", "bytes_per_s = 0", "memory.bytes_per_s must be a number above 0, got 0"),
         ("nbytes = 5000", "nbytes = 1000", "all_gather of 1000 bytes is there twice"),
+        (
+            'kind = "all_reduce"',
+            'kind = "all_to_all"',
+            "all_to_all is there at one size only, 6000 bytes.*give two sizes or more",
+        ),
+        (KERNEL, f"{KERNEL}{KERNEL}", "the kernel select is there twice; leave one out"),
+        (
+            "elements = 10\nready_s",
+            "elements = 0\nready_s",
+            r"backward.bucket\[0\].elements must be at least 1, got 0; leave that",
+        ),
+        (
+            BUCKETS,
+            "bucket = []\n",
+            r"backward.bucket must be one or more tables \[\[backward.bucket\]\], got none; probe with",
+        ),
         ('kind = "all_reduce"', 'kind = "broadcast"', "must be one of send_recv, .*, got 'broadcast'"),
         ('kind = "select"', 'kind = "sort"', "must be one of accumulate, .*, got 'sort'"),
         ("[memory]", "[memorie]", "the file has an unknown entry 'memorie'; known are group, operation, latency"),
@@ -130,6 +153,12 @@ def test_dependent_rounds_take_the_time_of_as_many_operations() -> None:
     network = ProbedNetwork(PROBE)
     assert network.seconds(exchange("send_recv", 450.0, rounds=3.0), 4) == 3 * 1.5
     assert network.seconds(exchange("all_reduce", 6000.0, rounds=6.0), 4) == 3.0  # its rounds were measured with it
+
+
+def test_the_reach_of_an_exchange_is_where_the_table_is_read_and_where_it_ends() -> None:
+    network = ProbedNetwork(PROBE)
+    assert network.reach(exchange("all_gather", 10.0, received=9e9), 4) == (9e9, 9000)
+    assert network.reach(exchange("send_recv", 450.0, rounds=3.0), 4) == (150.0, 200)
 
 
 def test_other_groups_and_unmeasured_kinds_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Measuring: what a probe of two ranks holds, and the timeline of a model. Nothing here asserts how long anything takes."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.distributed import run
 from sparsync import DeMo, GroupComm, PowerSGD, Scheme, TopK
 from sparsync.core import ParameterSpan, Span
+from sparsync.lab.cli import main
+from sparsync.lab.writable import check_file
 from sparsync.predict import Given, probing
 from sparsync.predict.backward import timeline
 from sparsync.predict.probe_file import KERNELS, KINDS, Backward
@@ -70,19 +73,21 @@ def test_pairings_agree_on_both_sides_and_never_come_again(P: int) -> None:
             assert partner is None or (partner != rank and partners[partner][turn] == rank)
 
 
-def trained(model: nn.Module, steps: int, bucket_mb: float | None = None, micro_batches: int = 1) -> Backward:
+def trained(
+    model: nn.Module, steps: int, bucket_mb: float | None = None, micro_batches: int = 1, width: int = 64
+) -> Backward:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with timeline(model, bucket_mb) as recorded:
         for _ in range(steps):
             optimizer.zero_grad()
             for _ in range(micro_batches):
-                model(torch.ones(2, 64)).square().mean().backward()
+                model(torch.ones(2, width)).square().mean().backward()
             optimizer.step()
     return recorded.backward("layers")
 
 
-def layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))  # 16640 bytes each
+def layers(width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(5)))  # 16640 bytes each, 361200 for a width of 300
 
 
 @pytest.fixture
@@ -93,9 +98,12 @@ def group_of_one() -> object:
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("cap_mb", [0.03, None])
-def test_the_buckets_of_a_timeline_are_those_of_ddp(cap_mb: float | None) -> None:
-    model = DistributedDataParallel(layers(), bucket_cap_mb=cap_mb)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("width", "cap_mb", "buckets"),
+    [(64, 0.03, 3), (64, None, 1), (300, None, 2), (300, 25.0, 1)],  # by default, and only then, the first has 1 MB
+)
+def test_the_buckets_of_a_timeline_are_those_of_ddp(width: int, cap_mb: float | None, buckets: int) -> None:
+    model = DistributedDataParallel(layers(width), bucket_cap_mb=cap_mb)  # pyright: ignore[reportArgumentType]
     seen: list[int] = []
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
@@ -105,10 +113,10 @@ def test_the_buckets_of_a_timeline_are_those_of_ddp(cap_mb: float | None) -> Non
         return done
 
     model.register_comm_hook(None, hook)
-    found = trained(model, 3)
+    found = trained(model, 3, width=width)
     assert [bucket.elements for bucket in found.bucket] == seen[-len(found.bucket) :]
-    assert len(found.bucket) == (3 if cap_mb else 1)
-    bare = trained(layers(), 3, cap_mb)
+    assert len(found.bucket) == buckets
+    bare = trained(layers(width), 3, cap_mb, width=width)
     assert [bucket.elements for bucket in bare.bucket] == [bucket.elements for bucket in found.bucket]
 
 
@@ -133,3 +141,56 @@ def test_a_block_without_a_step_and_a_model_without_parameters_are_errors() -> N
     assert not model._forward_hooks
     with pytest.raises(ValueError, match="no parameter that takes a gradient"), timeline(nn.ReLU()):
         pass
+
+
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--bucket-mb", "1"],
+            "--bucket-mb is of the job whose backward pass is recorded, and there is none, got 1; leave it out",
+        ),
+        (
+            ["--option", "width=3"],
+            "--option width=3 changes nothing: it is of a workload, and there is none; leave it out",
+        ),
+    ],
+)
+def test_options_of_a_job_are_refused_without_one(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "folder" / "probe.toml"
+    with pytest.raises(SystemExit) as ended:
+        main(["probe", "--ranks", "2", "--link", "none", *arguments, "--out", str(out)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparsync.lab.probe.command.network", lambda *_: pytest.fail("it measures"))
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file" / "probe.toml", tmp_path):
+        with pytest.raises(SystemExit) as ended:
+            main(["probe", "--ranks", "2", "--link", "none", "--out", str(out)])
+        assert ended.value.code == 1
+        assert f"cannot write {out}: " in capsys.readouterr().err
+
+
+def test_checking_a_file_makes_its_folder_and_changes_nothing_else(tmp_path: Path) -> None:
+    new = tmp_path / "a" / "b" / "file"
+    check_file(new)
+    assert list(new.parent.iterdir()) == []
+    new.write_text("kept")
+    link, dangling = tmp_path / "link", tmp_path / "dangling"
+    link.symlink_to(new)
+    dangling.symlink_to(new.with_name("nothing"))
+    for each in (new, link, dangling):
+        check_file(each)
+    assert [each.name for each in new.parent.iterdir()] == ["file"]
+    assert new.read_text() == "kept"
+    assert dangling.is_symlink()

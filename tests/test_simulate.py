@@ -170,6 +170,28 @@ def test_options_that_cannot_be_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--list", "--ranks", "7"], "--ranks goes with --preset, got --ranks 7 and --list; leave one of them out"),
+        (
+            ["--published", "--gbit", "7"],
+            "--gbit goes with --preset, got --gbit 7.0 and --published; leave one of them out",
+        ),
+        (["--published", "--out", "x"], "--out goes with --preset, got --out x and --published"),
+        (["--list", "--json", "-"], "--json goes with --preset or --published, got --json - and --list"),
+        (["--preset", "2x6-10gbe", "--page", "x.md"], "--page goes with --published, got --page x.md and --preset"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_rings_are_the_kinds_of_exchange_that_have_no_choice_of_their_own() -> None:
     assert {*setup.RINGS, "all_reduce"} == set(get_args(Kind))
 

@@ -196,6 +196,32 @@ def test_gradients_of_a_job_in_a_file_are_recorded_and_reduced_by_a_scheme_in_a_
     assert all(each["error"] == pytest.approx(0.5) for each in found[1:-2:2])
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparsync.lab.traffic.record.record", lambda *_, **__: pytest.fail("it trains"))
+    (tmp_path / "file").write_text("in the way")
+    out = tmp_path / "file" / "g.pt"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["gradients", "--workload", f"{THIRD_PARTY}:LineFit", "--out", str(out)])
+    assert ended.value.code == 1
+    assert f"cannot write {out}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "counted"),
+    [("1", "1", "1 step x 1 rank x 2 elements"), ("2", "3", "3 steps x 2 ranks x 2 elements")],
+)
+def test_a_missing_folder_is_made_and_what_was_recorded_is_counted(
+    ranks: str, steps: str, counted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a" / "b" / "g.pt"
+    job = ["--workload", f"{THIRD_PARTY}:LineFit", "--option", "width=1"]
+    cli.main(["gradients", *job, "--ranks", ranks, "--steps", steps, "--out", str(out)])
+    assert capsys.readouterr().out == f"{out}: {counted}, bfloat16\n"
+    assert recorded(out).steps == int(steps)
+
+
 def test_recorded_gradients_are_studied_as_they_are(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, "--scheme", "topk", "--gradients", str(training))
     assert [each.get("step") for each in found] == [0, 1, 2, 3, None]

@@ -111,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     cli_options.add_traffic_options(traffic)
     traffic.set_defaults(run=_traffic)
 
-    gradients = commands.add_parser("gradients", help="record every rank's gradients of a training, for `traffic`")
+    gradients = commands.add_parser(
+        "gradients", help="record every rank's gradients of a training, for `traffic` and `advise`"
+    )
     cli_options.add_gradients_options(gradients)
     gradients.set_defaults(run=_gradients)
 
@@ -228,9 +230,15 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
     probe = probe_file.read(options.probe)
     times = (options.forward_ms, options.backward_ms)
     if options.parameters is not None and None not in times:
-        seconds = (1e-3 * each for each in (*times, options.optimizer_ms))
-        backward = command.even_backward(options.parameters, options.bucket_mb, *seconds)
+        seconds = (1e-3 * each for each in (*times, options.optimizer_ms or 0.0))
+        bucket_mb = 25.0 if options.bucket_mb is None else options.bucket_mb
+        backward = command.even_backward(options.parameters, bucket_mb, *seconds)
     elif options.parameters is None and times == (None, None) and probe.backward is not None:
+        _refuse(
+            {"--optimizer-ms": options.optimizer_ms, "--bucket-mb": options.bucket_mb},
+            f"the model in {options.probe} counts as it was measured",
+            "give --parameters, --forward-ms and --backward-ms with it",
+        )
         backward = probe.backward
     else:
         raise ValueError(
@@ -240,7 +248,11 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
         )
     if options.gradients is not None and options.workload is None:
         raise ValueError("--gradients needs --workload: the gradients are replayed with the job's optimizer")
-    workload = None if options.workload is None else workloads.get(options.workload, **_workload_options(options))
+    if options.gradients is None:
+        unused = {"--seed": options.seed, "--steps": options.steps}
+        _refuse(unused, "it is of the training whose gradients are replayed", "give these by --gradients")
+    own = _workload_options(options)
+    workload = None if options.workload is None else workloads.get(options.workload, **own)
     if workload is not None:
         workload.prepare()
     if options.schemes is None:
@@ -249,11 +261,12 @@ def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
             (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
         )
     choices = parse_schemes(options.schemes, options.density, options.skip)
-    found = command.advise(probe, backward, choices, workload, options.gradients, options.seed, options.steps)
+    seed, steps = options.seed or 0, 300 if options.steps is None else options.steps
+    found = command.advise(probe, backward, choices, workload, options.gradients, seed, steps)
     if options.json is not None:
         command.write(found, options.json)
     if options.json != "-":
-        print(command.text(found, probe, backward))
+        print(command.text(found, probe, backward, choices))
 
 
 def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -332,14 +345,19 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.lab import workloads
     from sparsync.lab.progress import progress
     from sparsync.lab.traffic.record import record, save
+    from sparsync.lab.writable import check_file
 
     workload = workloads.get(options.workload, **_workload_options(options))
+    check_file(options.out)
     asked = (options.seed, options.ranks, options.steps, options.every, options.precision)
     with progress("training steps", options.steps) as shown:
         recorded = record(workload, *asked, after=shown.at)
     save(recorded, options.out)
     T, P, n = recorded["gradients"].shape
-    print(f"{options.out}: {T} steps x {P} ranks x {n} elements, {options.precision}")
+    counted = " x ".join(
+        f"{count} {what}{'s' * (count != 1)}" for count, what in ((T, "step"), (P, "rank"), (n, "element"))
+    )
+    print(f"{options.out}: {counted}, {options.precision}")
 
 
 def _campaign(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -408,7 +426,17 @@ def _settings(options: argparse.Namespace) -> "Settings":
     )
 
 
+def _refuse(unused: Mapping[str, object], why: str, cure: str) -> None:
+    """Raise ValueError where one of the options that would change nothing was given."""
+    for name, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{name} {value} changes nothing: {why}; leave it out, or {cure}")
+
+
 def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: the workload converts the text
+    if options.workload is None:
+        unused = {"--option": next(iter(options.option), None), "--data": options.data}
+        _refuse(unused, "it is of a workload, and there is none", "name one with --workload")
     chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)
     if options.data is not None:
         chosen["data"] = str(Path(options.data).resolve())

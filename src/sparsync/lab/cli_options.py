@@ -59,7 +59,8 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=300, help="training steps of each scheme (default: 300)")
     add("--eval-every", type=int, default=10, metavar="STEPS", help="steps between evaluations (default: 10)")
     add("--seed", "--seeds", dest="seeds", type=_integers, default=(0,), help="one or more, by commas (default: 0)")
-    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets in MB (default: 25)")
+    same = "size of all buckets in MB, DDP's bucket_cap_mb (default: 25; by DDP's own default its first one has 1)"
+    add("--bucket-mb", type=_positive, default=25.0, help=same)
     add("--timeout", type=_positive, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
     add_within(parser)
@@ -99,7 +100,8 @@ def add_probe_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B:KEY=VALUE",
         help=f"whose buckets are measured: those to be advised on, with a density of 0.01 where none is given (default: {PROBED})",
     )
-    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of the job in MB (default: 25)")
+    layout = "size of all DDP's buckets of the job in MB (default: DDP's own, a first one of 1 and then 25; compare has 25 for all)"
+    add("--bucket-mb", type=_positive, default=None, help=layout)
     add("--seconds", type=_positive, default=45.0, help="for the exchanges and kernels, about (default: 45)")
     add("--timeout", type=_positive, default=120.0, metavar="S", help="for one operation of a rank (default: 120)")
     add("--out", type=Path, default=Path("probe.toml"), metavar="FILE", help="the file to write (default: probe.toml)")
@@ -110,8 +112,13 @@ def add_advise_options(parser: argparse.ArgumentParser) -> None:
     add_workload_options(parser, default=None)
     add("--probe", type=Path, required=True, metavar="FILE.toml", help="the group, as `sparsync probe` has measured it")
     add("--gradients", type=Path, default=None, metavar="FILE", help="of the job, by `sparsync gradients`: extra steps")
-    add("--seed", type=int, default=0, help="of the training whose gradients were recorded (default: 0)")
-    add("--steps", type=_count, default=300, help="of the whole training, for its schedule (default: 300)")
+    add("--seed", type=int, default=None, help="with --gradients: of the training that they are of (default: 0)")
+    add(
+        "--steps",
+        type=_count,
+        default=None,
+        help="with --gradients: of that training in all, for its schedule (default: 300)",
+    )
     advised = f"{ADVISED},{ADVISED_LOCAL}, and with --workload of AdamW {ADVISED_ADAMW}"
     add("--schemes", default=None, metavar="A,B:KEY=VALUE", help=f"{METHODS_HELP} (default: {advised})")
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
@@ -119,8 +126,9 @@ def add_advise_options(parser: argparse.ArgumentParser) -> None:
     add("--parameters", type=int, default=None, metavar="N", help="of the model, where the probe has none ([backward])")
     add("--forward-ms", type=_not_negative, default=None, metavar="MS", help="its forward pass")
     add("--backward-ms", type=_not_negative, default=None, metavar="MS", help="its backward pass")
-    add("--optimizer-ms", type=_not_negative, default=0.0, metavar="MS", help="its optimizer (default: 0)")
-    add("--bucket-mb", type=_positive, default=25.0, help="size of DDP's buckets of that model in MB (default: 25)")
+    add("--optimizer-ms", type=_not_negative, default=None, metavar="MS", help="its optimizer (default: 0)")
+    size = "size of its buckets in MB, but of the first, which has 1 as by DDP's default (default: 25)"
+    add("--bucket-mb", type=_positive, default=None, help=size)
     add(
         "--json", default=None, metavar="FILE", help="write the answer as JSON; -: on standard output, and nothing else"
     )

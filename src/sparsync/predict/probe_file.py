@@ -14,6 +14,7 @@ import tomllib
 
 from sparsync.comm.plan import Kind
 
+DEVICES = ("cpu", "cuda")
 FORMAT = 1
 HIGHEST = 2**63  # beyond every number in a file
 
@@ -33,7 +34,7 @@ class Group:
     backend: str  # "gloo" or "nccl"
     hosts: int
     link: str  # what connects the ranks, for the reader
-    device: str  # of the tensors: "cpu" or "cuda"
+    device: str  # of the tensors, one of DEVICES
     cores: int  # that rank 0 may use
     torch: str  # version
     time: str  # ISO 8601
@@ -134,9 +135,17 @@ class Probe:
             if (each.kind, each.nbytes) in known:
                 raise ProbeFileError(f"{each.kind} of {each.nbytes} bytes is there twice; leave one out")
             known.add((each.kind, each.nbytes))
+        for each in self.operation:
+            if len(sizes(self.operation, each.kind)) == 1:
+                raise ProbeFileError(
+                    f"{each.kind} is there at one size only, {each.nbytes} bytes, from which no other can be told; give two sizes or more, "
+                    "or measure again with `sparsync probe`"
+                )
         for each in self.kernel:
             if each.kind not in KERNELS:
                 raise ProbeFileError(f"the kind of a kernel must be one of {', '.join(KERNELS)}, got {each.kind!r}")
+            if sum(other.kind == each.kind for other in self.kernel) > 1:
+                raise ProbeFileError(f"the kernel {each.kind} is there twice; leave one out")
         labels = [each.scheme for each in self.scheme]
         for each in self.scheme:
             if labels.count(each.scheme) > 1:
@@ -146,8 +155,36 @@ class Probe:
             sizes_of = [bucket.elements for bucket in each.bucket]
             if sizes_of != sorted(set(sizes_of)):
                 raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {sizes_of}")
-        if self.group.ranks < 1:
-            raise ProbeFileError(f"a group has at least 1 rank, got {self.group.ranks}")
+        _check_group(self.group)
+        if self.backward is not None:
+            _check_buckets(self.backward)
+
+
+def _check_group(group: Group) -> None:
+    for name, least, cure in (
+        ("ranks", 2, "of one rank nothing travels, so probe at least two"),
+        ("hosts", 1, "give the number of machines that the ranks are on"),
+        ("cores", 1, "give the number of cores that rank 0 may use"),
+    ):
+        value = getattr(group, name)
+        if value < least:
+            raise ProbeFileError(f"group.{name} must be at least {least}, got {value}; {cure}")
+    if group.device not in DEVICES:
+        raise ProbeFileError(
+            f"group.device must be one of {', '.join(DEVICES)}, got {group.device!r}; give the one that the ranks compute on"
+        )
+
+
+def _check_buckets(backward: Backward) -> None:
+    if not backward.bucket:
+        raise ProbeFileError(
+            "backward.bucket must be one or more tables [[backward.bucket]], got none; probe with --workload again, or leave [backward] out"
+        )
+    for number, each in enumerate(backward.bucket):
+        if each.elements < 1:
+            raise ProbeFileError(
+                f"backward.bucket[{number}].elements must be at least 1, got {each.elements}; leave that bucket out"
+            )
 
 
 _HEAD = """\

@@ -26,6 +26,16 @@ class ProbedNetwork:
         """
         if P == 1:
             return 0.0
+        known, times, nbytes = self._looked_up(exchange, P)
+        return times * _interpolated(known, nbytes)
+
+    def reach(self, exchange: Exchange, P: int) -> tuple[float, int]:
+        """Return the bytes at which the table is read for this exchange, and those at which it ends. Raises ValueError as `seconds`."""
+        known, _, nbytes = self._looked_up(exchange, P)
+        return nbytes, known[-1].nbytes
+
+    def _looked_up(self, exchange: Exchange, P: int) -> tuple[list[Operation], float, float]:
+        """Return the measured operations of its kind, the smallest first, how many of them it takes, and the bytes of each."""
         measured = self.probe.group.ranks
         if measured != P:
             raise ValueError(
@@ -37,7 +47,7 @@ class ProbedNetwork:
             raise ValueError(f"the probe has no [[operation]] of kind {exchange.kind!r}; run `sparsync probe` again")
         inside = 2 * (P - 1) if exchange.kind == "all_reduce" else 1  # rounds of the measured operation
         times = max(1.0, exchange.rounds / inside)
-        return times * _interpolated(known, max(exchange.nbytes, exchange.received) / times)
+        return known, times, max(exchange.nbytes, exchange.received) / times
 
 
 def _interpolated(known: list[Operation], nbytes: int | float) -> float:

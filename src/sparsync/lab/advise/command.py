@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch.optim import SGD, AdamW
 
+from sparsync.comm.plan import Exchange
 from sparsync.lab.advise import extra_steps
 from sparsync.lab.advise.replay import deviations
 from sparsync.lab.report.format import significant
@@ -21,7 +22,7 @@ from sparsync.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync.predict.probed import ProbedNetwork
 from sparsync.predict.timeline import periodic
 
-FAR = 32  # times the largest measured exchange, beyond which a prediction is marked as a guess
+FAR = 32  # times the largest measured exchange of its kind, beyond which a prediction is marked as a guess
 _LITTLE = 0.1  # of a step, below which what it waits for is not worth shortening
 HEADS = (
     "method",
@@ -240,8 +241,8 @@ def table(found: Advice) -> list[tuple[str, ...]]:
     return rows
 
 
-def text(found: Advice, probe: Probe, backward: Backward) -> str:
-    """Return the whole answer as text."""
+def text(found: Advice, probe: Probe, backward: Backward, choices: Sequence[SchemeChoice]) -> str:
+    """Return the whole answer to `advise` with these arguments as text."""
     rows = table(found)
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     lines = [
@@ -275,13 +276,7 @@ def text(found: Advice, probe: Probe, backward: Backward) -> str:
             f"~: the probe has no buckets of {', '.join(dict.fromkeys(unknown))}, so these times come from its exchanges and kernels "
             "alone, and are often too short; probe with them in --schemes."
         )
-    largest = max(each.elements for each in backward.bucket)
-    reached = max((each.nbytes for each in probe.operation), default=0)
-    if 4 * largest > FAR * reached:
-        notes.append(
-            f"The largest bucket has {4 * largest} bytes, and the probe's exchanges end at {reached}: times beyond are guesses; probe for "
-            "longer (--seconds)."
-        )
+    notes += _guesses(choices, probe, backward)
     return "\n".join([head, _bottleneck(found, backward), "", *lines, "", *notes, "", found.verdict.why])
 
 
@@ -303,6 +298,37 @@ def _bottleneck(found: Advice, backward: Backward) -> str:
 
 def _computing_s(backward: Backward) -> float:
     return backward.forward_s + backward.backward_s + backward.optimizer_s
+
+
+@dataclass
+class _Reaching:
+    """The network of a probe, and how far into each of its tables predictions have reached."""
+
+    network: ProbedNetwork
+    farthest: dict[str, tuple[float, int]] = field(default_factory=dict)  # by kind: bytes, and where the table ends
+
+    def seconds(self, exchange: Exchange, P: int) -> float:
+        reach = self.network.reach(exchange, P)
+        self.farthest[exchange.kind] = max(reach, self.farthest.get(exchange.kind, reach))
+        return self.network.seconds(exchange, P)
+
+
+def _guesses(choices: Sequence[SchemeChoice], probe: Probe, backward: Backward) -> list[str]:
+    """Return a line for each kind of operation that methods use far beyond the largest measured one."""
+    farthest: dict[str, tuple[float, int]] = {}
+    methods: dict[str, list[str]] = {}
+    for choice in choices:
+        network = _Reaching(ProbedNetwork(probe))
+        step(choice, probe, backward, network)
+        for kind, (nbytes, end) in network.farthest.items():
+            if nbytes > FAR * end:
+                farthest[kind] = max((nbytes, end), farthest.get(kind, (nbytes, end)))
+                methods.setdefault(kind, []).append(choice.label)
+    return [
+        f"{kind} of up to {nbytes:.0f} bytes ({', '.join(methods[kind])}) is far beyond the probe's, which ends at {end}: such times are "
+        "guesses; probe for longer (--seconds)."
+        for kind, (nbytes, end) in farthest.items()
+    ]
 
 
 def write(found: Advice, where: str) -> None:

@@ -15,15 +15,18 @@ from sparsync.lab.workers.group import worker_group
 from sparsync.lab.workers.hosts import Backend, joined
 from sparsync.lab.workers.process import Message
 from sparsync.lab.workloads.base import Workload
+from sparsync.lab.writable import check_file
 from sparsync.predict import probe_file
 
 
 def probe_here(request: Request, ranks: int, link: str, out: Path) -> None:
     """Measure `ranks` ranks of this machine over emulated links, print a table and write the file.
 
-    Raises ValueError for what cannot be measured, RuntimeError where the network cannot be built or a rank fails.
+    Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
+    fails.
     """
     request.check(ranks)
+    check_file(out)
     rate = parse_link(link)
     with (
         network(ranks, rate) as links,
@@ -39,7 +42,10 @@ def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None
 
     def checked() -> tuple[Workload | None, Mapping[str, str]]:
         plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
-        return request.check(hosts.place.ranks), {**plain, "the code of sparsync": environment.code_digest()}
+        workload = request.check(hosts.place.ranks)
+        if hosts.place.rank == 0:
+            check_file(out)
+        return workload, {**plain, "the code of sparsync": environment.code_digest()}
 
     content: list[str] = []
     with joined(request.timeout_s, backend) as hosts:

@@ -32,18 +32,17 @@ class Request:
     hosts: int = 1
     workload: str | None = None  # the job whose backward pass is recorded
     options: dict[str, Any] = field(default_factory=dict)  # Any: of the workload, as in Settings
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None  # of all its buckets; None: those that DistributedDataParallel makes by default
     timeout_s: float = 120.0  # for one operation of a rank
 
     def check(self, ranks: int) -> Workload | None:
         """Return the workload, if there is one. Raises ValueError for what cannot be measured."""
         if ranks < 2:
             raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
-        if not all(0 < value < float("inf") for value in (self.seconds, self.timeout_s, self.bucket_mb)):
-            raise ValueError(
-                f"--seconds, --timeout and --bucket-mb must be finite and above 0, got {self.seconds}, {self.timeout_s} and "
-                f"{self.bucket_mb}"
-            )
+        numbers = {"--seconds": self.seconds, "--timeout": self.timeout_s, "--bucket-mb": self.bucket_mb}
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be finite and above 0, got {value}")
         if self.seconds < LEAST_S:
             raise ValueError(
                 f"--seconds must be at least {LEAST_S:g}, got {self.seconds:g}: in less nothing but bursts is measured"
@@ -58,6 +57,11 @@ class Request:
                 f"stroke, {inner}, which predictions of both use"
             )
         if self.workload is None:
+            if self.bucket_mb is not None:
+                raise ValueError(
+                    f"--bucket-mb is of the job whose backward pass is recorded, and there is none, got {self.bucket_mb:g}; leave it out, "
+                    "or name the job with --workload"
+                )
             return None
         workload = workloads.get(self.workload, **self.options)
         workload.batch(0, 0, 0, ranks)  # raises where there are no equal shares

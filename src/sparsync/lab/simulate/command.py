@@ -46,8 +46,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> None:
     """Run `sparsync simulate`."""
-    if options.page is not None and not options.published:
-        raise ValueError("--page goes with --published; for a preset use --out FOLDER")
+    what = "--list" if options.list else "--published" if options.published else "--preset"
+    for name, goes_with in (
+        ("--ranks", ("--preset",)),
+        ("--gbit", ("--preset",)),
+        ("--out", ("--preset",)),
+        ("--json", ("--preset", "--published")),
+        ("--page", ("--published",)),
+    ):
+        value = getattr(options, name.removeprefix("--"))
+        if value is not None and what not in goes_with:
+            raise ValueError(
+                f"{name} goes with {' or '.join(goes_with)}, got {name} {value} and {what}; leave one of them out"
+            )
     for option, name, value in (("--ranks", "ranks", options.ranks), ("--gbit", "gbit_per_s", options.gbit)):
         if value is not None:
             setups.check(name, value, option)

@@ -53,8 +53,9 @@ def record(
 
 
 def save(recorded: dict[str, Any], path: Path) -> None:  # Any: as `record`
-    """Write the file. Raises RuntimeError where that cannot be done."""
+    """Write the file, and make its folder where it is missing. Raises RuntimeError where that cannot be done."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(recorded, path)
     except (OSError, RuntimeError) as error:
-        raise RuntimeError(f"cannot write {path}: {error}; choose a folder that exists and has room") from error
+        raise RuntimeError(f"cannot write {path}: {error}; choose a place with room by --out") from error
