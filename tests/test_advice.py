@@ -180,7 +180,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Backward, 
 @pytest.mark.parametrize(
     ("about", "seed", "expected"),
     [
-        ({"workload": "another"}, 0, "--gradients are of the job 'another', and --workload is 'gpt-tiny'"),
+        ({"workload": "another"}, 0, "--gradients are of the job 'another', and --workload is 'gpt'"),
         ({}, 7, "recorded with --seed 0, .* give --seed 0"),
         ({"every": 10}, 0, "one of 10 steps, and a replay needs all of them"),
         ({}, 0, "--gradients has 2 steps"),

@@ -13,7 +13,7 @@ from sparsync.predict.probed import ProbedNetwork
 from sparsync.predict.timeline import overlapped
 
 WORTH = 1.1  # how many times as fast as dense bf16 something must be to be worth its trouble
-_NAMES = {"bf16": "dense bf16", "dense": "dense float32"}
+_NAMES = {"dense": "dense float32", "bf16": "dense bf16"}
 BASELINES = tuple(_NAMES)
 
 Plans = Callable[[int], Plan]
