@@ -11,10 +11,11 @@ setup: $(READY)
 
 # torch comes first and pinned to the version everything was tested with. It is the build that pip finds: where that is the one for CUDA
 # and a CPU build would do, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
-$(READY): pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
+$(READY): pyproject.toml lab/pyproject.toml csrc/cmake/CMakeLists.txt $(wildcard csrc/*.?pp csrc/*/*.?pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[lab,dev,docs]"
+	SKBUILD_WHEEL_CMAKE=0 SKBUILD_WHEEL_PY_API=py3 $(BIN)/python -m pip install --quiet --editable ./lab # brings a copy of the library, which the next line replaces
+	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
 	touch $(READY)
 
 demo: $(READY)
@@ -23,9 +24,9 @@ demo: $(READY)
 # Trainings under faults, minutes of them; a stopped campaign goes on where it was. make campaign CAMPAIGN="--seed 1 --only freeze,ddp"
 CAMPAIGN ?=
 campaign: $(READY)
-	$(BIN)/sparsync campaign --out build/campaign $(CAMPAIGN)
+	$(BIN)/python -m studies campaign --out build/campaign $(CAMPAIGN)
 
-# At most 6 minutes of processor time, which pytest prints at its end.
+# At most 5 minutes of processor time, which pytest prints at its end.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
@@ -48,7 +49,7 @@ $(OTHERS)/.ready: pyproject.toml
 # What works with which Python and torch; each pair gets an environment in build/versions. VERSIONS="3.11/2.15.0 3.12/2.15.0" are tried alone.
 VERSIONS ?=
 test-versions:
-	$(PYTHON) runs/versions.py $(VERSIONS)
+	$(PYTHON) studies/versions.py $(VERSIONS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -331,13 +331,6 @@ void bind_passes(nb::module_ &m) {
         });
         return nb::object(nb::bool_(greatest < kInfinity));
     });
-    m.def("move_", [](nb::handle to, nb::handle source) {
-        const Tensor target = read(to), from = read(source);
-        if (!target.is(Element::float32) || !from.is(Element::float32)) return not_taken();
-        expect_equal(target.length, from.length, "what is moved and its new place");
-        unlocked([&] { move(target.as<float>(), from.as<float>(), target.length); });
-        return nb::object(nb::none());
-    });
 }
 
 void bind_selection(nb::module_ &m) {

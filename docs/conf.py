@@ -10,7 +10,7 @@ project = "sparsync"
 release = version = sparsync.__version__
 copyright = "the authors of sparsync, Apache-2.0"
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_parser"]
 html_theme = "furo"
 html_title = f"sparsync {version}"
 html_copy_source = False

@@ -19,7 +19,7 @@ def main() -> None:
     scheme = sparsync.TwoShot(density=1.0, values="sign")
     steps = sparsync.AdamWSteps(model, optimizer, scheme, keep=0.5)  # rank 0's weights, on all ranks
 
-    torch.manual_seed(dist.get_rank())  # every rank has data of its own
+    torch.manual_seed(dist.get_rank())  # every rank has its own data
     batches = torch.randn(20, 16, 32)
     for x in batches:
         optimizer.zero_grad()
@@ -33,7 +33,7 @@ def main() -> None:
     report = steps.reports()[-1]
     if dist.get_rank() == 0:
         print(f"{report.key}: {report.union} of {report.elements} elements, {report.cost.nbytes} bytes sent")
-        print(f"loss {loss:.3f} with {steps.stats()['bits']:.2f} bits for each parameter and step")
+        print(f"loss {loss:.3f} with {steps.stats()['bits']:.2f} bits per parameter per step")
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)  # one folder for all ranks
     sparsync.checkpoint.save(steps, folder[0])  # of each rank its weights, moments and residual

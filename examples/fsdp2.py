@@ -22,7 +22,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = sparsync.attach(model, sparsync.OkTopk(density=0.01), optimizer=optimizer)
 
-    torch.manual_seed(dist.get_rank())  # every rank has data of its own
+    torch.manual_seed(dist.get_rank())  # every rank has its own data
     for _ in range(5):
         x = torch.randn(16, 32)
         optimizer.zero_grad()

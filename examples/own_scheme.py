@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 import sparsync
-from sparsync.collectives import all_gather, recorded_cost
 from sparsync.core import Comm, sum_in_rank_order
 
 
@@ -25,13 +24,13 @@ class ScaledSign(sparsync.Scheme):
         if P == 1 or not n:
             return self.report(bucket)
         scale = (grad.abs().sum() / max(n, 1) * self.gain).float().reshape(1)  # NaN or Inf in any element shows here
-        with recorded_cost() as cost:
-            scales = all_gather(scale, [1] * P, comm)
-            signs = all_gather(grad.sign().to(torch.int8), [n] * P, comm)
+        comm = sparsync.MeteredComm(comm)
+        scales = comm.all_gather(scale, [1] * P)
+        signs = comm.all_gather(grad.sign().to(torch.int8), [n] * P)
         # In rank order: the same bits on every rank.
         total = sum_in_rank_order([sign * scale for sign, scale in zip(signs, scales, strict=True)])
         grad.copy_(total / P)
-        return self.report(bucket, cost.total)
+        return self.report(bucket, comm.sent)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
 
-    data = torch.Generator().manual_seed(1000 * first + rank)  # every rank has data of its own
+    data = torch.Generator().manual_seed(1000 * first + rank)  # every rank has its own data
     began = time.perf_counter()
     for step in range(first, options.steps):
         optimizer.zero_grad()
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
             mean /= dist.get_world_size()
             if rank == 0:
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
-                print(f"step {step + 1}: loss {mean.item():.4f}, {1e3 * seconds:.0f} ms a step")
+                print(f"step {step + 1}: loss {mean.item():.4f}, {1e3 * seconds:.0f} ms per step")
                 if options.checkpoint is not None:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                     torch.save(state, options.checkpoint)

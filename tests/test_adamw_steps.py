@@ -2,22 +2,25 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.optim import lr_scheduler
 
 import sparsync
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, PerParameter, SkipReduce, TopK, TwoShot
+from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, generator
-from sparsync.integrations.checkpoint import resized
+from sparsync.schemes import ExDyna, PerParameter
 
+pytestmark = pytest.mark.filterwarnings("ignore:step .* of AdamWSteps was skipped")
 P, BLOCK, EVERY = 4, 8, 2
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
@@ -90,12 +93,26 @@ def train(steps: AdamWSteps, span: range) -> list[Tensor]:
     return seen
 
 
+@cache
+def taking_part(P: int, step: int) -> Tensor:
+    """Return for each element whether any rank has a gradient of its parameter."""
+    made = [model() for _ in range(P)]
+    for rank, each in enumerate(made):
+        learn(each, rank, step)
+    some = [
+        any(each.grad is not None for each in ranks)
+        for ranks in zip(*(each.parameters() for each in made), strict=True)
+    ]
+    return flat(torch.full(each.shape, one) for each, one in zip(made[0].parameters(), some, strict=True))
+
+
+@cache
 def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: float) -> list[Tensor]:
     """Return x of one rank by the formulas, on whole vectors and with loops over blocks."""
     n = gradient(0, 0).numel()
     blocks = [slice(first, min(first + BLOCK, n)) for first in range(0, n, BLOCK)]
     square, of_mean, of_own = torch.zeros(n), torch.zeros(len(blocks)), torch.zeros(len(blocks))
-    found, measured = [], 0
+    found, measured, seen = [], 0, torch.zeros(n)
     for step in range(count):
         gradients = [gradient(each, step) for each in range(P)]
         own = gradients[rank]
@@ -112,8 +129,9 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
                     of_own[i] += weight * ((own[block] ** 2).sum() - of_own[i])
             for i, block in enumerate(blocks):
                 ratio[block] = min(1.0, max(0.5 / P, float(of_mean[i] / of_own[i]))) if of_own[i] > 0 else 1.0
-        square = beta2 * square + (1 - beta2) * own**2
-        found.append(rate * own / ((ratio * square / (1 - beta2 ** (step + 1))).sqrt() + eps))
+        active = taking_part(P, step)
+        square, seen = torch.where(active, beta2 * square + (1 - beta2) * own**2, square), seen + active
+        found.append(rate * own / ((ratio * square / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
     return found
 
 
@@ -122,18 +140,22 @@ def test_with_dense_the_common_weights_follow_the_formulas(P: int) -> None:
     count, beta1 = 12, 0.75
     body = lambda comm: train(start(comm, Dense(), (beta1, 0.95), decays=(0.125, 0.125)), range(count))  # noqa: E731
     ranks = LocalWorld(P).run(body)
-    weights, momentum = flat(model().parameters()), torch.zeros(83)
+    weights, momentum, applied = flat(model().parameters()), torch.zeros(83), torch.zeros(83)
     steps = [own_steps(rank, P, count, 0.25, 0.95, 1e-8) for rank in range(P)]
     for t in range(count):
         mean = torch.stack([each[t] for each in steps]).sum(0) / P
-        momentum = beta1 * momentum + (1 - beta1) * mean
-        weights = (1 - 0.25 * 0.125) * weights - momentum / (1 - beta1 ** (t + 1))
+        active = taking_part(P, t)
+        momentum, applied = torch.where(active, beta1 * momentum + (1 - beta1) * mean, momentum), applied + active
+        moved = (1 - 0.25 * 0.125) * weights - momentum / (1 - beta1**applied)
+        weights = torch.where(active, moved, weights)
         for rank in ranks:
             assert torch.equal(rank[t], ranks[0][t])
         assert torch.allclose(ranks[0][t], weights, rtol=1e-5, atol=1e-5)
 
 
-def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_groups_and_a_schedule() -> None:
+def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_groups_a_schedule_and_gradients_that_are_missing() -> (
+    None
+):
     def body(comm: LocalComm) -> None:
         steps = start(comm, Dense(), (0.0, 0.95), (0.25, 0.0625), (0.125, 0.5), keep=0.0)
         reference = model()
@@ -142,8 +164,15 @@ def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_gro
         for step in range(20):
             generator = torch.Generator().manual_seed(step)
             for one, other in zip(steps.model.parameters(), reference.parameters(), strict=True):
-                one.grad = torch.randn(one.shape, generator=generator)
-                other.grad = one.grad.clone()
+                one.grad = other.grad = torch.randn(one.shape, generator=generator)
+            # The first layer has no gradient for a while, a bias none for long.
+            for made in (steps.model, reference):
+                missing = [
+                    *(made.get_submodule("0").parameters() if step in range(5, 9) else ()),
+                    *([made.get_parameter("1.bias")] if step < 15 else []),
+                ]
+                for each in missing:
+                    each.grad = None
             assert [report.key for report in steps.step()] == ["float32/cpu/0"]  # no ratio
             optimizer.step()
             for schedule in schedules:
@@ -179,7 +208,7 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
         held = flat(
             residual.get(each, torch.zeros(p.numel())) for each, p in zip(names, steps.model.parameters(), strict=True)
         )
-        bucket = steps._buckets[0]
+        bucket = steps._weights.buckets[0]
         share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
         wanted = bucket.common if share is None else bucket.common - keep * share
         assert torch.equal(flat(steps.model.parameters()), wanted)
@@ -195,11 +224,101 @@ def test_steps_are_in_the_common_weights_or_in_a_residual_and_own_weights_hold_t
     assert name == "dense" or bool(held.any())
 
 
+def idle_for_a_while(comm: LocalComm, name: str, resumed_at: int = -1) -> list[list[Tensor]]:
+    """Train 12 steps; from the 4th to the 8th the first weight is frozen, and the last bias has no gradient on any rank.
+
+    Return own weights and common ones after each step.
+    """
+
+    def made() -> AdamWSteps:
+        steps = start(comm, SCHEMES[name](), decays=(0.125, 0.125), keep=0.5, bucket_mb=2e-4)
+        assert len(steps._weights.buckets) > 1
+        return steps
+
+    def state(steps: AdamWSteps) -> list[dict[str, Tensor]]:
+        saved = steps.state_dict()
+        return [saved["adamw_steps"]["square"], saved["adamw_steps"]["momentum"], saved["scheme"].get("residual", {})]
+
+    steps, seen = made(), []
+    for step in range(12):
+        if step == resumed_at:
+            before, steps = steps, made()
+            steps.load_state_dict(before.state_dict())
+        idle = step in range(4, 9)
+        frozen, missing = steps.model.get_parameter("0.weight"), steps.model.get_parameter("1.bias")
+        frozen.requires_grad_(not idle)
+        learn(steps.model, comm.rank, step)
+        if idle:
+            missing.grad = None
+        last, held = [each.detach().clone() for each in (frozen, missing)], state(steps)
+        steps.step()
+        if idle:
+            for each, name_of in ((last[0], "0.weight"), (last[1], "1.bias")):
+                assert torch.equal(each, steps.model.get_parameter(name_of))
+                for before, after in zip(held, state(steps), strict=True):
+                    assert torch.equal(before.get(name_of, torch.zeros(0)), after.get(name_of, torch.zeros(0)))
+            assert torch.equal(common(steps)[:48], seen[3][1][:48])
+            assert torch.equal(common(steps)[-3:], seen[3][1][-3:])
+        seen.append([flat(steps.model.parameters()), common(steps)])
+    assert not torch.equal(seen[-1][1][:48], seen[3][1][:48])
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_frozen_or_has_no_gradient_on_any_rank_neither_moves_nor_decays_and_what_is_unsent_of_it_waits(
+    name: str,
+) -> None:
+    ranks = LocalWorld(P).run(partial(idle_for_a_while, name=name))
+    for seen in ranks:
+        assert all(torch.equal(ours[1], first[1]) for ours, first in zip(seen, ranks[0], strict=True))
+    if name == "two_shot":
+        resumed = LocalWorld(P).run(partial(idle_for_a_while, name=name, resumed_at=6))
+        for ours, wanted in zip(resumed, ranks, strict=True):
+            assert all(
+                torch.equal(*each) for pair in zip(ours, wanted, strict=True) for each in zip(*pair, strict=True)
+            )
+
+
+def test_a_rank_without_gradients_takes_part_with_zeros_where_another_rank_has_some() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        steps = start(comm, Dense(), (0.0, 0.0))
+        before = common(steps)
+        for each in steps.model.parameters():
+            each.grad = torch.full_like(each, 8.0) if comm.rank == 0 else None
+        steps.step()
+        return common(steps) - before
+
+    first, second = LocalWorld(2).run(body)
+    assert torch.equal(first, second)
+    assert bool((first < 0).all())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_exchange_at_the_end_sends_all_that_is_unsent(name: str) -> None:
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        scheme = SCHEMES[name]()
+        steps = start(comm, scheme, (0.0, 0.95), keep=0.5)
+        before = train(steps, range(6))[-1]
+        assert len(steps.exchange()) == (name != "dense")
+        assert torch.equal(before, common(steps)) == (name == "dense")
+        assert torch.equal(flat(steps.model.parameters()), common(steps))
+        assert (steps.stats()["steps"], steps.stats()["drift"]) == (6, 0)
+        assert not any(bool(each.any()) for each in scheme.state_dict().get("residual", {}).values())
+        ended = common(steps)
+        train(steps, range(6, 7))
+        return ended, sum(own_steps(comm.rank, P, 6, 0.25, 0.95, 1e-8), torch.zeros(83))
+
+    ranks = LocalWorld(P).run(body)
+    assert all(torch.equal(ended, ranks[0][0]) for ended, _ in ranks)
+    taken = torch.stack([each for _, each in ranks]).sum(0)
+    assert torch.allclose(P * (flat(model().parameters()) - ranks[0][0]), taken, rtol=1e-4, atol=1e-4)
+
+
 def test_with_one_rank_neither_buckets_nor_blocks_change_any_bits() -> None:
     def body(comm: LocalComm) -> list[Tensor]:
         given: dict[str, Any] = {"rates": (0.25, 0.5), "decays": (0.125, 0.0)}
         one, many = start(comm, Dense(), **given), start(comm, Dense(), bucket_mb=1e-4, block=3, **given)
-        assert (len(one._buckets), len(many._buckets)) == (1, 4)
+        assert (len(one._weights.buckets), len(many._weights.buckets)) == (1, 4)
         return [*map(torch.sub, train(one, range(5)), train(many, range(5)))]
 
     assert not any(each.any() for each in LocalWorld(1).run(body)[0])
@@ -220,20 +339,101 @@ def test_the_ratio_is_1_for_alike_gradients_a_quarter_for_the_noise_of_4_ranks_a
                 own = torch.randn(each.shape, generator=torch.Generator().manual_seed(seed))
                 each.grad = (1 - share) ** 0.5 * alike + share**0.5 * own
             steps.step()
-        moments = steps._moments[0]
-        assert moments.ratio(P).shape == (513,)  # the last block is half full; twice as many as there are rows of signs
-        assert float(moments.ratio(P).min()) >= 0.125
+        ratios = steps._ratios
+        assert ratios.ratio(0, P).shape == (
+            513,
+        )  # the last block is half full; twice as many as there are rows of signs
+        assert float(ratios.ratio(0, P).min()) >= 0.125
         made.bias.grad = None
         made.weight.grad = torch.full((50, 40), 1.0)
         norm = steps.clip_grad_norm_(1.0)
         assert float(norm) == pytest.approx(2000**0.5)
         assert float(made.weight.grad.norm()) == pytest.approx(steps.clip_factor, rel=1e-4)
-        return float(moments.of_mean.sum() / moments.of_own.sum()), steps.clip_factor
+        return float(ratios.of_mean[0].sum() / ratios.of_own[0].sum()), steps.clip_factor
 
     wanted = 1 - share + share / P
     for ratio, factor in LocalWorld(P).run(body):
         assert ratio == pytest.approx(wanted, rel=0.1)
         assert factor == pytest.approx(wanted**-0.5, rel=0.05)
+
+
+def pretrained() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return {name: torch.randn_like(each) for name, each in model().state_dict().items()}
+
+
+def test_weights_that_are_loaded_after_the_steps_were_made_are_those_that_are_trained() -> None:
+    def body(comm: LocalComm, how: str) -> list[Tensor]:
+        steps = start(comm, TwoShot(0.25, values="sign"), keep=0.5)
+        loaded = flat(pretrained().values())
+        if how == "load":
+            steps.model.load_state_dict(pretrained())
+        elif how == "data":
+            nn.utils.vector_to_parameters(loaded, steps.model.parameters())
+        else:
+            made = model()
+            made.load_state_dict(pretrained())
+            optimizer = torch.optim.AdamW(groups(made, (0.25, 0.25), (0.0, 0.0)), betas=(0.9, 0.95))
+            steps = AdamWSteps(
+                made, optimizer, TwoShot(0.25, values="sign"), comm=comm, keep=0.5, block=BLOCK, measure_every=EVERY
+            )
+        assert torch.equal(common(steps), loaded)
+        return [*train(steps, range(5)), flat(steps.model.parameters())]
+
+    before, load, data = (LocalWorld(2).run(partial(body, how=how)) for how in ("before", "load", "data"))
+    for wanted, one, other in zip(before, load, data, strict=True):
+        assert all(map(torch.equal, wanted, one))
+        assert all(map(torch.equal, wanted, other))
+
+
+def test_a_layer_that_is_loaded_in_training_is_the_common_one_on_all_ranks_and_the_others_go_on() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        steps = start(comm, TwoShot(0.25, values="sign"), keep=0.5)
+        before = train(steps, range(6))[-1]
+        layer = {name: each for name, each in pretrained().items() if name.startswith("1.")}
+        steps.model.load_state_dict(layer, strict=False)
+        state = steps.state_dict()["adamw_steps"]["common"]
+        assert all(torch.equal(state[name], each.flatten()) for name, each in layer.items())
+        assert torch.equal(common(steps), torch.cat([before[:56], flat(layer.values())]))
+        return train(steps, range(6, 9))[-1]
+
+    first, second = LocalWorld(2).run(body)
+    assert torch.equal(first, second)
+
+
+def test_all_ranks_take_the_same_loaded_weights_for_common_ones_also_where_one_of_them_had_some_already() -> None:
+    def body(comm: LocalComm) -> set[str]:
+        steps = start(comm, TopK(0.25), keep=0.5)
+        for step in range(3):
+            learn(steps.model, comm.rank, step)
+            if comm.rank == 0:  # has nothing unsent of this one, so its own weights are the common ones
+                steps.model.get_parameter("0.weight").grad = None
+            steps.step()
+        with steps.averaged():
+            loaded = deepcopy(steps.model.state_dict())
+        own = steps.model.get_parameter("0.weight")
+        assert torch.equal(own, loaded["0.weight"]) == (comm.rank == 0)
+        steps.model.load_state_dict(loaded)
+        assert torch.equal(common(steps), flat(loaded.values()))
+        return set(steps._adopted)
+
+    first, second = LocalWorld(2).run(body)
+    assert first == second == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_weights_that_are_loaded_inside_averaged_are_an_error_because_they_would_be_lost() -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, TopK(0.25))
+        train(steps, range(3))
+        own = flat(steps.model.parameters())
+        with (
+            pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias, 1\.weight got other values inside averaged"),
+            steps.averaged(),
+        ):
+            steps.model.load_state_dict(pretrained())
+        assert torch.equal(flat(steps.model.parameters()), own)
+
+    LocalWorld(1).run(body)
 
 
 def test_elements_without_gradient_stay_and_the_first_gradient_of_a_rare_row_makes_a_bounded_step() -> None:
@@ -255,7 +455,7 @@ def test_elements_without_gradient_stay_and_the_first_gradient_of_a_rare_row_mak
                 assert 4 < float(moved.abs().max()) <= 5.0 * (2 * P) ** 0.5
         with steps.averaged():
             assert torch.equal(made.weight[2], before[2])
-        assert float(steps._moments[0].ratio(P)[2]) == 1
+        assert float(steps._ratios.ratio(0, P)[2]) == 1
 
     LocalWorld(P).run(body)
 
@@ -263,28 +463,29 @@ def test_elements_without_gradient_stay_and_the_first_gradient_of_a_rare_row_mak
 def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
     scheme = SCHEMES[name]()
     steps = start(comm, scheme, keep=0.5, bucket_mb=2e-4)
-    assert len(steps._buckets) > 1
+    assert len(steps._weights.buckets) > 1
     seen = []
     for step in range(16):
         learn(steps.model, comm.rank, step)
-        before = [common(steps), *(each.momentum.clone() for each in steps._moments)]
-        ratios = [each.of_own.clone() for each in steps._moments]
+        before = [common(steps), *(each.clone() for each in steps._vectors["momentum"])]
+        ratios = [each.clone() for each in steps._ratios.of_own]
         if comm.rank == 1 and step == at:
             last = list(steps.model.parameters())[-1]
             last.grad = torch.full_like(last, value)
         reports = steps.step()
         if step == at:
-            assert all(map(torch.equal, before, [common(steps), *(each.momentum for each in steps._moments)]))
-            assert all(map(torch.equal, ratios, [each.of_own for each in steps._moments]))
-            assert len(reports) == (1 if at % EVERY == 0 else len(steps._buckets))
+            assert all(map(torch.equal, before, [common(steps), *steps._vectors["momentum"]]))
+            assert all(map(torch.equal, ratios, steps._ratios.of_own))
+            assert len(reports) == (1 if at % EVERY == 0 else len(steps._weights.buckets))
         else:
             assert not torch.equal(before[0], common(steps))
-        for bucket in steps._buckets:
+        for bucket in steps._weights.buckets:
             share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
             assert torch.equal(bucket.own(), bucket.common if share is None else bucket.common - 0.5 * share)
         seen.append(common(steps))
-    assert steps.stats()["skipped"] == 1
-    assert all(bool(each.square.isfinite().all()) for each in steps._moments)
+    stats = steps.stats()
+    assert (stats["skipped"], stats["exchanges"]) == (1, stats["steps"] - 1)
+    assert all(bool(each.isfinite().all()) for each in steps._vectors["square"])
     return seen
 
 
@@ -297,6 +498,42 @@ def test_nan_inf_or_squares_that_overflow_on_one_rank_skip_the_step_on_all(name:
     for seen in zip(*ranks, strict=True):
         assert all(torch.equal(each, seen[0]) for each in seen)
         assert seen[0].isfinite().all()
+
+
+def test_the_first_of_some_skipped_steps_is_told_with_the_parameter_and_32_in_a_row_raise_on_all_ranks() -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, Dense())
+        for step in range(35):
+            learn(steps.model, comm.rank, step)
+            bias = steps.model.get_parameter("1.bias")
+            if comm.rank == 1 and step not in (0, 2):
+                bias.grad = torch.full_like(bias, torch.nan)
+            if step < 34:
+                steps.step()
+        with pytest.raises(RuntimeError, match="the last 32 steps were skipped on all ranks, and no weight has moved"):
+            steps.step()
+
+    with pytest.warns(UserWarning, match="of AdamWSteps was skipped on all ranks") as caught:
+        LocalWorld(2).run(body)
+    told = sorted(str(each.message).partition(", or is too long")[0] for each in caught)
+    skipped = "of AdamWSteps was skipped on all ranks: the gradient"
+    assert told == [
+        f"step {step} {skipped} {where} holds NaN or Inf"
+        for step in (1, 3)
+        for where in ("of 1.bias on this rank", "on another rank, or the mean step,")
+    ]
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "eps"])
+def test_a_setting_that_is_not_finite_is_an_error_before_anything_is_sent(key: str) -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, Dense())
+        learn(steps.model, comm.rank, 0)
+        steps.optimizer.param_groups[1][key] = torch.nan
+        with pytest.raises(ValueError, match=f"{key} of parameter group 1 is nan; it must be finite"):
+            steps.step()
+
+    LocalWorld(1).run(body)
 
 
 def test_after_skipped_steps_the_first_one_is_as_long_as_its_rate() -> None:
@@ -325,8 +562,7 @@ def test_where_the_mean_of_the_second_bucket_overflows_what_the_first_one_had_se
         assert [report.key for report in reports] == ["ratio", "float32/cpu/0", "float32/cpu/1"]
         assert not common(steps).any()
         assert torch.equal(flat(made.parameters()), -0.5 * flat([scheme.state_dict()["residual"]["a"], torch.zeros(4)]))
-        moments = steps._moments[0]
-        wanted = made["a"].grad / (moments.ratio(2)[0] * made["a"].grad.square()).sqrt().clamp(min=1e-8)
+        wanted = made["a"].grad / (steps._ratios.ratio(0, 2)[0] * made["a"].grad.square()).sqrt().clamp(min=1e-8)
         return scheme.state_dict()["residual"]["a"], wanted
 
     ranks = LocalWorld(2).run(body)
@@ -355,7 +591,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             frozen.grad = None
             reports = steps.step()
         assert [report.key for report in reports] == ["ratio", "float32/cpu/0", "float64/cpu/0"]
-        assert [each.square.dtype for each in steps._moments] == [torch.float32, torch.float64]
+        assert [each.dtype for each in steps._vectors["square"]] == [torch.float32, torch.float64]
         assert torch.equal(frozen, torch.ones(4))
         assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
         frozen.requires_grad_(True)
@@ -378,7 +614,7 @@ def test_steps_too_short_for_16_bits_add_up_in_the_common_weights() -> None:
             steps.step()
         with steps.averaged():
             assert made.weight.item() == 264
-        return float(steps._buckets[0].common), made.weight.item()
+        return float(steps._weights.buckets[0].common), made.weight.item()
 
     assert LocalWorld(2).run(body) == [(264.0, 264.0)] * 2
 
@@ -437,6 +673,22 @@ def test_a_resumed_run_has_the_same_bits_also_after_a_skipped_step(tmp_path: Pat
     assert torch.equal(wanted[0][-1], wanted[1][-1])
 
 
+def test_a_run_that_is_resumed_before_the_step_after_a_load_has_the_same_bits() -> None:
+    def body(comm: LocalComm) -> None:
+        before, after = (normed(comm) for _ in range(2))
+        fit(before, range(4))
+        with before.averaged():
+            loaded = deepcopy(before.model.state_dict())
+        before.model.load_state_dict(loaded)
+        after.load_state_dict(before.state_dict())
+        for each in (before, after):
+            fit(each, range(4, 6))
+        assert all(map(torch.equal, before.model.state_dict().values(), after.model.state_dict().values()))
+        assert torch.equal(common(before), common(after))
+
+    LocalWorld(2).run(body)
+
+
 def test_other_blocks_or_buckets_measure_the_ratio_anew() -> None:
     def body(comm: LocalComm) -> None:
         before = normed(comm)
@@ -450,7 +702,8 @@ def test_other_blocks_or_buckets_measure_the_ratio_anew() -> None:
             again = normed(comm, **settings)
             fit(after, range(9, 11))
             again.load_state_dict(after.state_dict())
-            assert again._progress == after._progress
+            saved, loaded = (each.state_dict()["adamw_steps"] for each in (after, again))
+            assert all(saved[key] == loaded[key] for key in ("measured", "measure_until", "applied", "seen"))
             for steps in (after, again):
                 fit(steps, range(11, 19))
             measured = [report.step for report in after.reports() if report.key == "ratio"]
@@ -472,7 +725,7 @@ def test_another_number_of_ranks_continues_from_the_common_weights_and_loses_no_
 
     def load(comm: LocalComm) -> dict[str, Any]:
         steps = start(comm, TopK(0.25))
-        steps.load_state_dict(resized(states, comm.rank, comm.size))
+        steps.load_state_dict(steps.resized(states))
         assert torch.equal(common(steps), saved[0][1])
         state = steps.state_dict()
         assert all(map(torch.equal, state["adamw_steps"]["square"].values(), _squares(states[comm.rank % P])))
@@ -522,7 +775,6 @@ def test_buffers_are_a_ranks_own_and_own_weights_are_back_after_an_evaluation() 
                 with pytest.raises(RuntimeError, match="leave `with steps"):
                     call()
         assert all(map(torch.equal, steps.model.state_dict().values(), own))
-        assert steps.exchange() == []
         with pytest.raises(ZeroDivisionError), steps.averaged():
             raise ZeroDivisionError
         assert all(map(torch.equal, steps.model.state_dict().values(), own))
@@ -644,21 +896,48 @@ def test_what_cannot_be_trained_by_steps_of_adamw_is_refused() -> None:
     LocalWorld(1).run(body)
 
 
-@pytest.mark.parametrize("setting", ["keep", "block", "scheme", "lr", "eps"])
-def test_ranks_with_other_settings_are_found_before_anything_is_sent(setting: str) -> None:
+def test_an_optimizer_that_steps_in_the_backward_pass_and_leaves_no_gradient_is_refused() -> None:
     def body(comm: LocalComm) -> None:
-        given: dict[str, Any] = {"keep": 0.5, "block": 8, "scheme": TopK(0.5), "lr": 0.1, "eps": 1e-8}
-        if comm.rank == 1:
-            given[setting] = {"keep": 0.0, "block": 4, "scheme": TopK(0.25), "lr": 0.2, "eps": 1e-6}[setting]
         made = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(made.parameters(), lr=given.pop("lr"), eps=given.pop("eps"))
-        AdamWSteps(made, optimizer, given.pop("scheme"), **given, comm=comm)
+        _apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+        with pytest.raises(ValueError, match="steps during the backward pass and leaves no gradient to AdamWSteps"):
+            AdamWSteps(made, torch.optim.AdamW(made.parameters()), Dense(), comm=comm)
 
-    with pytest.raises(RuntimeError, match="has other settings or another model"):
-        LocalWorld(2).run(body)
+    LocalWorld(1).run(body)
 
 
-class Failing(TopK):
+@pytest.mark.parametrize(
+    ("setting", "other", "named"),
+    [
+        ("keep", 0.0, "AdamWSteps(keep=0.5)"),
+        ("block", 4, "AdamWSteps(block=8)"),
+        ("scheme", TopK(0.25), "TopK(density=0.5)"),
+        ("lr", 0.2, "lr=0.1 in parameter group 0 of AdamW"),
+        ("eps", 1e-6, "eps=1e-08 in parameter group 0 of AdamW"),
+        ("order", [1, 0], "parameter 'bias' in parameter group 1 of AdamW"),
+    ],
+)
+def test_ranks_with_other_settings_or_groups_are_found_before_anything_is_sent(
+    setting: str, other: object, named: str
+) -> None:
+    def body(comm: LocalComm) -> str:
+        given: dict[str, Any] = {"keep": 0.5, "block": 8, "scheme": TopK(0.5), "lr": 0.1, "eps": 1e-8, "order": [0, 1]}
+        if comm.rank == 1:
+            given[setting] = other
+        made = nn.Linear(2, 2)
+        parameters = list(made.parameters())
+        groups = [{"params": [parameters[each]], "weight_decay": 0.1 * i} for i, each in enumerate(given.pop("order"))]
+        optimizer = torch.optim.AdamW(groups, lr=given.pop("lr"), eps=given.pop("eps"))
+        with pytest.raises(RuntimeError, match="ranks must agree") as error:
+            AdamWSteps(made, optimizer, given.pop("scheme"), **given, comm=comm)
+        return str(error.value)
+
+    for found in LocalWorld(2).run(body):
+        assert f"rank 0 has {named}" in found and "; give all ranks the same" in found
+        assert ("keep" in found) == (setting == "keep")
+
+
+class FailsInSecondBucket(TopK):
     """Fails in the second bucket of step 3, on all ranks."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> sparsync.Report:
@@ -670,7 +949,7 @@ class Failing(TopK):
 
 def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_residuals_again() -> None:
     def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor]:
-        scheme = Failing(0.25)
+        scheme = FailsInSecondBucket(0.25)
         steps = start(comm, scheme, bucket_mb=2e-4)
         seen = train(steps, range(3))
         own, before = flat(steps.model.parameters()), scheme.state_dict()["residual"]["0.weight"]
@@ -687,6 +966,26 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
     first, second = LocalWorld(2).run(body)
     assert torch.equal(first[2], second[2])
     assert torch.allclose(first[0] + second[0], first[1] + second[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [OkTopk, ExDyna], ids=["oktopk", "exdyna"])
+def test_a_checkpoint_that_is_loaded_after_a_failure_brings_the_schemes_shared_state_back(
+    make: Callable[[float], Scheme],
+) -> None:
+    """Regions and partitions are reset where a step fails, and not again when the next one begins."""
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        whole, steps = start(comm, make(0.25)), start(comm, make(0.25))
+        train(steps, range(4))
+        state = deepcopy(steps.state_dict())
+        steps.optimizer.param_groups[0]["lr"] = torch.nan
+        with pytest.raises(ValueError, match="lr"):
+            steps.step()
+        steps.optimizer.param_groups[0]["lr"] = 0.25
+        steps.load_state_dict(state)
+        return train(whole, range(9))[-1], train(steps, range(4, 9))[-1]
+
+    assert all(torch.equal(*each) for each in LocalWorld(P).run(body))
 
 
 @pytest.mark.slow

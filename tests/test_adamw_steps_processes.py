@@ -28,7 +28,7 @@ def made(rank: int, scheme: Scheme, comm: Comm | None = None) -> AdamWSteps:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    return AdamWSteps(model, optimizer, scheme, comm=comm, timeout_s=20.0, bucket_mb=2e-4, block=16, measure_every=3)
+    return AdamWSteps(model, optimizer, scheme, comm=comm, timeout_s=120.0, bucket_mb=2e-4, block=16, measure_every=3)
 
 
 def fit(steps: AdamWSteps, span: range) -> list[Tensor]:
@@ -51,7 +51,7 @@ def refused() -> None:
         AdamWSteps(wrapped, torch.optim.AdamW(wrapped.parameters()), Dense())
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"ranks must agree.*keep=0\.0"):
-        AdamWSteps(model, torch.optim.AdamW(model.parameters()), Dense(), keep=0.5 * dist.get_rank(), timeout_s=20.0)
+        AdamWSteps(model, torch.optim.AdamW(model.parameters()), Dense(), keep=0.5 * dist.get_rank(), timeout_s=120.0)
 
 
 def in_processes(folder: Path) -> dict[str, list[Tensor]]:
@@ -84,7 +84,7 @@ def test_processes_give_the_bits_of_a_local_world_also_when_resumed(tmp_path: Pa
             assert all(map(torch.equal, ours[name], theirs)), name
 
 
-class FailsOnce(TopK):
+class FailsAtStep3(TopK):
     """Rank 0 fails before its first message of the second bucket of step 3."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
@@ -94,7 +94,7 @@ class FailsOnce(TopK):
 
 
 def failing() -> tuple[list[str], list[Tensor]]:
-    steps, seen = made(dist.get_rank(), FailsOnce(0.25)), []
+    steps, seen = made(dist.get_rank(), FailsAtStep3(0.25)), []
     for step in range(9):
         try:
             fit(steps, range(step, step + 1))
@@ -125,12 +125,12 @@ def apart() -> None:
     saved = deepcopy(steps.state_dict())
     for step in (2, 3) if rank == 0 else (2, 3, 4):
         if rank == 0 and step == 2:
-            vars(steps)["_apply"] = fail
+            vars(steps)["_move"] = fail
         try:
             fit(steps, range(step, step + 1))
         except (MemoryError, RuntimeError) as error:
             seen.append(f"{step} {type(error).__name__}: {error}")
-        vars(steps).pop("_apply", None)
+        vars(steps).pop("_move", None)
     kinds = ["2 MemoryError", "3 RuntimeError"] if rank == 0 else ["3 ConnectionLostError", "4 RuntimeError"]
     assert [each.split(":")[0] for each in seen] == kinds
     assert "rank 0 has applied only a part of one" in seen[-1]

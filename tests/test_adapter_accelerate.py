@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.adapter_training import DENSITY, MICRO, Trained, as_torchrun, check, examples, network
+from helpers.adapter_training import DENSITY, MICRO, AdapterResult, as_torchrun, check, examples, network
 from helpers.distributed import run
 from sparsync import MiCRO, ddp_comm_hook
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 STEPS, ACCUMULATED = 6, 2
 
 
-def trained(folder: Path, steps: range, save: bool = False, load: bool = False, scaled: bool = False) -> Trained:
+def trained(folder: Path, steps: range, save: bool = False, load: bool = False, scaled: bool = False) -> AdapterResult:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED,
@@ -34,7 +34,7 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, examples(STEPS * ACCUMULATED))
     scheme = None if load else MiCRO(density=DENSITY)  # None: of the environment, the same one
-    handle = attach(accelerator, prepared, scheme, timeout_s=20)
+    handle = attach(accelerator, prepared, scheme, timeout_s=120)
     assert handle is not None
     if load:
         accelerator.load_state(str(folder))
@@ -48,10 +48,10 @@ def trained(folder: Path, steps: range, save: bool = False, load: bool = False, 
     if save:
         accelerator.save_state(str(folder))
     assert (accelerator.scaler is not None) == scaled
-    return Trained.of(model, handle.reports())
+    return AdapterResult.of(model, handle.reports())
 
 
-def interrupted(folder: Path, scaled: bool) -> tuple[Trained, Trained]:
+def interrupted(folder: Path, scaled: bool) -> tuple[AdapterResult, AdapterResult]:
     as_torchrun()
     os.environ["SPARSYNC_SCHEME"] = MICRO
     whole = trained(folder, range(STEPS), scaled=scaled)
@@ -71,10 +71,10 @@ def test_a_training_by_accelerate_sends_little_and_goes_on_to_the_same_bits(scal
     }
 
 
-def hooked() -> Trained:
+def hooked() -> AdapterResult:
     as_torchrun()
     model, scheme = network(), MiCRO(density=DENSITY)
-    state, hook = ddp_comm_hook(scheme, model, timeout_s=20)
+    state, hook = ddp_comm_hook(scheme, model, timeout_s=120)
     # Not by comm_hook= of the keyword arguments: Accelerate looks it up in a table of its own four, and leaves out any other in silence.
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -84,7 +84,7 @@ def hooked() -> Trained:
         accelerator.backward(nn.functional.mse_loss(prepared(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return Trained.of(model, state.handle.reports())
+    return AdapterResult.of(model, state.handle.reports())
 
 
 def test_a_model_that_accelerate_prepared_takes_the_hook() -> None:

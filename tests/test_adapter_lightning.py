@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from helpers.adapter_training import DENSITY, MICRO, Collected, Trained, as_torchrun, check, examples, network
+from helpers.adapter_training import DENSITY, MICRO, AdapterResult, Collected, as_torchrun, check, examples, network
 from helpers.distributed import run
 from sparsync import MiCRO, TopK, attach, ddp_comm_hook, doctor
 
@@ -27,10 +27,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from sparsync.adapters.lightning import Sparsync
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-EPOCHS, BATCHES = 2, 3
+EPOCHS, BATCHES, SPIKE = 2, 3, 8
 
 
-class Module(LightningModule):
+class RegressionModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
@@ -46,7 +46,7 @@ class Module(LightningModule):
         return examples(BATCHES)
 
 
-def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | None = None) -> Trained:
+def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | None = None) -> AdapterResult:
     trainer = Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -61,22 +61,22 @@ def trained(folder: Path, epochs: int, callback: Sparsync, goes_on_from: Path | 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Module()
+    module = RegressionModule()
     trainer.fit(module, ckpt_path=goes_on_from)
     assert callback.handle is not None
     trainer.save_checkpoint(folder / "afterwards.ckpt")  # no longer wrapped in DDP, and still with all residuals
-    return Trained.of(module, callback.handle.reports())
+    return AdapterResult.of(module, callback.handle.reports())
 
 
-def interrupted(folder: Path) -> tuple[Trained, Trained]:
+def interrupted(folder: Path) -> tuple[AdapterResult, AdapterResult]:
     as_torchrun()
     collected = Collected()
-    first = Sparsync(MiCRO(density=DENSITY), timeout_s=20, recorder=collected)
+    first = Sparsync(MiCRO(density=DENSITY), timeout_s=120, recorder=collected)
     whole = trained(folder / "whole", EPOCHS, first)
     assert bool(collected.reports) != bool(whole.reports)  # the first rank's are recorded
     whole.reports += collected.reports
     os.environ["SPARSYNC_SCHEME"] = MICRO
-    again = Sparsync(timeout_s=20, follow_rates=True)
+    again = Sparsync(timeout_s=120, follow_rates=True)
     return whole, trained(folder / "again", EPOCHS, again, folder / "whole" / "epoch=0.ckpt")
 
 
@@ -91,6 +91,45 @@ def test_a_training_by_lightning_sends_little_and_goes_on_to_the_same_bits(tmp_p
     assert not torch.equal(*(state["scheme"]["residual"]["network.2.weight"] for state in states))
 
 
+class Spiked(RegressionModule):
+    """The loss of one step is 300 times as high; the norms of the reduced gradients are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        return super().training_step(batch, number) * (300 if self.global_step == SPIKE else 1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(float(nn.utils.get_total_norm([each.grad for each in self.parameters()])))
+
+
+def spiked() -> list[float]:
+    as_torchrun()
+    module = Spiked()
+    Trainer(
+        max_epochs=4,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
+        callbacks=[Sparsync(TopK(density=DENSITY), timeout_s=20)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module)
+    return module.norms
+
+
+def test_a_spike_that_lightning_clips_does_not_come_back() -> None:
+    """Lightning steps by a closure, in which it clips."""
+    before, spike, after = (norms := run(spiked, 2)[0])[:SPIKE], norms[SPIKE], norms[SPIKE + 1 :]
+    assert spike > 50 * max(before)
+    assert max(after) < 5 * max(before)
+
+
 class RegistersOnCpu(DDPStrategy):
     """Registers the hook as on CUDA; on CPU Lightning leaves it out."""
 
@@ -99,10 +138,10 @@ class RegistersOnCpu(DDPStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
-def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> Trained:
+def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> AdapterResult:
     as_torchrun()
-    module = Module()
-    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=20)
+    module = RegressionModule()
+    state, hook = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=120)
     trainer = Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -119,7 +158,7 @@ def by_strategy(strategy: type[DDPStrategy], wrapper: Any = None) -> Trained:
         enable_model_summary=False,
     )
     trainer.fit(module)
-    return Trained.of(module, state.handle.reports() if state.handle is not None else [])
+    return AdapterResult.of(module, state.handle.reports() if state.handle is not None else [])
 
 
 @pytest.mark.parametrize("wrapper", [None, fp16_compress_wrapper])
@@ -136,12 +175,12 @@ class WithHook(FabricDDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
         ddp = super().setup_module(module)
-        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=20)
+        self.pair = ddp_comm_hook(MiCRO(density=DENSITY), module, timeout_s=120)
         ddp.register_comm_hook(*self.pair)
         return ddp
 
 
-def by_fabric(attached: bool) -> Trained:
+def by_fabric(attached: bool) -> AdapterResult:
     as_torchrun()
     strategy = (FabricDDPStrategy if attached else WithHook)(cluster_environment=TorchElasticEnvironment())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -151,14 +190,14 @@ def by_fabric(attached: bool) -> Trained:
     handle = None
     if attached:
         assert doctor(model, MiCRO(density=DENSITY)) == []
-        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, timeout_s=20)
+        handle = attach(model, MiCRO(density=DENSITY), optimizer=optimizer, timeout_s=120)
         assert list(handle.layout()) == [name for name, _ in module.named_parameters()]
     for x, y in fabric.setup_dataloaders(examples(BATCHES)):
         optimizer.zero_grad()
         fabric.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
     handle = handle or strategy.pair.state.handle
-    return Trained.of(module, handle.reports())
+    return AdapterResult.of(module, handle.reports())
 
 
 @pytest.mark.parametrize("attached", [True, False])
@@ -168,7 +207,7 @@ def test_a_model_that_fabric_set_up_can_be_attached_to_and_its_strategy_can_regi
 
 def alone(folder: Path) -> None:
     as_torchrun()
-    callback, module = Sparsync(TopK()), Module()
+    callback, module = Sparsync(TopK()), RegressionModule()
     trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     with pytest.warns(UserWarning, match="Lightning trains in one process"):
         trainer.fit(module)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.adapter_training import MICRO, Trained, check, examples, network
-from sparsync.integrations import checkpoint
+from helpers.adapter_training import MICRO, AdapterResult, check, examples, network
+from sparsync.attached import checkpoint
 
 pytest.importorskip("ray.train", exc_type=ImportError)  # which is there without what it needs, too
 import ray
@@ -44,7 +44,7 @@ def loop(settings: dict[str, Any]) -> None:
     model = network()
     wrapped, handle = prepare_model(
         model,
-        timeout_s=20,
+        timeout_s=120,
         parallel_strategy_kwargs={"find_unused_parameters": True},  # buckets stay the same
     )
     assert handle is not None
@@ -68,11 +68,11 @@ def loop(settings: dict[str, Any]) -> None:
                 if dist.get_rank() == 0:
                     torch.save(model.state_dict(), Path(folder) / "model.pt")
                 ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
-    trained = Trained.of(model, handle.reports())
+    trained = AdapterResult.of(model, handle.reports())
     torch.save(trained, Path(settings["results"]) / f"{dist.get_rank()}.pt")
 
 
-def fit(folder: Path, fails: bool) -> list[Trained]:
+def fit(folder: Path, fails: bool) -> list[AdapterResult]:
     results = folder / "results"
     results.mkdir(parents=True)
     TorchTrainer(

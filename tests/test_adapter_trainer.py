@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.adapter_training import DENSITY, Collected, Trained, as_torchrun, check
+from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torchrun, check
 from helpers.distributed import run
-from sparsync import ExDyna, ddp_comm_hook
+from sparsync import TopK, ddp_comm_hook
+from sparsync.schemes import ExDyna
 
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -19,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from sparsync.adapters.trainer import attach
 
 pytestmark = pytest.mark.distributed
-STEPS, TOKENS, WORDS = 6, 16, 64
+STEPS, TOKENS, WORDS, SPIKE = 6, 16, 64, 8
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -35,13 +36,14 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[number], "labels": self.tokens[number]}
 
 
-def trainer_of(folder: Path, **more: Any) -> Trainer:
+def trainer_of(folder: Path, kind: type[Trainer] = Trainer, steps: int = STEPS, **more: Any) -> Trainer:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=TOKENS, n_embd=32, n_layer=1, n_head=2))
     arguments = TrainingArguments(
         str(folder),
-        max_steps=STEPS,
+        max_steps=steps,
         save_steps=3,
+        logging_steps=1,
         per_device_train_batch_size=2,
         use_cpu=True,
         ddp_backend="gloo",
@@ -49,19 +51,19 @@ def trainer_of(folder: Path, **more: Any) -> Trainer:
         report_to=[],
         disable_tqdm=True,
     )
-    return Trainer(model, arguments, train_dataset=Sentences(4 * STEPS), **more)
+    return kind(model, arguments, train_dataset=Sentences(4 * steps), **more)
 
 
-def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> Trained:
+def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> AdapterResult:
     trainer = trainer_of(folder)
     scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
-    callback = attach(trainer, scheme, timeout_s=20, **how)
+    callback = attach(trainer, scheme, timeout_s=120, **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
-    return Trained.of(trainer.model, callback.handle.reports())
+    return AdapterResult.of(trainer.model, callback.handle.reports())
 
 
-def interrupted(folder: Path) -> list[Trained]:
+def interrupted(folder: Path) -> list[AdapterResult]:
     as_torchrun()
     os.environ["SPARSYNC_SCHEME"] = f"exdyna:density={DENSITY}"
     collected = Collected()
@@ -86,20 +88,43 @@ def test_a_training_by_the_trainer_sends_little_and_goes_on_to_the_same_bits(tmp
     assert files == {f"sparsync.step6.rank{rank}of2.safetensors" for rank in (0, 1)}
 
 
+class SpikedTrainer(Trainer):
+    """The loss of one step is 300 times as high."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return 300 * loss if self.state.global_step == SPIKE else loss
+
+
+def spiked(folder: Path) -> list[float]:
+    as_torchrun()
+    trainer = trainer_of(folder, SpikedTrainer, steps=SPIKE + 4)
+    attach(trainer, TopK(density=0.05), timeout_s=20)
+    trainer.train()  # max_grad_norm is 1 by default
+    return [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
+
+
+def test_a_spike_that_the_trainer_clips_does_not_come_back(tmp_path: Path) -> None:
+    """Its norm is that of the reduced gradient before clipping."""
+    before, spike, after = (norms := run(spiked, 2, folder=tmp_path)[0])[:SPIKE], norms[SPIKE], norms[SPIKE + 1 :]
+    assert spike > 50 * max(before)
+    assert max(after) < 5 * max(before)
+
+
 class Registers(TrainerCallback):
     """Registers the hook, for which the Trainer has no option of its own, when training begins."""
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.pair = ddp_comm_hook(ExDyna(density=DENSITY), model, timeout_s=20)
+        self.pair = ddp_comm_hook(ExDyna(density=DENSITY), model, timeout_s=120)
         self.trainer.model_wrapped.register_comm_hook(*self.pair)
 
 
-def hooked(folder: Path) -> Trained:
+def hooked(folder: Path) -> AdapterResult:
     as_torchrun()
     callback = Registers()
     trainer = callback.trainer = trainer_of(folder, callbacks=[callback])
     trainer.train()
-    return Trained.of(trainer.model, callback.pair.state.handle.reports())
+    return AdapterResult.of(trainer.model, callback.pair.state.handle.reports())
 
 
 def test_a_callback_of_the_trainer_can_register_the_hook(tmp_path: Path) -> None:

@@ -1,53 +1,51 @@
 """Advice from a probe: times that are computed by hand, verdicts, and the curve of extra steps."""
 
-import importlib.util
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.futures import Future
 
-from sparsync import Bucket, DeMo, Dense, PowerSGD, Scheme, TopK
-from sparsync.integrations.joining import Joining
-from sparsync.lab import workloads
-from sparsync.lab.advise import command, extra_steps
-from sparsync.lab.advise.extra_steps import Training
-from sparsync.lab.advise.replay import Deviation, deviations
-from sparsync.lab.cli import _parser, main
-from sparsync.lab.scheme_choice import parse_schemes
-from sparsync.lab.traffic.record import record
-from sparsync.lab.traffic.stream import from_record
-from sparsync.lab.workloads.base import Workload
-from sparsync.lab.workloads.plain import PlainJob
-from sparsync.predict import advice, plan, probe_file
-from sparsync.predict.advice import Extra, Step
-from sparsync.predict.probe_file import (
+from sparsync import Bucket, Dense, Scheme, TopK
+from sparsync.attached.joining import Joining
+from sparsync.schemes import DeMo, PowerSGD
+from sparsync_lab import workloads
+from sparsync_lab.advise import command, extra_steps
+from sparsync_lab.advise.extra_steps import Training
+from sparsync_lab.advise.replay import Deviation, deviations
+from sparsync_lab.cli import _parser, main
+from sparsync_lab.predict import advice, plan, probe_file
+from sparsync_lab.predict.advice import Extra, PredictedStep
+from sparsync_lab.predict.probe_file import (
     Backward,
-    Group,
     Kernel,
     Latency,
     Memory,
     Operation,
     Probe,
+    ProbedGroup,
     ReadyBucket,
     ReducedBucket,
     SchemeTimes,
 )
-from sparsync.predict.probed import ProbedNetwork
+from sparsync_lab.predict.probed import ProbedNetwork
+from sparsync_lab.scheme_choice import parse_schemes
+from sparsync_lab.traffic.record import record
+from sparsync_lab.traffic.stream import from_record
+from sparsync_lab.workloads.base import Workload
+from sparsync_lab.workloads.plain import PlainJob
+from studies import predictions
 
-SCRIPT = Path(__file__).parent.parent / "runs" / "predictions.py"
 N = 1000
 SENT = 6000  # bytes of a dense all-reduce of N elements in float32 on 4 ranks: 2 x 3/4 x 4 N
 PROBE = Probe(
-    Group(4, "gloo", 4, "made", "cpu", 8, "2.13.0", "2026-01-01T00:00:00+00:00"),
+    ProbedGroup(4, "gloo", 4, "made", "cpu", 8, "2.13.0", "2026-01-01T00:00:00+00:00"),
     tuple(
         Operation(kind, nbytes, seconds, seconds, seconds)
         for kind in ("all_reduce", "all_gather", "all_to_all", "send_recv")
@@ -101,7 +99,7 @@ def test_settings_and_not_their_spelling_decide_which_buckets_count() -> None:
 
 def test_a_measured_bucket_counts_no_longer_than_a_larger_one_and_half_of_the_prediction_stays() -> None:
     buckets = (ReducedBucket(N, 8.0), ReducedBucket(2 * N, 1e-6))
-    reduction = advice.Reduction(Dense(), PROBE, ProbedNetwork(PROBE), SchemeTimes("dense", 0.0, "", buckets))
+    reduction = advice.ReductionTime(Dense(), PROBE, ProbedNetwork(PROBE), SchemeTimes("dense", 0.0, "", buckets))
     for n in (N, 2 * N, 3 * N):
         assert reduction.seconds(n) == reduction.expected_s(n) / 2
 
@@ -111,7 +109,7 @@ def test_steps_around_a_scheme_take_the_buckets_of_that_scheme() -> None:
     long = SchemeTimes("dense", 0.0, Dense().config_fingerprint(), (ReducedBucket(2 * N, 100.0),))
     before, after = (command.step(plain, each, TWO_BUCKETS) for each in (PROBE, replace(PROBE, scheme=(long,))))
     assert (before.probed, after.probed) == (False, True)
-    expected = advice.Reduction(Dense(), PROBE, ProbedNetwork(PROBE), long).beyond_s(2 * N)
+    expected = advice.ReductionTime(Dense(), PROBE, ProbedNetwork(PROBE), long).beyond_s(2 * N)
     assert after.reduce_s == pytest.approx(before.reduce_s + expected / 4)
 
 
@@ -200,6 +198,25 @@ def test_gradients_are_those_of_the_first_steps_of_this_job(
         command.advise(PROBE, backward, parse_schemes("dense,bf16", 0.01), workload, path, seed)
 
 
+def test_a_method_that_exchanged_nothing_in_the_replay_is_told_and_not_advised(
+    tiny: tuple[Workload, Backward, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Every 30 steps, of which 20 were recorded: the common weights never move. It would be the quickest step by far."""
+    workload, backward, found = tiny
+    path = tmp_path / "gradients.pt"
+    torch.save(found | {"gradients": found["gradients"].repeat(10, 1, 1)}, path)
+    choices = parse_schemes("dense,bf16,local_steps(every=10)/dense,local_steps(every=30)/dense", 0.01)
+    advised = command.advise(PROBE, backward, choices, workload, path)
+    still = "local_steps(every=30)/dense"
+    assert advised.exchanged_nothing == (still,)
+    assert (still in advised.steps, still in advised.extra) == (True, False)
+    assert advised.verdict.label != still
+    said = " ".join(command.text(advised, PROBE, backward, choices, width=80).split())
+    assert said.count(f"{still} EXCHANGED NOTHING in the replayed steps") == 2
+    assert command.table(advised).rows[-1][-2:] == ("exchanged\nnothing", "-")
+    assert still not in advised.verdict.why
+
+
 def test_a_probe_of_another_model_is_refused_without_gradients_too(
     tiny: tuple[Workload, Backward, dict[str, Any]],
 ) -> None:
@@ -264,8 +281,8 @@ def test_a_probe_of_an_earlier_version_serves_all_methods_but_those_of_newer_kin
     assert method in command.advise(PROBE, TWO_BUCKETS, [dense, bf16, other]).steps
 
 
-def _steps(**seconds: float) -> dict[str, Step]:
-    return {label: Step(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0, True) for label, step_s in seconds.items()}
+def _steps(**seconds: float) -> dict[str, PredictedStep]:
+    return {label: PredictedStep(label, step_s, 1.0, 0.0, 1.0, 1.0, 0.0, True) for label, step_s in seconds.items()}
 
 
 def test_the_verdict_is_bf16_unless_the_gain_is_sure() -> None:
@@ -311,7 +328,7 @@ def test_a_verdict_says_that_the_time_of_its_method_was_not_probed() -> None:
             0.0,
             "With dense bf16 a step takes 250 ms, 250 of them beyond computing. Its all-reduces take 250 ms, 0",
         ),
-        (0.25, 1.0, "1000 of them however few bytes they have: fewer exchanges help"),
+        (0.25, 1.0, "1000 of them for any number of bytes: fewer exchanges help"),
         (0.001, 0.0, "there is little to gain"),
     ],
 )
@@ -327,7 +344,7 @@ def test_the_answer_begins_with_what_the_plain_all_reduce_waits_for(
     backward = Backward("made", 0.0, 0.1 if link_s < 0.01 else 0.0, 0.0, (ReadyBucket(N, 0.0),))
     choices = parse_schemes("dense,bf16", 0.01)
     found = command.advise(probe, backward, choices)
-    assert expected in command.text(found, probe, backward, choices)
+    assert expected in " ".join(command.text(found, probe, backward, choices).split())
 
 
 def test_the_curve_finds_the_coefficients_that_made_the_factors() -> None:
@@ -404,7 +421,7 @@ def test_guesses_are_told_by_the_kind_of_operation_and_the_methods_that_use_it()
 
     def said(operation: tuple[Operation, ...]) -> str:
         probe = replace(PROBE, operation=operation)
-        return command.text(command.advise(probe, backward, choices), probe, backward, choices)
+        return " ".join(command.text(command.advise(probe, backward, choices), probe, backward, choices).split())
 
     assert (
         "all_reduce of up to 600000 bytes (dense, bf16) is far beyond the probe's, which ends at 6000: such times"
@@ -487,27 +504,14 @@ def test_a_model_has_times_that_are_finite_and_not_negative(wrong: float) -> Non
             command.even_backward(right[0], *(wrong if at == place else each for at, each in enumerate(right) if at))
 
 
-@pytest.fixture
-def predictions() -> ModuleType:
-    """The script runs/predictions.py."""
-    spec = importlib.util.spec_from_file_location("predictions", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_probes_of_jobs_have_the_buckets_of_compare(
-    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_of_jobs_have_the_buckets_of_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
     def sparsync(*arguments: str) -> None:
         asked.append(arguments)
         Path(arguments[-1]).touch()
 
-    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    monkeypatch.setattr(predictions, "_command", sparsync)
     predictions.probe_all(tmp_path)
     assert len(asked) == len(list(tmp_path.iterdir()))
     for arguments in asked:
@@ -517,9 +521,7 @@ def test_probes_of_jobs_have_the_buckets_of_compare(
     assert len(asked) == len(list(tmp_path.iterdir()))  # all are there
 
 
-def test_a_comparison_that_was_interrupted_is_measured_again(
-    predictions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted: list[str] = []
 
     def sparsync(command: str, *arguments: str) -> None:
@@ -535,7 +537,7 @@ def test_a_comparison_that_was_interrupted_is_measured_again(
             raise KeyboardInterrupt
         (out / "whole").touch()
 
-    monkeypatch.setattr(predictions, "_sparsync", sparsync)
+    monkeypatch.setattr(predictions, "_command", sparsync)
     with pytest.raises(KeyboardInterrupt):
         predictions.measure_all(tmp_path)
     predictions.measure_all(tmp_path)
@@ -544,12 +546,10 @@ def test_a_comparison_that_was_interrupted_is_measured_again(
     assert all([each.name for each in folder.iterdir()] == ["whole"] for folder in folders)
 
 
-def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(
-    predictions: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(places: str, factor: float) -> list[object]:
         return [
-            predictions.Row(place, 4, label, factor * predicted, 1.0)
+            predictions.PredictionRow(place, 4, label, factor * predicted, 1.0)
             for place in places
             for label, predicted in (("dense", 2.0), ("bf16", 1.0), ("topk", 0.5))
         ]
@@ -558,7 +558,7 @@ def test_two_sets_of_probes_are_compared_in_the_places_that_both_have(
     monkeypatch.setattr(predictions, "rows_of", lambda out, probes: found[probes.name])
 
     def summaries(again: str | None) -> list[list[str]]:
-        lines = predictions.page(Path("out"), again and Path(again)).splitlines()
+        lines = predictions.page(Path("out"), Path(again) if again else None).splitlines()
         assert any("2 of 3 places that both sets of probes have" in line for line in lines) == (again == "again")
         return [line.split(" | ")[1:3] for line in lines if line.startswith(("| of another", "| right before"))]
 

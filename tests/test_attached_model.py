@@ -19,7 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import AutoProtect, Dense, PerParameter, Scheme, SkipReduce, TopK
+from sparsync import Dense, Scheme, SkipReduce, TopK
+from sparsync.schemes import AutoProtect, PerParameter
 
 pytestmark = pytest.mark.distributed
 
@@ -165,7 +166,7 @@ def hook_by_hand() -> None:
     later.register_comm_hook(*pair)
     pair.state.open().load_state_dict(saved)  # before the first step
     assert equal(gradients(later, 3), gradients(plain, 3))
-    with refused(RuntimeError, "communication hook already"):
+    with refused(RuntimeError, "already has a communication hook"):
         sparsync.attach(later, TopK())
     handle.close()
 
@@ -236,7 +237,7 @@ def another_scheme() -> None:
     hook.remove()
     assert len(seen) == 1 and "inside a backward pass" in seen[0]
     handle.switch(TopK(density=0.1 + 0.1 * dist.get_rank()))
-    with refused(RuntimeError, "ranks differ", "density=0.1,", "density=0.2,"):
+    with refused(RuntimeError, "ranks differ: rank 0 has TopK(density=0.1), rank 1 has TopK(density=0.2); give all"):
         gradients(model, 11)
     handle.switch(TopK(density=0.1))
     gradients(model, 11)
@@ -252,7 +253,7 @@ def settings_of_one_rank() -> None:
     gradients(model, 0)
     if dist.get_rank() == 0:
         handle.set(density=0.1)
-    with refused(RuntimeError, "rank 0 has settings TopK(density=0.1,", "rank 1 has settings TopK(density=0.2,"):
+    with refused(RuntimeError, "rank 0 has TopK(density=0.1), rank 1 has TopK(density=0.2); give"):
         gradients(model, 1)
     handle.close()
 
@@ -260,7 +261,7 @@ def settings_of_one_rank() -> None:
 def schemes_by_parameter_for_others() -> None:
     model, dense = ddp(), ddp()
     handle = sparsync.attach(model, PerParameter(TopK(density=0.1), {"*bias": Dense()}), dense_below=0)
-    with refused(RuntimeError, "attached to a scheme already", "handle.scheme = ...", "handle.detach()"):
+    with refused(RuntimeError, "already attached to a scheme", "handle.scheme = ...", "handle.detach()"):
         sparsync.attach(model, TopK())
     came_in, written = (
         [sum(each) for each in zip(*(gradients(reduced, number) for number in range(3)), strict=True)]
@@ -344,6 +345,7 @@ def summaries() -> None:
     gradients(plain, 0)
     reducer.reduce()
     assert "after the backward pass" in str(reducer.summary()) and reducer.summary().steps == 1
+    reducer.close()
     steps = sparsync.AdamWSteps(plain, torch.optim.AdamW(plain.parameters()), TopK(density=0.1))
     gradients(plain, 1)
     steps.step()
@@ -352,7 +354,7 @@ def summaries() -> None:
 
 
 def scheduled_density() -> None:
-    for scheme in (sparsync.MiCRO(0.05), sparsync.ExDyna(0.05), sparsync.OkTopk(0.05), sparsync.TwoShot(0.05)):
+    for scheme in (sparsync.MiCRO(0.05), sparsync.schemes.ExDyna(0.05), sparsync.OkTopk(0.05), sparsync.TwoShot(0.05)):
         with case(scheme.name):
             model, n = bare(16), 16 * 272
             reducer, report = sparsync.GradientReducer(model, scheme), None
@@ -414,9 +416,9 @@ def test_an_attached_model_can_be_copied_hooked_switched_detached_and_summed_up(
         detached,
         summaries,
     ]
-    run(every, 2, within_s=150.0, checks=checks)
+    run(every, 2, checks=checks)
 
 
 @pytest.mark.slow
 def test_wrappers_change_no_names_and_density_may_follow_a_schedule_behind_every_integration() -> None:
-    run(every, 2, within_s=250.0, checks=[names_without_wrappers, scheduled_density, sharded])
+    run(every, 2, checks=[names_without_wrappers, scheduled_density, sharded])

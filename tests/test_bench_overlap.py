@@ -1,4 +1,4 @@
-"""`sparsync bench overlap`: its figures from three times, its errors, and one small run over loopback; the loop of all benchmarks."""
+"""`python -m studies bench overlap`: figures from three times, errors, and one small run over loopback; the loop of all benchmarks."""
 
 import json
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sparsync.comm.announcement import announcement_cost
-from sparsync.lab.bench import overlap
-from sparsync.lab.bench.interleave import interleaved
-from sparsync.lab.bench.output import percentiles
-from sparsync.lab.bench.overlap import Round
+from studies.bench import overlap
+from studies.bench.interleave import interleaved
+from studies.bench.output import percentiles
+from studies.bench.overlap import Round
 
 
 def test_nothing_is_hidden_where_a_step_takes_the_sum_and_all_where_it_takes_the_larger() -> None:

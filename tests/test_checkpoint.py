@@ -12,10 +12,11 @@ import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from helpers.ddp_training import Training
+from helpers.ddp_training import AttachedTraining
 from helpers.distributed import run
-from sparsync import ExDyna, MiCRO, OkTopk, SkipReduce, TopK
-from sparsync.integrations import checkpoint
+from sparsync import MiCRO, OkTopk, SkipReduce, TopK
+from sparsync.attached import checkpoint
+from sparsync.schemes import ExDyna
 
 pytestmark = pytest.mark.distributed
 SCHEMES: dict[str, Any] = {  # Any: constructors of schemes
@@ -27,7 +28,7 @@ SCHEMES: dict[str, Any] = {  # Any: constructors of schemes
 }
 
 
-def residual(training: Training) -> dict[str, Tensor]:
+def residual(training: AttachedTraining) -> dict[str, Tensor]:
     return training.handle.state_dict()["scheme"]["residual"]
 
 
@@ -40,7 +41,7 @@ def interrupted(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     for way, id in WAYS.items():
         make = SCHEMES[id]
         # With find_unused_parameters the buckets stay the same.
-        whole, before, after = (Training(make(), find_unused_parameters=True) for _ in range(3))
+        whole, before, after = (AttachedTraining(make(), find_unused_parameters=True) for _ in range(3))
         for step in range(6):
             whole.step(whole.model.inputs(whole.rank, step))
         for step in range(3):
@@ -75,7 +76,7 @@ def test_training_resumes_to_the_same_bits_from_every_kind_of_checkpoint(tmp_pat
 def left(folder: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for id, make in SCHEMES.items():
-        training = Training(make())
+        training = AttachedTraining(make())
         for _ in range(3):
             training.step()
         checkpoint.save(training.handle, folder / id)
@@ -86,7 +87,7 @@ def left(folder: Path) -> dict[str, dict[str, Tensor]]:
 def loaded(folder: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for id, make in SCHEMES.items():
-        training = Training(make())
+        training = AttachedTraining(make())
         checkpoint.load(training.handle, folder / id)
         found[id] = residual(training)
         for _ in range(2):
@@ -106,7 +107,7 @@ def test_another_number_of_ranks_gets_all_residuals(then: int, now: int, tmp_pat
 
 
 def one_handle_for_all(folder: Path) -> None:
-    training = Training(TopK(0.1))
+    training = AttachedTraining(TopK(0.1))
     training.step()
     with pytest.raises(TypeError, match=r"keep the state of one rank only.*\*\*sparsync.checkpoint.entries\(handle\)"):
         dcp.save({"sync": training.handle}, checkpoint_id=folder)
@@ -120,5 +121,5 @@ def test_torch_distributed_checkpoint_cannot_lose_residuals_in_silence(tmp_path:
 
 @pytest.mark.slow
 def test_checkpoint_is_there_after_import_sparsync_alone() -> None:
-    program = "import sparsync; assert sparsync.checkpoint.save is sparsync.integrations.checkpoint.save"
+    program = "import sparsync; assert sparsync.checkpoint.save is sparsync.attached.checkpoint.save"
     subprocess.run([sys.executable, "-c", program], check=True)

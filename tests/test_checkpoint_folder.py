@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import pickle
 import random
 import resource
@@ -13,15 +14,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorProperties
 
 from helpers.stepped import SHAPES, Stepped
-from sparsync import LocalSteps, LocalWorld, MiCRO, PerParameter, TopK
+from sparsync import LocalSteps, LocalWorld, MiCRO, TopK
+from sparsync.attached import checkpoint
 from sparsync.comm.local import LocalComm
-from sparsync.integrations import checkpoint, state_file
-from sparsync.integrations.checkpoint import resized
+from sparsync.runtime import state_file
+from sparsync.schemes import PerParameter
 from sparsync.schemes.dgc import DGC
-from sparsync.schemes.random_k import RandomK
-from sparsync.schemes.sidco import SIDCo
+from sparsync_lab.rivals.random_k import RandomK
+from sparsync_lab.rivals.sidco import SIDCo
 
 OTHER = {"weight": (4, 5), "head": (7,)}
 
@@ -113,7 +116,7 @@ def test_a_state_of_another_model_or_scheme_is_refused_and_changes_nothing(tmp_p
     with pytest.raises(ValueError, match=r"no state of sparsync-other; .* It has those of sparsync; pass the name="):
         checkpoint.load(fresh(), tmp_path, name="other")
     for name in ("a/b", "a.b", "ä"):
-        with pytest.raises(ValueError, match="name must be of letters, digits"):
+        with pytest.raises(ValueError, match="name must consist of letters, digits"):
             checkpoint.save(fresh(), tmp_path, name=name)
 
 
@@ -224,7 +227,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch
             checkpoint.save(handle.step(), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "what was there before is still whole" in error.value.__notes__[0]
+    assert "what was there before is still whole" in vars(error.value)["__notes__"][0]
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -392,6 +395,64 @@ def test_metadata_of_a_distributed_checkpoint_is_read_and_never_executed(tmp_pat
     assert "executed" not in names(tmp_path)
 
 
+def pickled_text(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
+PLANTED = pickled_text("planted") + b"I1\ns"  # {"planted": 1}, of a dict before it
+CLASS = b"c" + Metadata.__module__.encode() + b"\n%b\n"
+MEMBER = CLASS % b"_MEM_FORMAT_ENCODING" + b"I0\n\x85R"
+
+
+@pytest.mark.parametrize(
+    "attributes_set",
+    [
+        CLASS % b"Metadata" + b"N}" + PLANTED + b"\x86b",
+        CLASS % b"TensorProperties" + b"N}" + PLANTED + b"\x86b",
+        CLASS % b"_MEM_FORMAT_ENCODING" + b"N}" + PLANTED + b"\x86b",
+        MEMBER + b"}" + PLANTED + b"b",
+        MEMBER + b"N}" + pickled_text("_value_") + b"I1\ns\x86b",
+        b"ctorch\nfloat32\nN}" + PLANTED + b"\x86b",
+        b"\x8c\x01x\x94}" + PLANTED + b"b",
+    ],
+)
+def test_metadata_of_a_distributed_checkpoint_changes_no_class_of_torch(attributes_set: bytes, tmp_path: Path) -> None:
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    watched = (Metadata, TensorProperties, _MEM_FORMAT_ENCODING, member)
+    before = [dict(vars(each)) for each in watched]
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + attributes_set + b".")
+    with pytest.raises(ValueError, match=r"\.metadata is no metadata .*it sets attributes on "):
+        checkpoint.load(fresh(), tmp_path)
+    assert [dict(vars(each)) for each in watched] == before
+
+
+def test_a_file_of_a_checkpoint_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    made: list[Callable[[Path], None]] = [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("/dev/zero")]
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    saved = checkpoint.save(fresh().step(3), own)
+    dcp.save(checkpoint.entries(fresh().step(3)), checkpoint_id=theirs, no_dist=True)
+    (data,) = theirs.glob("*.distcp")
+    for make in made:
+        for file in (saved, data):
+            _ = file.rmdir() if file.is_dir() else file.unlink()
+            make(file)
+        with pytest.raises(ValueError, match=r"is no state that can be loaded: .*not a regular file"):
+            checkpoint.load(fresh(), own)
+        with pytest.raises(ValueError, match=r"has no entry 'sparsync.step3.rank0of1' .*not a regular file"):
+            checkpoint.load(fresh(), theirs)
+    (theirs / ".metadata").unlink()
+    os.mkfifo(theirs / ".metadata")
+    with pytest.raises(ValueError, match=r"is no metadata of .*not a regular file"):
+        checkpoint.load(fresh(), theirs)
+
+
+def test_saving_writes_through_no_link_and_no_pipe_that_is_in_the_way(tmp_path: Path) -> None:
+    for make in (lambda file: file.symlink_to(tmp_path / "elsewhere"), os.mkfifo):
+        make(tmp_path / "sparsync.rank0of1.unfinished")
+        checkpoint.save(fresh().step(3), tmp_path)
+        assert names(tmp_path) == ["sparsync.step3.rank0of1.safetensors"]
+
+
 def test_damaged_entries_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:
     dcp.save(checkpoint.entries(fresh().step(3)), checkpoint_id=tmp_path, no_dist=True)
     (data,) = tmp_path.glob("*.distcp")
@@ -444,7 +505,7 @@ def test_a_state_whose_optimizer_does_not_fit_leaves_the_weights(tmp_path: Path)
         with pytest.raises(ValueError, match="different number of parameter groups"):
             steps.load_state_dict(state)
         assert all(map(torch.equal, made.parameters(), before))
-        assert all(torch.equal(each.common, each.own()) for each in steps._buckets)
+        assert all(torch.equal(each.common, each.own()) for each in steps._weights.buckets)
 
     alone(body)
 
@@ -464,12 +525,14 @@ def test_stages_of_sidco_are_each_ranks_own_and_end_with_the_number_of_ranks(tmp
     states = world(2, train)
     assert [each["all"]["state"]["count"] for each in world(2, load)] == [1, 2]
     assert world(3, load) == [{}, {}, {}]
-    assert "own" not in resized(states, 0, 1)["scheme"]
+    (alone,) = world(1, lambda comm: Stepped(comm, SIDCo(0.1)).resized(states))
+    assert "own" not in alone["scheme"]
 
 
 def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:
     states = world(2, lambda comm: Stepped(comm, DGC(0.1)).step(3).state_dict())
-    together = resized(states, 0, 1)["scheme"]["velocity"]
+    (alone,) = world(1, lambda comm: Stepped(comm, DGC(0.1)).resized(states))
+    together = alone["scheme"]["velocity"]
     for name in SHAPES:
         assert torch.equal(
             together[name], states[0]["scheme"]["velocity"][name] + states[1]["scheme"]["velocity"][name]

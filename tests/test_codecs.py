@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparsync.kernels import backends, codecs, set_backend
 from sparsync.kernels.codec_reference import PositionCodec, nbytes, packed_bits
-from sparsync.wire import indices
-from sparsync.wire.values import ValueCodec, Values
+from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
 FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int3", "2bit", "sign"]
@@ -67,10 +66,10 @@ def test_positions_come_back_in_the_announced_bytes_the_same_on_every_backend(ch
 def test_fixed_length_is_the_shortest_of_all_codecs(chosen: tuple[Tensor, int]) -> None:
     index, span = chosen
     k = index.numel()
-    packet = indices.encode_fixed_length(index, span)
+    packet = encode_fixed_length(index, span)
     shortest = 0 if k == span else min(nbytes(codec, k, span) for codec in CODECS)
-    assert packet.numel() == indices.fixed_length_nbytes(k, span) == shortest
-    assert torch.equal(indices.decode_fixed_length(packet, k, span), index)
+    assert packet.numel() == fixed_length_nbytes(k, span) == shortest
+    assert torch.equal(decode_fixed_length(packet, k, span), index)
 
 
 @pytest.mark.parametrize(("span", "bits"), [(0, 0), (1, 0), (2, 1), (8, 3), (9, 4), (2**31 - 1, 31)])
@@ -201,7 +200,7 @@ def test_spread_positions_take_nearly_as_few_bits_as_there_can_be() -> None:
         n = int(20000 / density)
         k = int(n * density)
         entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) / density
-        assert 8 * indices.fixed_length_nbytes(k, n) / k < 1.07 * entropy
+        assert 8 * fixed_length_nbytes(k, n) / k < 1.07 * entropy
 
 
 # ---- values

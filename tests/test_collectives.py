@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import LocalWorld, MeteredComm
-from sparsync.collectives import direct, hierarchical, ring
-from sparsync.collectives.skip_plan import SkipPlan, first_offsets, skip_count
+from sparsync.collectives import skipping
+from sparsync.collectives.skipping import SkipPlan, first_offsets, skip_count
 from sparsync.core import Span, spans
 
 WORLDS = [1, 2, 3, 4, 5, 8, 13, 16]
@@ -29,7 +29,7 @@ def test_a_ring_reduce_scatter_leaves_each_rank_the_sum_of_its_slice(P: int, n: 
 
         def body(comm: MeteredComm, shift: int = shift) -> tuple[Span, Tensor]:
             x = ramp(comm.rank, n)
-            span = ring.ring_reduce_scatter_(x, comm, shift=shift)
+            span = skipping.ring_reduce_scatter_(x, comm, shift=shift)
             return span, span.of(x)
 
         for rank, (span, owned) in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
@@ -45,7 +45,7 @@ def test_a_ring_all_gather_copies_each_owned_slice_everywhere(P: int, n: int) ->
         def body(comm: MeteredComm, shift: int = shift) -> Tensor:
             x = torch.full((n,), -1.0)
             spans(n, P)[(comm.rank + shift) % P].of(x).fill_(float(comm.rank))
-            ring.ring_all_gather_(x, comm, shift)
+            skipping.ring_all_gather_(x, comm, shift)
             return x
 
         expected = torch.empty(n)
@@ -61,7 +61,7 @@ def test_a_direct_reduce_scatter_touches_its_own_slice_only(P: int, n: int) -> N
 
     def body(comm: MeteredComm) -> tuple[Span, Tensor]:
         x = ramp(comm.rank, n)
-        return direct.direct_reduce_scatter_(x, comm, SkipPlan(shift=1 % P)), x
+        return skipping.direct_reduce_scatter_(x, comm, SkipPlan(shift=1 % P)), x
 
     for rank, (span, x) in enumerate(LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))):
         assert span == spans(n, P)[(rank + 1) % P]
@@ -73,9 +73,9 @@ def test_a_direct_reduce_scatter_touches_its_own_slice_only(P: int, n: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_sums_stay_in_the_type_of_the_vector(dtype: torch.dtype) -> None:
     P, n = 3, 7
-    for all_reduce_ in (ring.ring_all_reduce_, direct.direct_all_reduce_):
+    for all_reduce_ in (skipping.ring_all_reduce_, skipping.direct_all_reduce_):
 
-        def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
+        def body(comm: MeteredComm, all_reduce_: skipping.AllReduce = all_reduce_) -> Tensor:
             x = ramp(comm.rank, n).to(dtype)
             all_reduce_(x, comm, SkipPlan(), None, 0)
             return x
@@ -90,7 +90,7 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
     P, n = 4, 4
     parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(P)]
 
-    def reduced(all_reduce_: hierarchical.AllReduce) -> Tensor:
+    def reduced(all_reduce_: skipping.AllReduce) -> Tensor:
         def body(comm: MeteredComm) -> Tensor:
             x = parts[comm.rank].clone()
             all_reduce_(x, comm, SkipPlan(), None, 0)
@@ -104,18 +104,18 @@ def test_the_direct_form_adds_in_rank_order_and_the_ring_from_its_first_contribu
             total += parts[rank]
         return total
 
-    assert torch.equal(reduced(direct.direct_all_reduce_), added([0, 1, 2, 3]))
+    assert torch.equal(reduced(skipping.direct_all_reduce_), added([0, 1, 2, 3]))
     by_slice = torch.stack([added([(c + i) % P for i in range(1, P + 1)])[c] for c in range(P)])
-    assert torch.equal(reduced(ring.ring_all_reduce_), by_slice)
+    assert torch.equal(reduced(skipping.ring_all_reduce_), by_slice)
 
 
 def test_kept_gains_what_was_left_out_on_top_of_what_it_held() -> None:
     """What a narrow wire type rounded away is in `kept` already, and must survive."""
     P, n = 3, 6
     plan = SkipPlan(first_offsets(2), 1)
-    for all_reduce_ in (ring.ring_all_reduce_, direct.direct_all_reduce_):
+    for all_reduce_ in (skipping.ring_all_reduce_, skipping.direct_all_reduce_):
 
-        def body(comm: MeteredComm, all_reduce_: hierarchical.AllReduce = all_reduce_) -> Tensor:
+        def body(comm: MeteredComm, all_reduce_: skipping.AllReduce = all_reduce_) -> Tensor:
             kept = torch.full((n,), 0.5)
             all_reduce_(ramp(comm.rank, n), comm, plan, kept, 0)
             return kept
@@ -133,10 +133,12 @@ def test_closed_forms_of_all_ranks_add_up_to_whole_vectors(
     count: int, P: int, element: int, data: st.DataObject
 ) -> None:
     """Every step of a ring moves the vector once, cut into P slices; the direct form moves P-1-s slices to owners, P-1 to all."""
-    skip, shift = data.draw(st.integers(0, P - 1)), data.draw(st.integers(0, P - 1))
-    plan = SkipPlan(first_offsets(skip), shift)
-    for cost in (ring.ring_all_reduce_cost, direct.direct_all_reduce_cost, direct.direct_all_reduce_cost_in_messages):
-        costs = [cost(count, element, P, rank, plan) for rank in range(P)]
+    skip = data.draw(st.integers(0, P - 1))
+    plan = SkipPlan(first_offsets(skip))
+    gathered = [skipping._ring_all_gather_cost(count, element, P, rank, 0) for rank in range(P)]
+    ring = [skipping._ring_reduce_scatter_cost(count, element, P, rank, skip, 0) for rank in range(P)]
+    direct = [skipping._scattered_cost(count, element, P, rank, plan, 0) for rank in range(P)]
+    for costs in ([*ring, *gathered], [*direct, *gathered]):
         assert sum(each.nbytes for each in costs) == (2 * (P - 1) - skip) * count * element
         assert sum(each.messages for each in costs) == (2 * (P - 1) - skip) * min(count, P)
 

@@ -131,7 +131,7 @@ def test_a_world_can_run_again() -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_world_needs_a_rank(size: int) -> None:
-    with pytest.raises(ValueError, match=f"a world has at least 1 rank, got {size}"):
+    with pytest.raises(ValueError, match=f"a world in one process has 1 to 4,096 ranks, each a thread, got {size}"):
         LocalWorld(size)
 
 

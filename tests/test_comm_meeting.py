@@ -1,18 +1,19 @@
 """How ranks find each other on a store: whoever comes late, often, or never, and a store that hangs."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import ClassVar, TypeVar
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
+from helpers.distributed import context
 from sparsync.comm.meeting import Meeting, Store, StoreSilentError
 
 Result = TypeVar("Result")
@@ -74,8 +75,8 @@ def test_all_ranks_get_the_error_of_those_that_differ_even_one_that_comes_back_a
         return f"{error}; then {first.meet('step 1', 10.0)}"
 
     here, there = together(late, twice)
-    assert here.startswith("ranks must agree, but rank 0 has step 1 and rank 1 has step 2")
-    assert there.startswith("ranks must agree, but rank 1 has step 2 and rank 0 has step 1")
+    assert here.startswith("ranks must agree, but rank 0 has step 1, rank 1 has step 2")
+    assert there.startswith("ranks must agree, but rank 1 has step 2, rank 0 has step 1")
     assert here.split("; then ")[-1] == there.split("; then ")[-1]
 
 
@@ -111,24 +112,26 @@ def test_rank_0_whose_process_may_host_the_store_leaves_after_the_others_have_re
     assert Slow.ended == ["rank 1 has read", "rank 1 has read", "rank 0 has left"]
 
 
+def serve_store(connection: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    time.sleep(600)
+
+
 @pytest.fixture
 def frozen() -> Iterator[Store]:
     """A client of a TCPStore whose process is stopped: it neither answers nor closes the connection."""
-    program = (
-        "import sys, time, torch.distributed as dist\n"
-        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        client = TCPStore(
-            "127.0.0.1", int(host.stdout.readline()), timeout=timedelta(seconds=5), wait_for_workers=False
-        )
+    ours, theirs = multiprocessing.Pipe()
+    host = context().Process(target=serve_store, args=(theirs,), daemon=True)
+    host.start()
+    try:
+        client = TCPStore("127.0.0.1", ours.recv(), timeout=timedelta(seconds=60), wait_for_workers=False)
         client.set("before", "")
         os.kill(host.pid, signal.SIGSTOP)
         yield client
+    finally:
         host.kill()
+        host.join()
 
 
 def test_a_store_that_hangs_is_an_error_that_says_so(frozen: Store) -> None:

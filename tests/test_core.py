@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import annotations
-from sparsync import Bucket, Cost, ParameterSpan, Report, Span
-from sparsync.core import Sparse, generator, spans
+from sparsync import Bucket, Cost, Report, Span
+from sparsync.core import ParameterSpan, Sparse, generator, spans
 
 
 @given(count=st.integers(0, 200), parts=st.integers(1, 70))

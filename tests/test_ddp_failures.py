@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.ddp_training import NAMES, TIMEOUT_S, N, Training, known, total
-from helpers.distributed import case, run
+from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, known, total
+from helpers.distributed import HANG_S, case, run
 from helpers.known_gradients import KnownGradients
 from sparsync import Bucket, Dense, Report, TopK
+from sparsync.attached.ddp import DdpHandle
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
-from sparsync.integrations.ddp import DdpHandle
 
 pytestmark = pytest.mark.distributed
 
@@ -84,12 +84,12 @@ def train_with(
     ranks: tuple[int, ...],
     after: bool = False,
     timeout_s: float = TIMEOUT_S,
-    buckets: int = 8,
+    buckets: int = 4,
     steps: int = 6,
 ) -> Outcome:
     """Train so many steps, whatever they raise."""
     scheme = Failing(what, ranks, after)
-    training = Training(scheme, buckets, timeout_s=timeout_s)
+    training = AttachedTraining(scheme, buckets, timeout_s=timeout_s)
     outcome = Outcome([], [], scheme.came)
     for step in range(steps):
         try:
@@ -125,7 +125,7 @@ def test_a_failure_on_any_rank_fails_the_step_on_all_with_its_cause_and_the_next
             assert "failing failed on bucket 'bucket1' at step 2: " in str(outcome.errors[2])
             # The other buckets of a failed step are not tried.
             assert [key for step, key in outcome.came if step == 2] in (["bucket0"], ["bucket0", "bucket1"])
-            assert [len([key for step, key in outcome.came if step == number]) for number in (1, 3)] == [8, 8]
+            assert [len([key for step, key in outcome.came if step == number]) for number in (1, 3)] == [4, 4]
         assert "ValueError: no luck today" in str(all_fail.errors[2])
         assert "SystemExit: leaving" in str(all_leave.errors[2])
         assert ("no luck today" if rank == 1 else f"rank {rank} of 3: ") in str(one_fails.errors[2])
@@ -136,7 +136,7 @@ def fail_outside_the_scheme() -> dict[str, list[str | None]]:
     """The errors of 5 steps in which rank 0 fails once: before the first bucket is reduced, or in the hook itself."""
     found: dict[str, list[str | None]] = {}
     for name in ("prepare", "hook"):
-        training = Training(TopK(0.5), buckets=2, timeout_s=TIMEOUT_S)
+        training = AttachedTraining(TopK(0.5), buckets=2, timeout_s=TIMEOUT_S)
         errors: list[str | None] = []
         for step in range(5):
             if step == 2 and training.rank == 0:
@@ -171,7 +171,9 @@ def test_a_failure_outside_the_scheme_fails_the_step_on_all_ranks_and_the_next_o
 def fail_and_go_back() -> tuple[str, list[bool]]:
     """The error of step 2, and which steps were right: the failed one is tried again from the state before it."""
     bad_luck = [fail]
-    training = Training(Failing(lambda: bad_luck.pop()() if bad_luck else None, (0, 1)), buckets=2, timeout_s=TIMEOUT_S)
+    training = AttachedTraining(
+        Failing(lambda: bad_luck.pop()() if bad_luck else None, (0, 1)), buckets=2, timeout_s=TIMEOUT_S
+    )
     error, right, step = "", [], 0
     while step < 4:
         before = training.handle.state_dict()
@@ -193,7 +195,7 @@ def test_a_failed_step_can_be_tried_again_from_the_state_before_it() -> None:
 
 
 def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout() -> None:
-    outcomes = run(train_with, 3, what=stall, ranks=(1,), timeout_s=2.0, steps=4, doomed=[1])
+    outcomes = run(train_with, 3, what=stall, ranks=(1,), timeout_s=5.0, steps=4, doomed=[1])
     for rank in (0, 2):
         error = outcomes[rank].errors[2]
         assert f"rank {rank} of 3: " in str(error)
@@ -211,13 +213,13 @@ def test_a_rank_that_is_killed_is_an_error_on_the_others() -> None:
 
 def test_after_a_failure_that_one_rank_did_not_see_every_step_says_that_a_checkpoint_must_be_loaded() -> None:
     """Rank 0 fails in the last bucket of step 2 when rank 1 is through with it, and has applied it."""
-    behind, ahead = run(train_with, 2, what=fail, ranks=(0,), after=True, timeout_s=2.0, buckets=2)
+    behind, ahead = run(train_with, 2, what=fail, ranks=(0,), after=True, timeout_s=5.0, buckets=2)
     assert "no luck today" in str(behind.errors[2])
     assert ahead.errors[2] is None
     assert "rank 1 of 2: " in str(ahead.errors[3])
     for step in (3, 4):
-        assert "step 1 as the last one before that was reduced and rank 1 has gradients" in str(behind.errors[step])
-        assert "step 2 as the last one before that was reduced and rank 0 has gradients" in str(ahead.errors[step + 1])
+        assert "step 1 as the last one before that was reduced, rank 1 has gradients" in str(behind.errors[step])
+        assert "step 2 as the last one before that was reduced, rank 0 has gradients" in str(ahead.errors[step + 1])
         assert "load a checkpoint on all ranks" in str(behind.errors[step])
     assert behind.right == [True, True, False, False, False, False]
     assert ahead.right == [True, True, True, False, False, False]
@@ -235,7 +237,7 @@ class NoBucket:
 
 def hand_over_nothing() -> None:
     """The hook itself never raises, but the future it returns does."""
-    training = Training("dense")
+    training = AttachedTraining("dense")
     assert isinstance(training.handle, DdpHandle)
     promised = training.handle.submit(NoBucket())  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuntimeError, match="ValueError: there is no gradient"):
@@ -281,7 +283,7 @@ def refusals() -> None:
     with pytest.raises(RuntimeError, match=r"ranks must agree, but rank \d has TopK\(density=0\.\d"):
         sparsync.attach(ddp, TopK(density=0.1 + 0.1 * dist.get_rank()), timeout_s=TIMEOUT_S)
     sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
-    with pytest.raises(RuntimeError, match="this model is attached to a scheme already"):
+    with pytest.raises(RuntimeError, match="this model is already attached to a scheme"):
         sparsync.attach(ddp, Dense(), timeout_s=TIMEOUT_S)
     ddp(torch.ones(2, 3)).sum().backward()
 
@@ -297,13 +299,11 @@ def late_to_attach() -> None:
 
 def state_of_another_scheme() -> None:
     """A state that does not fit is refused, and changes nothing."""
-    training = Training("topk-0.1")
+    training = AttachedTraining("topk-0.1")
     with pytest.raises(ValueError, match="this state has no format version, and this sparsync reads version 1"):
         training.handle.load_state_dict({"scheme": {}})
     whole = training.handle.state_dict()
-    with pytest.raises(
-        ValueError, match=r"the state of a sparsync handle needs 'step', this one has \['buckets', 'highest_rates'"
-    ):
+    with pytest.raises(ValueError, match="state lacks 'step'; load what state_dict returned"):
         training.handle.load_state_dict({key: value for key, value in whole.items() if key != "step"})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state = {**whole, "step": 3, "scheme": {}}
@@ -358,11 +358,11 @@ def test_a_process_whose_peer_was_killed_can_exit(how: str, tmp_path: Path) -> N
         for rank in (0, 1)
     ]
     try:
-        out, err = started[0].communicate(timeout=60)
+        out, err = started[0].communicate(timeout=HANG_S)
         assert "rank 0 of 2: " in out, err
         assert started[0].returncode == (1 if how == "uncaught" else 0)
         assert ("nobody catches this" in err) == (how == "uncaught")
-        assert started[1].wait(timeout=10) == -signal.SIGKILL
+        assert started[1].wait(timeout=HANG_S) == -signal.SIGKILL
     finally:
         for process in started:
             process.kill()

@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, Trained, Training, check, known, total
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, AttachedTraining, N, RankRecord, check, known, total
 from helpers.distributed import case, run
 from helpers.known_gradients import KnownGradients, row
 from invariants.world import same_bits
 from sparsync import LocalWorld, Report, TopK
-from sparsync.integrations import summary as summary_module
-from sparsync.integrations.handle import Handle
-from sparsync.integrations.residual_units import ResidualRescaler
+from sparsync.runtime import connection as connection_module
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 
 pytestmark = pytest.mark.distributed
 
 
-def rebuild(id: str) -> tuple[Trained, Trained]:
+def rebuild(id: str) -> tuple[RankRecord, RankRecord]:
     """Two steps, and the same with buckets that never change."""
     pair = []
     for buckets in (8, 1):
-        training = Training(id, buckets)
+        training = AttachedTraining(id, buckets)
         for _ in range(2):
             training.step()
         pair.append(training.done())
@@ -60,23 +60,23 @@ def saved(handle: Handle) -> bytes:
     return file.getvalue()
 
 
-def resume(ids: Iterable[str]) -> dict[str, list[Trained]]:
-    """Ten steps at once; five, and the other five by a new model and handle; and those five with other buckets."""
+def resume(ids: Iterable[str]) -> dict[str, list[RankRecord]]:
+    """Six steps at once; three, and the other three by a new model and handle; and those three with other buckets."""
     found = {}
     for id in ids:
         with case(id):
-            # DDP has one bucket in the first step of each of these, and 8 from then on.
-            whole, first, again = Training(id), Training(id), Training(id)
-            other = Training(id, buckets=4, **STABLE)
-            for _ in range(10):
+            # DDP has one bucket in the first step of each of these, and 4 from then on.
+            whole, first, again = AttachedTraining(id), AttachedTraining(id), AttachedTraining(id)
+            other = AttachedTraining(id, buckets=2, **STABLE)
+            for _ in range(6):
                 whole.step()
-            for _ in range(5):
+            for _ in range(3):
                 first.step()
             for later in (again, other):
                 later.handle.load_state_dict(torch.load(io.BytesIO(saved(first.handle)), weights_only=True))
                 later.rows += first.rows
                 later.recorder.steps |= first.recorder.steps
-                for _ in range(5):
+                for _ in range(3):
                     later.step()
             found[id] = [training.done() for training in (whole, again, other)]
     return found
@@ -90,9 +90,9 @@ def test_a_saved_state_resumes_to_the_same_bits_also_in_other_buckets() -> None:
             for rank in ranks:
                 whole, again, other = rank[id]
                 again.check(whole.grads, whole.residual)
-                assert [len(layouts) for layouts in whole.steps.values()] == [1] + 9 * [8]
+                assert [len(layouts) for layouts in whole.steps.values()] == [1] + 5 * [4]
                 assert whole.steps == again.steps
-                assert other.steps[4] == other.steps[5] != other.steps[6]
+                assert other.steps[2] == other.steps[3] != other.steps[4]
             check(id, [rank[id][2] for rank in ranks])
 
 
@@ -173,8 +173,11 @@ def test_residuals_follow_the_rate_until_it_is_a_tenth_of_the_highest_so_far() -
     assert factors(0.4) == [0.5]
     assert factors(8.0, 1.0, 0.5) == [0.05, 8.0, 1.0 / 0.8]  # a higher rate lifts the tenth
     resumed = ResidualRescaler(TopK(), {id(parameter): "weight"}, optimizer)
+    compared = Comparison([], {}, None, every=0)
     LocalWorld(1).run(
-        lambda comm: Handle(TopK(), comm, resumed).load_state_dict(Handle(scheme, comm, rates).state_dict())
+        lambda comm: Handle(TopK(), comm, resumed, compared).load_state_dict(
+            Handle(scheme, comm, rates, compared).state_dict()
+        )
     )
     rates = resumed
     assert factors(0.1, 0.8, 1.6) == [1.0, 1.0, 0.5]
@@ -194,8 +197,8 @@ def test_a_schedule_that_ends_at_zero_scales_a_residual_up_tenfold_in_all() -> N
 
 
 def train_and_report() -> tuple[list[Report], list[Report], list[Report], list[Report]]:
-    summary_module.MAX_REPORTS = 12
-    training = Training("skip-default")
+    connection_module.MAX_REPORTS = 12
+    training = AttachedTraining("skip-default", buckets=8)
     training.step()
     training.step()
     first = training.handle.reports()
@@ -226,13 +229,13 @@ def test_there_is_one_report_for_each_bucket_and_step_and_their_number_is_bounde
 
 
 def attach_and_drop() -> None:
-    training = Training("dense")
+    training = AttachedTraining("dense")
     training.step()
-    assert "sparsync-dispatcher" in [thread.name for thread in threading.enumerate()]
+    assert "sparsync-worker" in [thread.name for thread in threading.enumerate()]
     del training
     gc.collect()
     deadline = time.monotonic() + TIMEOUT_S
-    while "sparsync-dispatcher" in [thread.name for thread in threading.enumerate()]:
+    while "sparsync-worker" in [thread.name for thread in threading.enumerate()]:
         assert time.monotonic() < deadline, "the thread outlives its model"
         time.sleep(0.01)
 

@@ -8,9 +8,9 @@ import torch
 
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
-from sparsync.lab import cli, demo
-from sparsync.lab.demo import Half
-from sparsync.lab.scheme_choice import SchemeChoice, check_labels, try_out
+from sparsync_lab import cli, demo
+from sparsync_lab.demo import Half
+from sparsync_lab.scheme_choice import SchemeChoice, check_labels, try_out
 
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 
@@ -67,4 +67,13 @@ def test_the_summary_has_a_table_for_each_half_with_the_loss_of_quality_beside_t
     assert f"sparsync compare {job} --schemes topk" in page
     assert "| `topk` |" in page
     assert page.count("| `bf16` |") == 1
-    assert all(str(tmp_path / half.folder / demo.PICTURE) in shown for half in halves)
+    assert all(str(tmp_path / half.folder / "report.html") in shown for half in halves)
+
+
+def test_between_the_halves_it_says_what_ended_what_comes_and_how_long_that_takes() -> None:
+    first = demo.before(Path("demo"), 0, None, None).splitlines()
+    assert [line.split(":")[0] for line in first] == ["Next, 1 of 2", "It takes three to four minutes on two cores."]
+    ended, coming, long = demo.before(Path("demo"), 1, 125.0, 5).splitlines()
+    assert ended.startswith("Ended, 1 of 2, after 2:05 min: ") and ended.endswith("Report: demo/lstm/report.html")
+    assert coming.startswith("Next, 2 of 2: ") and coming.endswith("results go to demo/gpt.")
+    assert long == "Each training takes 5 steps."

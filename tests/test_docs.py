@@ -4,30 +4,46 @@ Blocks of Python run as they are written; commands of `sparsync` parse and name 
 are run; links lead somewhere.
 """
 
+import argparse
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from PIL import Image
 
-from helpers.docs_blocks import ROOT, Block, blocks
-from sparsync.lab import cli, workloads
-from sparsync.lab.frontier.study import ORACLE
-from sparsync.lab.report.parts import replaced
-from sparsync.lab.scheme_choice import parse_schemes
-from sparsync.predict import probe_file
+import sparsync
+from helpers.distributed import case
+from helpers.distributed import run as on_ranks
+from helpers.docs_blocks import ROOT, CodeBlock, blocks
+from sparsync_lab import cli, demo, workloads
+from sparsync_lab.frontier.study import ORACLE
+from sparsync_lab.predict import probe_file
+from sparsync_lab.report.parts import replaced
+from sparsync_lab.report.plots import ORIGIN
+from sparsync_lab.scheme_choice import parse_schemes
+from studies import __main__ as studies
 
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 # Those that a reader meets first; the others are in the slow tests, each page in an interpreter of its own.
-FIRST = ("README.md", "docs/quickstart.md", "docs/concepts.md", "docs/adamw_steps.md", "docs/local_steps.md")
+FIRST = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/own_scheme.md",
+    "docs/compare.md",
+    "docs/adamw_steps.md",
+    "docs/local_steps.md",
+)
 NOT_RUN_AT_MOST = 2
 
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,23 +51,11 @@ INLINE = re.compile(r"(?<!`)`((?:\.venv/bin/)?sparsync [^`]+|make [a-z-]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
-# Blocks of one page share their names, as they do for a reader who types one after the other.
-RUNNER = """
-import sys
-import torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-from helpers.docs_blocks import blocks
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as torchrun sets them
+ALONE |= {"TORCHELASTIC_RESTART_COUNT": "0"}
 
-for page in sys.argv[2:]:
-    names = {"__name__": "__main__"}
-    for block in blocks(page):
-        if block.runs_here:
-            if "init_process_group" in block.code and dist.is_initialized():
-                dist.destroy_process_group()
-            exec(compile("\\n" * block.above + block.code, page, "exec"), names)
-"""
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-ALONE |= {"TORCHELASTIC_RESTART_COUNT": "0"}  # as torchrun sets them
+
+PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]+\.png)\)")
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
@@ -72,7 +76,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
 @pytest.fixture
 def probed(tmp_path: Path) -> Path:
     """The folder of a reader who has called `sparsync probe`."""
-    group = probe_file.Group(4, "gloo", 1, "made", "cpu", 2, "", "")
+    group = probe_file.ProbedGroup(4, "gloo", 1, "made", "cpu", 2, "", "")
     operation = tuple(probe_file.Operation("all_reduce", nbytes, 1.0, 1.0, 1.0) for nbytes in (1, 2))
     latency, memory = probe_file.Latency(0.0, 0.0, 0.0, 1.0, 0.0), probe_file.Memory(1.0)
     made = probe_file.Probe(group, operation, latency, memory, (probe_file.Kernel("apply", 1.0, 0.0),))
@@ -80,22 +84,36 @@ def probed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run_python(pages: Sequence[str], folder: Path) -> None:
+    """Run the blocks of these pages in a world of one rank. Those of a page share their names, as for a reader who types them in order."""
+    os.environ.update(ALONE)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for page in pages:
+        names = {"__name__": "__main__"}
+        for block in blocks(page):
+            if block.runs_here:
+                if "init_process_group" in block.code and dist.is_initialized():
+                    dist.destroy_process_group()
+                with case(block.name):
+                    exec(compile("\n" * block.above + block.code, page, "exec"), names)
+
+
 def test_the_python_of_the_first_pages_runs_as_written(probed: Path) -> None:
-    """In one process, a world of one rank; tracebacks name the line of the page."""
-    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), *FIRST], probed, ALONE)
-    assert probe_file.read(probed / "probe.toml").backward is not None  # of the quickstart
+    on_ranks(run_python, 1, pages=FIRST, folder=probed)
+    assert probe_file.read(probed / "probe.toml").backward is not None  # docs/compare.md writes it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.runs_here}))
-def test_the_python_of_every_page_runs_as_written_in_an_interpreter_of_its_own(page: str, probed: Path) -> None:
-    run([sys.executable, "-c", RUNNER, str(ROOT / "tests"), page], probed, ALONE)
+def test_the_python_of_every_page_runs_as_written_in_a_process_of_its_own(page: str, probed: Path) -> None:
+    on_ranks(run_python, 1, pages=[page], folder=probed, within_s=600.0)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.ranks], ids=lambda block: block.name)
-def test_the_python_for_several_ranks_runs_as_written_under_torchrun(block: Block, tmp_path: Path) -> None:
+def test_the_python_for_several_ranks_runs_as_written_under_torchrun(block: CodeBlock, tmp_path: Path) -> None:
     (tmp_path / "this_file.py").write_text(block.code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.ranks}"]
     run([*torchrun, "this_file.py"], tmp_path, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
@@ -108,7 +126,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Yield the commands of `sparsync` and `make` in the blocks and the running text of a page, as lists of words.
+    """Yield the commands of `sparsync`, `python -m studies` and `make` in the blocks and the running text of a page, as lists of words.
 
     What commands print ("sparsync launch: ...") is none.
     """
@@ -120,19 +138,20 @@ def commands(page: str) -> Iterator[list[str]]:
         for line in content.replace("\\\n", " ").splitlines()
     ]
     for line in [*lines, *INLINE.findall(FENCE.sub("", text))]:
-        words = shlex.split(line, comments=True) if re.match(r"(\.venv/bin/)?sparsync (?!\w+:)|make ", line) else []
+        is_command = re.match(r"(\.venv/bin/)?(sparsync|python -m studies) (?!\w+:)|make ", line)
+        words = shlex.split(line.replace("python -m studies", "studies"), comments=True) if is_command else []
         if words and "..." not in words:
             yield words
 
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a reader: the examples, the pages, and the code that the quickstart says to save."""
+    """The folder of a reader: the examples, the pages, and the code that docs/own_scheme.md says to save."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
     shutil.copytree(ROOT / "docs", "docs")
     cli.main(["workloads", "--new", "my_job.py"])
-    (saved,) = (block for block in blocks("docs/quickstart.md") if "class RandomK" in block.code)
+    (saved,) = (block for block in blocks("docs/own_scheme.md") if "class RandomK" in block.code)
     Path("random_k.py").write_text(saved.code)
     return tmp_path
 
@@ -144,7 +163,12 @@ def test_commands_parse_and_name_what_is_there(page: str, monkeypatch: pytest.Mo
     for program, *arguments in commands(page):
         where = shlex.join([program, *arguments])
         try:
-            _check_target(arguments) if program == "make" else _check_command(arguments)
+            if program == "make":
+                _check_target(arguments)
+            elif program.endswith("studies"):
+                _check_study(arguments)
+            else:
+                _check_command(arguments)
         except (SystemExit, ValueError, OSError) as error:
             raise AssertionError(f"{page}: {where}: {error!r}") from error
 
@@ -160,18 +184,30 @@ def _check_command(arguments: list[str]) -> None:
 
     JOB and C stand for any job and number.
     """
-    if arguments == ["--version"]:
+    if arguments in (["--version"], ["--help"]):
         return
     if len(arguments) == 1 and arguments[0] in cli.commands():  # its name in running text
         return
-    options = cli._parser().parse_args(arguments)
-    if options.run is cli._bench:
-        options = import_module(f"sparsync.lab.bench.{options.subject}")._options(options.arguments)
+    _check_options(cli._parser().parse_args(arguments))
+
+
+def _check_study(arguments: list[str]) -> None:
+    """Parse `python -m studies ARGUMENTS`, as `_check_command` does."""
+    if arguments[0] in studies.PARTS:  # they have their options themselves
+        assert Path(studies.__file__).with_name(f"{arguments[0]}.py").is_file()
+        return
+    options = studies.parser().parse_args(arguments)
+    if options.run is studies._bench:
+        options = import_module(f"studies.bench.{options.subject}")._options(options.arguments)
+    _check_options(options)
+
+
+def _check_options(options: argparse.Namespace) -> None:
     if schemes := getattr(options, "schemes", None):
         skip = getattr(options, "skip", None)
         parse_schemes(schemes, getattr(options, "density", 0.01), skip, ORACLE)
     workload = getattr(options, "workload", None)
-    if workload and workload != "JOB" and "clip_norm=C" not in arguments:
+    if workload and workload != "JOB" and "clip_norm=C" not in getattr(options, "option", ()):
         workloads.get(workload, **cli._workload_options(options))
     if page := getattr(options, "page", None):
         replaced(page, getattr(options, "part", None) or getattr(options, "workload", "campaign"), "")
@@ -191,27 +227,34 @@ TRAFFIC = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "words", "shown"), TRAFFIC)
 def test_commands_of_traffic_print_what_the_page_shows(page: str, words: list[str], shown: str, reader: Path) -> None:
-    found = run([sys.executable, "-m", "sparsync.lab.cli", *words[1:]], reader)
-    assert found.strip() == shown.strip() if shown else "random_k" in found
+    found = run([sys.executable, "-m", "sparsync_lab.cli", *words[1:]], reader)
+    if not shown:
+        assert " RandomK " in found
+        return
+    # Draws differ between processors in last bits, and what is selected then by a little.
+    for here, there in zip(found.split(), shown.split(), strict=True):
+        assert here == there or float(here) == pytest.approx(float(there), rel=0.05), (
+            f"{here} here, {there} on the page"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["schemes"], ["schemes", "topk"], ["workloads"], ["--version"]])
 def test_the_lists_answer(words: list[str], tmp_path: Path) -> None:
-    assert run([sys.executable, "-m", "sparsync.lab.cli", *words], tmp_path)
+    assert run([sys.executable, "-m", "sparsync_lab.cli", *words], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.network
-def test_the_comparison_of_the_quickstart_and_its_report_run(reader: Path) -> None:
+def test_the_comparison_of_the_page_and_its_report_run(reader: Path) -> None:
     """As written, but for the number of steps."""
-    text = (ROOT / "docs/quickstart.md").read_text().replace("\\\n", " ")
+    text = (ROOT / "docs/compare.md").read_text().replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("sparsync ")]
     (report,) = (line for line in lines if line[1] == "report")
     (compare,) = (line for line in lines if line[1] == "compare" and line[-1] == report[-1])
     for words in [[*compare, "--steps", "20"], report]:
         assert "On my_job.py:MyJob (4 ranks, 100 Mbit/s" in run(
-            [sys.executable, "-m", "sparsync.lab.cli", *words[1:]], reader
+            [sys.executable, "-m", "sparsync_lab.cli", *words[1:]], reader
         )
     assert (reader / "results" / "report.html").exists()
 
@@ -231,6 +274,37 @@ def test_links_lead_to_files_and_headings_that_are_there(page: str) -> None:
             assert heading in anchors, f"{page} links to {link}; the headings of {path} are {sorted(anchors)}"
 
 
+def test_every_public_name_is_in_the_api_reference_and_attach_comes_first() -> None:
+    pages = {page: (ROOT / page).read_text() for page in DOCS if page.startswith("docs/api/")}
+    shown = set(re.findall(r"auto(?:class|function|exception|module):: (\S+)", "".join(pages.values())))
+    for name in set(sparsync.__all__) - {"schemes", "testing"}:
+        home = getattr(sparsync, name)
+        assert f"sparsync.{name}" in shown or getattr(home, "__module__", None) in shown, (
+            f"sparsync.{name} is in no page of docs/api"
+        )
+    assert "sparsync.attach" in pages["docs/api/sparsync.md"]
+
+
 def anchor(heading: str) -> str:
     """Return the name that a heading has in a link."""
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_caption_command_and_table_beside_each_picture_of_the_readme_are_those_of_the_run_that_drew_it() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = list(PICTURE.finditer(text))
+    assert len(found) == len(demo.HALVES)
+    for picture, half in zip(found, demo.HALVES, strict=True):
+        with Image.open(ROOT / picture[2]) as image:
+            origin = json.loads(image.info[ORIGIN])
+        part = text[text.index(f"<!-- begin demo {half.folder} -->") : text.index(f"<!-- end demo {half.folder} -->")]
+        assert picture[0] in part and picture[1] == origin["caption"]
+        assert f"`{origin['command']}`" in part
+        (ours,) = (each for each in demo.commands(Path("demo")) if each[-1] == f"demo/{half.folder}")
+        assert origin["command"] == shlex.join(["sparsync", *ours])
+        heads, _, *rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+        (target,) = (place for place, head in enumerate(heads) if head.strip().startswith("seconds to"))
+        (end,) = (place for place, head in enumerate(heads) if head.strip().endswith("at the end"))
+        shown = {row[0].strip(" `"): (row[target].strip(), row[end].strip()) for row in rows}
+        drawn = {name: (each["seconds"] or "not reached", each["quality"]) for name, each in origin["schemes"].items()}
+        assert shown == drawn

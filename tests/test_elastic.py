@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync.integrations import state_file
+from sparsync.runtime import state_file
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("helpers") / "elastic_training.py"

@@ -70,14 +70,14 @@ def test_a_residual_that_would_never_be_sent_is_refused() -> None:
 
 
 def test_a_class_that_is_no_dataclass_is_told_so() -> None:
-    class Plain(ErrorFeedbackScheme):
+    class PlainFeedback(ErrorFeedbackScheme):
         name = "plain"
 
         def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
             raise AssertionError
 
-    scheme = Plain()
-    with pytest.raises(TypeError, match="Plain has no error feedback yet; decorate it with @dataclass"):
+    scheme = PlainFeedback()
+    with pytest.raises(TypeError, match="PlainFeedback has no error feedback yet; decorate it with @dataclass"):
         LocalWorld(1).run(lambda comm: scheme.reduce(Bucket("weights", torch.ones(2), 0), comm))
 
 

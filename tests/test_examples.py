@@ -19,8 +19,8 @@ from helpers import distributed
 from helpers.rights import builds
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
-from sparsync.lab import workloads
-from sparsync.lab.workloads import one_process
+from sparsync_lab import workloads
+from sparsync_lab.workloads import one_process
 
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
@@ -54,7 +54,7 @@ def five() -> list[str]:
 @pytest.mark.distributed
 def test_the_examples_for_ddp_fsdp2_neither_and_steps_of_each_rank_send_a_fraction_of_the_bits() -> None:
     first, second = distributed.run(five, 2)
-    bits = r"loss \S+ with \S+ bits for each parameter and step\n"
+    bits = r"loss \S+ with \S+ bits per parameter per step\n"
     for text, keys, more in zip(
         first,
         (["bucket0"], ["2", "0"], ["float32/cpu"], ["float32/cpu/0"], ["float32/cpu/0"]),
@@ -131,9 +131,9 @@ def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_p
     sparse = tmp_path / "sparse.py"
     sparse.write_text(with_the_two_lines(plain.read_text()))
     for script, scheme in ((plain, []), (sparse, []), (sparse, ["--scheme", "two_shot:density=1.0:values=int4"])):
-        launch = [sys.executable, "-m", "sparsync.lab.cli", "launch", "--ranks", "2", *scheme, "--", sys.executable]
+        launch = [sys.executable, "-m", "sparsync_lab.cli", "launch", "--ranks", "2", *scheme, "--", sys.executable]
         small = ["--steps", "20", "--width", "16", "--checkpoint", str(tmp_path / f"{script.stem}{len(scheme)}.pt")]
-        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms a step\n", run([*launch, str(script), *small]))
+        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run([*launch, str(script), *small]))
 
 
 def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,10 @@ from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run
 from helpers.plain_micro import Restated
 from sparsync.core import Span, spans
-from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.exdyna import ExDyna, Profile, block_edges, block_spans, rebalanced
 from sparsync.schemes.micro import MiCRO
-from sparsync.selection.balance import Profile, block_edges, block_spans, rebalanced
-from sparsync.selection.budget import budget
-from sparsync.selection.partition import BlockCyclic, Contiguous
-from sparsync.selection.tail_sketch import apportion, quotas, sketch
+from sparsync.selection.exclusive import BlockCyclic, Contiguous, apportion, budget, quotas, sketch
+from sparsync.testing import world
 
 
 @pytest.mark.parametrize("bug_compatible", [False, True])
@@ -151,6 +149,13 @@ def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -
     parts = [torch.full((10,), 0.01).index_fill_(0, torch.tensor([3]), value) for value in (1.0, 9.0, 2.0, 5.0)]
     points = [1, 1, 2]
     assert quotas(torch.stack([sketch(part, points) for part in parts]), [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
+
+
+def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:
+    P = 4
+    steps = world.run([ExDyna(density=0.01) for _ in range(P)], world.integers(P, 100, P * P))  # an element a step
+    turns = [[step.reports[rank].selected for step in steps] for rank in range(P)]
+    assert turns == [[0] * P * rank + [1] * P + [0] * P * (P - 1 - rank) for rank in range(P)]
 
 
 @given(n=st.integers(1, 400), refresh=st.floats(0, 1), density=st.floats(0.001, 1), step=st.integers(0, 10**6))

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import Bucket, ParameterSpan, SkipReduce, Span, TopK
+from sparsync import Bucket, SkipReduce, Span, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import ParameterSpan, laid_out
 from sparsync.feedback import ErrorFeedback, redistributed, state_from
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
@@ -190,7 +191,7 @@ def test_a_state_that_lacks_something_says_what() -> None:
         state_from({"shift": 1, "protected": 2}, "residual", "TopK")
 
 
-@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk])
+@pytest.mark.parametrize("kind", [TopK, MiCRO, ExDyna, OkTopk, partial(TwoShot, values="float32")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_residuals_in_16_bits_lose_nothing_that_16_bits_hold(kind: Callable[..., Scheme], dtype: torch.dtype) -> None:
     """Whole numbers of at most 8 bits all the way: residuals of either precision lead to the same bits."""
@@ -229,3 +230,13 @@ def test_beginning_anew_keeps_residuals_and_nothing_that_ranks_must_agree_on(mak
         assert after == {field: kept for field, kept in blank.items() if field != "residual"}
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("k", [-1, 6])
+def test_more_elements_than_there_are_cannot_be_selected(k: int) -> None:
+    feedback = ErrorFeedback()
+    acc = feedback.accumulate(Bucket("all", torch.ones(5), 0, laid_out([("weight", (5,))])), 0)
+    with pytest.raises(ValueError, match=rf"k must be in \[0, 5\] for 5 elements, got {k}"):
+        acc.top_k(k)
+    with pytest.raises(ValueError, match="k must be in"):
+        acc.top_k_of(acc.values, k)

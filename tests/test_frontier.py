@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,23 +12,24 @@ import torch
 
 from helpers.third_party import LineFit
 from sparsync import Bucket, LocalWorld
-from sparsync.lab import cli
-from sparsync.lab.frontier import runs, study
-from sparsync.lab.frontier.figures import OURS, kind, panels
-from sparsync.lab.frontier.oracle import Oracle
-from sparsync.lab.frontier.picture import picture
-from sparsync.lab.frontier.runs import Finished, Key
-from sparsync.lab.frontier.study import ORACLE, Study, complete
-from sparsync.lab.frontier.tables import markdown, table
-from sparsync.lab.report.parts import replaced
-from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync.lab.workloads.one_process import Trained
+from sparsync_lab import cli
+from sparsync_lab.frontier import runs, study
+from sparsync_lab.frontier.figures import OURS, kind, panels
+from sparsync_lab.frontier.oracle import Oracle
+from sparsync_lab.frontier.picture import picture
+from sparsync_lab.frontier.runs import Finished, Key
+from sparsync_lab.frontier.study import ORACLE, FrontierStudy, complete
+from sparsync_lab.frontier.tables import remarks, table
+from sparsync_lab.report.parts import replaced
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.terminal import markdown
+from sparsync_lab.workloads.one_process import Trained
 
 LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
 
 
-def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> Study:
-    return Study(parse_schemes(schemes, 0.2, None, ORACLE), LINE_FIT, **settings)  # pyright: ignore[reportArgumentType]
+def made(schemes: str = "dense,topk:density=0.2", **settings: object) -> FrontierStudy:
+    return FrontierStudy(parse_schemes(schemes, 0.2, None, ORACLE), LINE_FIT, **settings)  # pyright: ignore[reportArgumentType]
 
 
 def pretended(quality: Callable[[SchemeChoice, Key], float]) -> Callable[..., Finished]:
@@ -54,15 +56,47 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int,
     monkeypatch.setattr(study, "train", pretended(quality))
     # LineFit has no rate to change.
     monkeypatch.setattr(LineFit, "at_rate", lambda self, factor: self)
-    monkeypatch.setattr("sparsync.lab.workloads.base.Workload.at_rate", lambda self, factor: self)
+    monkeypatch.setattr("sparsync_lab.workloads.base.Workload.at_rate", lambda self, factor: self)
     return done
 
 
 def test_every_method_trains_with_every_seed_at_every_rate(
     tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
 ) -> None:
-    complete(made(seeds=(0, 1), ranks=(2, 4), steps=(4, 8)), tmp_path, 1, print)
-    assert len(trainings) == len(set(trainings)) == 2 * 2 * 2 * 2 * 3
+    complete(made("dense", seeds=(0, 1), ranks=(2, 4), steps=(4, 8)), tmp_path, 1, print)
+    assert len(trainings) == len(set(trainings)) == 2 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("best", "asked", "tried", "edge"),
+    [
+        (1.0, (0.5, 1.0, 2.0), {0.5, 1.0, 2.0}, False),
+        (4.0, (0.5, 1.0, 2.0), {0.5, 1.0, 2.0, 4.0, 8.0}, False),
+        (0.35, (0.7, 1.4), {0.175, 0.35, 0.7, 1.4}, False),
+        (0.0, (1.0, 2.0), {2.0 ** (1 - each) for each in range(10)}, True),
+        (5.0, (1.0,), {1.0}, False),  # asked for alone
+    ],
+)
+def test_rates_are_tried_until_the_best_is_neither_the_lowest_nor_the_highest(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainings: list[tuple[str, int, int, int, float]],
+    best: float,
+    asked: tuple[float, ...],
+    tried: set[float],
+    edge: bool,
+) -> None:
+    seen: list[float] = []
+
+    def quality(choice: SchemeChoice, key: Key) -> float:
+        seen.append(key.rate)
+        return 10 + abs(key.rate - best)
+
+    monkeypatch.setattr(study, "train", pretended(quality))
+    wanted = made("dense", rates=asked)
+    (panel,) = panels(wanted, complete(wanted, tmp_path, 1, print), lower=True)
+    assert sorted(seen) == pytest.approx(sorted(tried), rel=0.01)
+    assert panel.rows[0].edge == edge
 
 
 def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
@@ -70,7 +104,8 @@ def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
 ) -> None:
     complete(made(seeds=(0, 1, 2), rates_seed=1), tmp_path, 1, print)
     assert {(label, rate) for label, *_, seed, rate in trainings if seed == 1} == {
-        (label, rate) for label in ("dense", "topk:density=0.2") for rate in (0.5, 1.0, 2.0)
+        *(("dense", rate) for rate in (0.5, 1.0, 2.0)),
+        *(("topk:density=0.2", rate) for rate in (0.5, 1.0, 2.0, 4.0)),
     }
     assert {(label, seed, rate) for label, *_, seed, rate in trainings if seed != 1} == {
         *(("dense", seed, 1.0) for seed in (0, 2)),
@@ -81,16 +116,16 @@ def test_with_a_seed_for_the_rates_the_others_train_at_the_best(
 def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]) -> None:
     complete(made(rates=(1.0,)), tmp_path, 1, print)
     trainings.clear()
-    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(1.0, 2.0)), tmp_path, 1, print)
+    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(0.5, 1.0, 2.0, 4.0)), tmp_path, 1, print)
     assert ("dense", 4, 300, 0, 1.0) not in trainings
-    assert len(trainings) == 4
+    assert len(trainings) == 3 + 3 + 4
     # A line that breaks off, as when the machine fails, is done again.
     file = tmp_path / runs.FILE_NAME
     file.write_text(file.read_text()[:-40])
     trainings.clear()
-    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(1.0, 2.0)), tmp_path, 1, print)
+    complete(made("dense,topk:density=0.2,topk:density=0.4", rates=(0.5, 1.0, 2.0, 4.0)), tmp_path, 1, print)
     assert len(trainings) == 1
-    assert len(runs.read(tmp_path)) == 6
+    assert len(runs.read(tmp_path)) == 12
 
 
 def test_other_settings_of_job_or_scheme_are_other_trainings(
@@ -123,15 +158,16 @@ def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
     (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
     sparse, dense = panel.rows  # those that send least first
     assert (dense.rate, dense.edge, dense.end.mean, dense.bits) == (1.0, False, 15.0, 64.0)
-    assert (sparse.rate, sparse.edge, sparse.end.mean, sparse.bits) == (2.0, True, 17.0, 8.0)
+    assert (sparse.rate, sparse.edge, sparse.end.mean, sparse.bits) == (2.0, False, 17.0, 8.0)
     (_, half), (_, last) = sparse.behind
     assert (last.low, last.mean, last.high) == (pytest.approx(10.0), pytest.approx(15.0), pytest.approx(20.0))
     assert half == last
-    (turned, _) = panels(asked, complete(asked, tmp_path, 1, print), lower=False)[0].rows
+    alone = made("dense,topk:density=0.2", seeds=(0, 10), rates=(1.0,))
+    (turned, _) = panels(alone, complete(alone, tmp_path, 1, print), lower=False)[0].rows
     assert turned.behind[-1][1].mean < 0
-    shown = table(panel, "error")
+    shown = table(panel, "error", {row.label: row.label for row in panel.rows})
     assert shown.rows[0] == (
-        *("topk:density=0.2", "published", "8.00", "0.900", "6.0", "0.500", "2!", "17.00"),
+        *("topk:density=0.2", "published", "8.00", "0.900", "6.0", "0.500", "2", "17.00"),
         *("+15.0 (+10.0 to +20.0)", "+15.0"),
     )
     assert "| `dense` | baseline | 64.0 |" in markdown(shown)
@@ -154,10 +190,42 @@ def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(
 
 
 def test_the_names_say_what_is_published_and_what_is_ours() -> None:
-    asked = parse_schemes("dense,bf16,topk,micro,micro.published,oracle", 0.01, None, ORACLE)
+    asked = parse_schemes("dense,bf16,topk,micro,micro.published,diloco,oracle", 0.01, None, ORACLE)
     assert [kind(choice, OURS) for choice in asked] == [
-        *("baseline", "baseline", "published", "ours", "published", "limit")
+        *("baseline", "baseline", "published", "ours", "published", "published", "limit")
     ]
+
+
+def test_a_scheme_of_a_file_a_module_or_another_package_is_the_users_own_and_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparsync.base.registry.installed", lambda kind: {"theirs": "helpers.third_party:Scaled"})
+    monkeypatch.setattr("sparsync.base.registry.installed", lambda kind: {"theirs": "helpers.third_party:Scaled"})
+    file = LINE_FIT.removesuffix(":LineFit")
+    asked = parse_schemes(
+        f"{file}:Scaled:factor=0.5,helpers.third_party:Scaled,theirs,local_steps(every=2)/theirs", 0.01
+    )
+    assert [kind(choice, OURS) for choice in asked] == ["your own"] * 4
+    assert kind(asked[2], ("theirs",)) == "ours"
+
+
+def test_a_table_says_which_optimizer_trained_where_they_differ(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    both = made("dense,onebit_adam,local_steps(every=2)/dense", rates=(1.0,))
+    (panel,) = panels(both, complete(both, tmp_path, 1, print), lower=True)
+    shown = table(panel, "error", {row.label: row.label for row in panel.rows})
+    place = shown.heads.index("\noptimizer")
+    assert {row[0]: row[place] for row in shown.rows} == {
+        "dense": "SGD",
+        "onebit_adam": "SGD, 0.01 x the rate",
+        "local_steps(every=2)/dense": "SGD",
+    }
+    assert any(line.startswith("Optimizer: the job's, or") for line in remarks([panel]))
+    alone = made("dense", rates=(1.0,))
+    (panel,) = panels(alone, complete(alone, tmp_path, 1, print), lower=True)
+    assert "\noptimizer" not in table(panel, "error", {"dense": "dense"}).heads
+    assert not any(line.startswith("Optimizer") for line in remarks([panel]))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +247,45 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
         made(**{"rates": (1.0,), **settings}).check()  # pyright: ignore[reportArgumentType]
 
 
+PLAIN_JOBS = Path(__file__).parent / "helpers" / "plain_jobs.py"
+
+
+@pytest.mark.usefixtures("signal_handlers_are_put_back")
+@pytest.mark.filterwarnings("ignore:the exchange before")
+def test_a_training_that_fails_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"frontier --workload {PLAIN_JOBS}:Undefined --ranks 2 --steps 6 --rates 1 --out {tmp_path} "
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--schemes", "dense,local_steps(every=1)/dense,bf16"])
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert "[2/3] local_steps/dense, seed 0, rate 1: failed: the last 5 exchanges were dropped" in printed.err
+    assert "[3/3] bf16" in printed.err
+    assert "a method failed or exchanged nothing" in printed.err
+    said = " ".join(printed.out.split())
+    assert said.count("!!! local_steps(every=1)/dense FAILED: the last 5 exchanges were dropped") == 2
+    assert re.search(r" local_steps/dense .* failed +- ", printed.out)
+    # What failed is tried again the next time, as it was perhaps the machine that failed.
+    assert not any("local_steps" in key.method for key in runs.read(tmp_path))
+    assert len(runs.read(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("every", "exchanges"), [(4, 1), (5, 0)])
+def test_local_steps_that_end_before_an_exchange_is_due_exchanged_nothing(every: int, exchanges: int) -> None:
+    (choice,) = parse_schemes(f"local_steps(every={every})/dense", 0.2, None)
+    key = Key("", "", ranks=2, steps=4, seed=0, rate=1.0)
+    done = study.train(f"{PLAIN_JOBS}:Least", {}, choice, key)
+    assert done.trained.exchanges == exchanges
+    assert done.trained.nbytes > 0  # the one at the end
+    assert choice.never_due(4) == (not exchanges)
+
+
+def test_steps_that_cannot_train_the_model_of_the_job_are_refused_before_anything_is_trained() -> None:
+    with pytest.raises(
+        ValueError, match=r"'local_steps\(every=4:fragments=3\)/dense' cannot train this job: fragments"
+    ):
+        made("dense,local_steps(every=4:fragments=3)/dense", rates=(1.0,)).check()
+
+
 def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- begin a -->\nold\n<!-- end a -->\nbetween\n<!-- begin b -->\n<!-- end b -->\n")
@@ -197,14 +304,14 @@ def test_the_command_writes_table_picture_and_page(
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     page.write_text("<!-- begin tiny -->\n<!-- end tiny -->\n")
-    command = f"frontier --workload gpt-tiny --data {play} --option width=8 --option layers=1 --option windows=10 --steps 4 --rates 1,2 "
+    command = f"frontier --workload gpt-tiny --data {play} --option width=8 --option layers=1 --option windows=10 --steps 4 --rates 1 "
     command += (
         f"--schemes dense,oracle,topk:density=0.1 --page {page} --part tiny --out {tmp_path / 'out'} --jobs {jobs}"
     )
     cli.main(command.split())
     printed = capsys.readouterr()
-    assert "topk:density=0.1" in printed.out
-    assert printed.err.count("[") == 6
+    assert " topk 10 % " in printed.out
+    assert printed.err.count("[") == 3
     text = page.read_text()
     assert f"sparsync {command}" in text
     assert "| `oracle` | limit | - | - | - |" in text

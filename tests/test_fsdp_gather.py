@@ -17,12 +17,13 @@ from helpers.distributed import case, run
 from helpers.fsdp_training import KEYS, SHAPES, TIMEOUT_S, Net, as_fsdp, each_unit, everywhere, inputs, made, on, saved
 from invariants.world import same_bits
 from sparsync import Dense, LocalWorld, MeteredComm, ParameterFormat, SkipReduce, TopK
-from sparsync.base.differences import gather_differences, gather_differences_cost
+from sparsync.attached.fsdp2 import Fsdp2Handle
+from sparsync.attached.fsdp2_gather import SharedShards
+from sparsync.attached.fsdp2_units import units_of
+from sparsync.collectives.values import gather_differences
 from sparsync.comm.announcement import announcement_cost
-from sparsync.integrations.fsdp2 import Fsdp2Handle
-from sparsync.integrations.fsdp2_gather import SharedShards
-from sparsync.integrations.fsdp2_units import units_of
-from sparsync.wire.values import ValueCodec, Values
+from sparsync.comm.metered import all_gather_cost
+from sparsync.wire import ValueCodec, Values
 
 ROUNDED: tuple[Values, ...] = ("bfloat16", "int8", "int4")
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -47,7 +48,7 @@ def test_all_ranks_hold_the_same_bits_and_what_stands_still_becomes_exact(P: int
                 errors = []
                 for _ in range(12):
                     gather_differences(shard, held, codec, comm)
-                    assert comm.take()[0] == gather_differences_cost(m, dtype, codec, P)
+                    assert comm.take()[0] == all_gather_cost(codec.nbytes(m, dtype), P)
                     errors.append((held.view(P, m)[comm.rank] - shard).abs().max())
                     seen.append(held.clone())
                 if values != "sign" and dtype != torch.float64:
@@ -360,15 +361,15 @@ def refusals() -> None:
     mixed.middle.bfloat16()
     for module in (mixed.first, mixed.last, mixed):  # the root has the parameters of the middle too
         fully_shard(module)
-    refused("'\\(root\\)' are gathered as bytes, because they are of several types", mixed, RuntimeError)
+    refused("'\\(root\\)' are gathered as bytes, because they have several types", mixed, RuntimeError)
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     single = made(alone["shard"])
-    refused("1 rank, and then FSDP2 gathers no parameters", single, ValueError, replicate=alone["replicate"])
+    refused("1 rank, so FSDP2 gathers no parameters", single, ValueError, replicate=alone["replicate"])
     net = made()
     handle, before = gathering(net, "int8"), [unit.all_gather for unit in units_of(made())]
     other = made()
     each_unit(other, lambda unit: unit.set_custom_all_gather(units_of(net)[0].all_gather))
-    refused("has an all-gather of its own already", other, RuntimeError)
+    refused("already has a custom all-gather", other, RuntimeError)
     handle.close()
     with pytest.raises(RuntimeError, match=r"module '.root.' were not gathered .* this handle is closed"):
         net(inputs(0))

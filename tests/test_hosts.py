@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from helpers.distributed import run
-from sparsync.lab import cli
-from sparsync.lab.netlab import routes
-from sparsync.lab.workers import hosts
-from sparsync.lab.workers.group import RankFailedError
-from sparsync.lab.workers.process import Emit, Message, Place
-from sparsync.predict import probe_file
+from sparsync_lab import cli
+from sparsync_lab.netlab import routes
+from sparsync_lab.predict import probe_file
+from sparsync_lab.workers import hosts
+from sparsync_lab.workers.group import RankFailedError
+from sparsync_lab.workers.process import Emit, Message, Place
 
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
@@ -161,7 +161,7 @@ def test_what_is_wrong_on_one_rank_ends_all_and_rank_0_says_it(kind: str, first:
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [*TORCHRUN, "-m", "sparsync.lab.cli", *arguments]
+    argv = [*TORCHRUN, "-m", "sparsync_lab.cli", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import run
-from sparsync.core import Bucket
-from sparsync.integrations.joining import Joining
+from sparsync.attached.joining import Joining
+from sparsync.core import Bucket, Comm, Report
 
 
-class Recorded:
+class Submitted:
     """What Joining submits; each future is completed by `complete`, with twice the gradient."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def bucket(key: str, n: int, dtype: torch.dtype = torch.float32) -> Bucket:
 
 
 def test_joins_until_there_are_enough_bytes_and_at_the_end_of_a_step() -> None:
-    recorded = Recorded()
+    recorded = Submitted()
     joining = Joining(recorded.submit, 100)
     joining.begin_step(lambda: None)
     given = [bucket(str(i), n) for i, n in enumerate((10, 10, 10, 30, 5, 6))]
@@ -50,7 +50,7 @@ def test_joins_until_there_are_enough_bytes_and_at_the_end_of_a_step() -> None:
 
 
 def test_types_are_not_mixed() -> None:
-    recorded = Recorded()
+    recorded = Submitted()
     joining = Joining(recorded.submit, 1000)
     for each in (bucket("a", 3), bucket("b", 4, torch.float64), bucket("c", 4, torch.float64)):
         joining.submit(each, last=each.key == "c")
@@ -58,7 +58,7 @@ def test_types_are_not_mixed() -> None:
 
 
 def test_an_error_reaches_every_bucket() -> None:
-    recorded = Recorded()
+    recorded = Submitted()
     joining = Joining(recorded.submit, 1000)
     futures = [joining.submit(bucket(key, 3), last=key == "b") for key in "ab"]
     recorded.submitted[0][1].set_exception(RuntimeError("the link is down"))
@@ -68,7 +68,7 @@ def test_an_error_reaches_every_bucket() -> None:
 
 
 def test_what_a_failed_step_left_is_forgotten() -> None:
-    recorded = Recorded()
+    recorded = Submitted()
     joining = Joining(recorded.submit, 1000)
     joining.begin_step(lambda: None)
     joining.submit(bucket("a", 3), last=False)
@@ -82,7 +82,7 @@ def train(join_mb: float) -> tuple[list[str], Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, dense_below=0, timeout_s=20)
+    handle = sparsync.attach(ddp, sparsync.TopK(1.0), join_mb=join_mb, dense_below=0, timeout_s=120)
     for step in range(3):
         ddp(torch.full((4, 32), 1.0 + step + torch.distributed.get_rank())).square().mean().backward()
     keys = [report.key for report in handle.reports() if report.step == 2]
@@ -119,7 +119,7 @@ def train_small(dense_below: int) -> tuple[list[bool], Tensor, Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     scheme = sparsync.TopK(0.01)
-    handle = sparsync.attach(ddp, scheme, dense_below=dense_below, timeout_s=20)
+    handle = sparsync.attach(ddp, scheme, dense_below=dense_below, timeout_s=120)
     ddp(torch.full((4, 8), 1.0 + torch.distributed.get_rank())).square().mean().backward()
     grads = torch.cat([each.grad.flatten() for each in ddp.module.parameters() if each.grad is not None])
     residual = torch.cat(list(scheme.state_dict()["residual"].values()))
@@ -137,6 +137,29 @@ def test_a_bucket_of_few_elements_is_sent_whole_and_leaves_no_residual() -> None
         assert int(whole.count_nonzero()) > 2 >= int(selected.count_nonzero())
         assert not nothing.any()
         assert rest.any()
+
+
+class OwnReduce(sparsync.TopK):
+    """Notes the buckets that it is called for, as a class that logs does."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        noted.append(bucket.key)
+        return super().reduce(bucket, comm)
+
+
+noted: list[str] = []  # on this rank; a setting of the class would be compared between ranks
+
+
+def reduced_by_its_own() -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    sparsync.attach(ddp, OwnReduce(0.5), dense_below=1024, timeout_s=120)
+    ddp(torch.ones(4, 8)).square().mean().backward()
+    return noted
+
+
+@pytest.mark.distributed
+def test_a_class_with_its_own_reduce_has_it_called_for_small_buckets_too() -> None:
+    assert run(reduced_by_its_own, 2) == [["bucket0"]] * 2
 
 
 def test_an_error_in_joining_ends_the_step_on_the_thread_that_reduces() -> None:
@@ -161,7 +184,7 @@ def test_an_error_in_joining_ends_the_step_on_the_thread_that_reduces() -> None:
 
 
 def test_what_waits_is_failed_when_its_step_is_abandoned() -> None:
-    joining = Joining(Recorded().submit, 1000)
+    joining = Joining(Submitted().submit, 1000)
     future = joining.submit(bucket("a", 3), last=False)
     joining.abandon(ValueError("the last bucket is complex"))
     with pytest.raises(RuntimeError, match="the last bucket is complex"):

@@ -1,9 +1,6 @@
 """Bad arguments raise an error that says what is wrong, before anything is written, on every backend; the process never ends."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.distributed import run
+from helpers.wrong_arguments import OPERATIONS, check_all
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
 from sparsync.kernels import codecs, dispatch
@@ -85,7 +84,6 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.locate(rows(0), positions(1)),
     ],
     "merge": [lambda: kernels.merge([]), lambda: kernels.merge([short_of_values()])],
-    "move_": [lambda: kernels.move_(vector(), vector(7))],
     "move_put_": [
         lambda: kernels.move_put_(vector(), vector(7), [], []),
         lambda: kernels.move_put_(vector(), vector(), [short_of_values()], []),
@@ -225,14 +223,14 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(300, marks=pytest.mark.slow)])
-def test_wrong_arguments_are_refused_alike_on_all_backends_or_give_the_same_bits(examples: int) -> None:
+def test_wrong_arguments_are_refused_alike_on_all_backends_or_give_the_same_bits(examples: int, tmp_path: Path) -> None:
     """In a process of its own, which a crash ends."""
-    program = Path(__file__).parent / "helpers" / "wrong_arguments.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    run = [sys.executable, "-W", "ignore", "-X", "faulthandler", str(program), str(examples)]
-    ended = subprocess.run(run, check=False, capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, f"exit status {ended.returncode} after {ended.stdout.split()}: {ended.stderr[-3000:]}"
-    assert ended.stdout.split()[-1] == "done"
+    at = tmp_path / "operation"
+    try:
+        run(check_all, 1, examples=examples, at=at, within_s=3000.0)
+    except AssertionError as error:
+        raise AssertionError(f"in {at.read_text()}") from error
+    assert at.read_text() == OPERATIONS[-1]
 
 
 def without_memory() -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import sparsync
-from helpers.distributed import case, run
+from helpers.distributed import HANG_S, case, run
 from sparsync import Bucket, Dense, LocalSteps, LocalWorld, OuterSGD, Report, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
@@ -32,7 +32,7 @@ def made(rank: int, settings: dict[str, Any], comm: Comm | None = None) -> Local
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    return LocalSteps(model, optimizer, TopK(0.25), comm=comm, timeout_s=20.0, **{"every": 4, **settings})
+    return LocalSteps(model, optimizer, TopK(0.25), comm=comm, timeout_s=120.0, **{"every": 4, **settings})
 
 
 def fit(steps: LocalSteps, span: range) -> list[Tensor]:
@@ -79,7 +79,7 @@ def test_processes_and_exchanges_in_the_background_give_the_bits_of_a_local_worl
             assert all(map(torch.equal, ours[name], theirs)), name
 
 
-class FailsOnce(TopK):
+class FailsAtSecondExchange(TopK):
     """One rank fails before its first message of the second bucket of the second exchange."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
@@ -114,9 +114,9 @@ def failing(delay: int, before: bool) -> list[str]:
     It fails on rank 0, `before` it has sent anything or after the first bucket.
     """
     model = nn.ParameterDict({"a": torch.zeros(8), "b": torch.zeros(8)})
-    scheme, rank, seen = TopK(0.25) if before else FailsOnce(0.25), dist.get_rank(), []
+    scheme, rank, seen = TopK(0.25) if before else FailsAtSecondExchange(0.25), dist.get_rank(), []
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    steps = LocalSteps(model, optimizer, scheme, every=2, keep=0.0, delay=delay, bucket_mb=32 / 2**20, timeout_s=20.0)
+    steps = LocalSteps(model, optimizer, scheme, every=2, keep=0.0, delay=delay, bucket_mb=32 / 2**20, timeout_s=120.0)
     learnt = torch.zeros(16)
     for step in range(8):
         for each in model.values():
@@ -124,7 +124,7 @@ def failing(delay: int, before: bool) -> list[str]:
         optimizer.step()
         learnt += torch.cat([each.grad for each in model.values() if each.grad is not None])
         try:
-            with without_memory(steps._fragments[0][1], "own", where=before and rank == 0 and step == 3):
+            with without_memory(steps._weights.fragments[0][1], "own", where=before and rank == 0 and step == 3):
                 steps.step()
         except (MemoryError, RuntimeError) as error:
             seen.append(f"{step} {type(error).__name__}")
@@ -164,7 +164,7 @@ def apart(name: str) -> list[Tensor]:
     wanted = fit(whole, range(5))
     fit(steps, range(2))
     saved = deepcopy(steps.state_dict())
-    with without_memory(steps if name == "_apply_to_common" else steps._exchanger, name, where=rank == 0):
+    with without_memory(steps._exchanger, name, where=rank == 0):
         seen = [raised(steps, 2)]
     # The error is all that rank 0 sees of the third exchange, and rank 1 sees none of it.
     seen += [raised(steps, step) for step in ((3,) if rank == 0 else (3, 4))]
@@ -196,10 +196,10 @@ def pending_failure() -> None:
     wanted = fit(whole, range(7))
     fit(steps, range(3))
     saved = deepcopy(steps.state_dict())
-    with without_memory(steps._fragments[0][0], "own", where=rank == 0):
+    with without_memory(steps._weights.fragments[0][0], "own", where=rank == 0):
         fit(steps, range(3, 4))
     other.load_state_dict(steps.state_dict())  # without the exchange that failed
-    assert not other._pending
+    assert not other._exchanger.pending
     steps.load_state_dict(saved)
     assert all(map(torch.equal, fit(steps, range(3, 7)), wanted))
     fit(steps, range(7, 8))
@@ -218,31 +218,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from sparsync import Dense, LocalSteps
-from sparsync.integrations import local_steps_exchange
+from sparsync.runtime import dispatcher
 
 class Waits(Dense):
     def reduce(self, bucket, comm):
         print("waits", flush=True)
         threading.Event().wait()
 
-local_steps_exchange.EXIT_S = 0.1
+dispatcher.EXIT_S = 0.1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Linear(4, 2)
-steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1.0), Waits(), every=1, delay=1)
+optimizer = torch.optim.SGD(model.parameters(), 1.0)
+steps = LocalSteps(model, optimizer, Waits(), every=1, delay=1)
+model(torch.ones(1, 4)).sum().backward()  # what has changed on no rank is not exchanged
+optimizer.step()
 steps.step()
 """
 
 
 @pytest.mark.slow
 def test_a_process_ends_while_an_exchange_is_on_its_way() -> None:
-    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "waits\n", done.stderr
 
 
 def refusals() -> None:
     def make(model: nn.Module, scheme: Any = None, **settings: Any) -> LocalSteps:
         optimizer = settings.pop("optimizer", None) or torch.optim.SGD(nn.Linear(2, 2).parameters(), 1.0)
-        return LocalSteps(model, optimizer, scheme or Dense(), timeout_s=20.0, **{"every": 4, **settings})
+        return LocalSteps(model, optimizer, scheme or Dense(), timeout_s=120.0, **{"every": 4, **settings})
 
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     cases: list[tuple[Any, str]] = [
@@ -263,7 +266,7 @@ def refusals() -> None:
         make(nn.Linear(2, 2), buffers="sum")
     with pytest.raises(RuntimeError, match=r"ranks must agree.*keep=0\.0"):
         make(nn.Linear(2, 2), keep=0.5 * dist.get_rank())
-    with pytest.raises(RuntimeError, match=r"ranks must agree.*layout"):
+    with pytest.raises(RuntimeError, match=r"ranks must agree.*rank 0 has parameter 'weight' of"):
         make(nn.Linear(2, 2 + dist.get_rank()))
 
 
@@ -273,7 +276,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused_on_all_ranks() -> None
 
 def uneven() -> str:
     model = nn.Linear(2, 2)
-    steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1.0), Dense(), every=1, timeout_s=2.0)
+    steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1.0), Dense(), every=1, timeout_s=5.0)
     try:
         for _ in range(2 + dist.get_rank()):
             steps.step()
@@ -284,6 +287,6 @@ def uneven() -> str:
 
 
 def test_a_rank_whose_exchange_the_others_do_not_join_gets_an_error_and_does_not_hang() -> None:
-    first, second = run(uneven, 2, within_s=30)
+    first, second = run(uneven, 2)
     assert first == ""
     assert "rank 1 of 2" in second

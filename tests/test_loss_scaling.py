@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N, known
 from helpers.distributed import case, run
-from helpers.known_gradients import KnownGradients, Recorder, row
-from sparsync.integrations.residual_units import ResidualRescaler
+from helpers.known_gradients import BucketsNoted, KnownGradients, row
+from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.topk_allgather import TopK
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +27,7 @@ def train(scheme: str) -> tuple[Tensor, Tensor, list[float], list[str]]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=PARAMETERS * N * 4 / 2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
-    recorder = Recorder(row(scheme).make())
+    recorder = BucketsNoted(row(scheme).make())
     handle = sparsync.attach(ddp, recorder, scaler=scaler, timeout_s=TIMEOUT_S, join_mb=0, dense_below=0)
     applied, scales = torch.zeros(COUNT * N), []
     for step in range(STEPS):

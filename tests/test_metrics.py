@@ -13,7 +13,7 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPriv
 from torch.profiler import ProfilerActivity, profile
 
 import sparsync
-from helpers.ddp_training import Training
+from helpers.ddp_training import AttachedTraining
 from helpers.distributed import run
 from sparsync import Cost, MiCRO, Report, TopK
 from sparsync.adapters.metrics import Prometheus, TensorBoard, Wandb, numbers, residual_norm
@@ -141,7 +141,7 @@ def test_prometheus_reads_sums_of_all_steps_and_the_latest_density(by_bucket: bo
 
 
 def norms() -> None:
-    training = Training("topk-0.1")
+    training = AttachedTraining("topk-0.1")
     assert residual_norm(training.handle.scheme) == 0.0
     training.step()
     residual = torch.cat(list(training.recorder.state_dict()["residual"].values()))
@@ -157,7 +157,7 @@ def test_the_norm_of_the_residual_is_that_over_all_parameters() -> None:
 def named(of_hook: bool) -> set[str]:
     """The ranges a profiler sees in one step: of the hook's thread if asked to look at all threads, else of this one."""
     every = _ExperimentalConfig(profile_all_threads=True)
-    training = Training(MiCRO(density=0.1), buckets=2)
+    training = AttachedTraining(MiCRO(density=0.1), buckets=2)
     training.step()
     model, scheme = nn.Linear(9, 9), TopK(0.5)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every if of_hook else None) as seen:

@@ -19,12 +19,11 @@ from pathlib import Path
 import pytest
 
 from helpers.rights import ORDINARY, builds
-from sparsync.lab.netlab import (
+from sparsync_lab.netlab import (
     FRAME_BYTES,
-    FRAME_PAYLOAD_BYTES,
     Counters,
-    Network,
     NetworkUnavailableError,
+    RunNetwork,
     counters,
     interface_counters,
     network,
@@ -33,7 +32,8 @@ from sparsync.lab.netlab import (
     rights,
 )
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
+FRAME_PAYLOAD_BYTES = 1448  # what TCP puts into a frame: less 20 of IP, 20 of TCP and 12 of TCP timestamps
 FRAMING = FRAME_BYTES / FRAME_PAYLOAD_BYTES  # bytes sent per byte of payload, one way
 ACKNOWLEDGEMENT_BYTES = 66  # Ethernet 14, IP 20, TCP 20, timestamps 12
 
@@ -41,7 +41,7 @@ Stream = tuple[int, int, int]  # sender, receiver, bytes of payload
 
 
 @dataclass(frozen=True)
-class Seen:
+class StreamsSeen:
     """One run of some streams: the seconds from the first byte to the last, and each rank's counters."""
 
     seconds: float
@@ -53,7 +53,7 @@ class Seen:
         return max(max(each.sent_bytes, each.received_bytes) for each in self.counters)
 
 
-def run_streams(links: Network, ranks: int, streams: list[Stream]) -> Seen:
+def run_streams(links: RunNetwork, ranks: int, streams: list[Stream]) -> StreamsSeen:
     script = str(Path(__file__).with_name("helpers") / "netlab_streams.py")
     with ExitStack() as stack:
         processes = []
@@ -75,7 +75,7 @@ def run_streams(links: Network, ranks: int, streams: list[Stream]) -> Seen:
             process.communicate(timeout=PATIENCE_S)
     start_s = min(end.pop("start_s") for end in ends)
     stop_s = max(end.pop("stop_s") for end in ends)
-    return Seen(stop_s - start_s, [Counters(**end) for end in ends])
+    return StreamsSeen(stop_s - start_s, [Counters(**end) for end in ends])
 
 
 RATE = 20e6
@@ -183,7 +183,7 @@ def test_two_networks_do_not_meet_though_their_addresses_are_the_same() -> None:
 
 @builds
 def test_a_command_is_the_process_itself_and_sees_only_its_own_interfaces() -> None:
-    code = "import os; from sparsync.lab.netlab import interface_counters; print(os.getpid(), interface_counters('eth0').sent_bytes >= 0)"
+    code = "import os; from sparsync_lab.netlab import interface_counters; print(os.getpid(), interface_counters('eth0').sent_bytes >= 0)"
     with network(64, RATE) as links:
         process = subprocess.Popen(links.command(63, [sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
         assert process.communicate(timeout=PATIENCE_S)[0].split() == [str(process.pid), "True"]
@@ -197,7 +197,7 @@ def test_a_command_is_the_process_itself_and_sees_only_its_own_interfaces() -> N
 OWNER = """
 import json, os, sys, time
 from pathlib import Path
-from sparsync.lab.netlab import network
+from sparsync_lab.netlab import network
 
 def interfaces():
     return sorted(line.split(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
@@ -266,7 +266,7 @@ def test_nothing_is_left_behind_after(end: Callable[[subprocess.Popen[str]], obj
 
 REEXECUTED = """
 import os, subprocess, sys
-from sparsync.lab.netlab import network, reexecution_prefix
+from sparsync_lab.netlab import network, reexecution_prefix
 prefix = reexecution_prefix()
 if prefix:
     os.execv(prefix[0], [*prefix, sys.executable, "-c", sys.argv[1], sys.argv[1], "again"])
@@ -284,7 +284,7 @@ def test_an_ordinary_user_gets_the_network_in_a_user_namespace() -> None:
 
 
 REFUSED = """
-from sparsync.lab.netlab import NetworkUnavailableError, network, reexecution_prefix
+from sparsync_lab.netlab import NetworkUnavailableError, network, reexecution_prefix
 for build in [reexecution_prefix, lambda: network(2, 1e6).__enter__()]:
     try:
         build()
@@ -327,14 +327,24 @@ def test_a_rate_makes_it_limited() -> None:
 
 @pytest.mark.parametrize(
     ("text", "bits_per_s"),
-    [("1000bit", 1e3), ("64kbit", 64e3), ("100mbit", 1e8), ("2.5 Gbit", 2.5e9), (" 1gbit ", 1e9)],
+    [
+        *[("1000bit", 1e3), ("64kbit", 64e3), ("100mbit", 1e8), ("2.5 Gbit", 2.5e9), (" 1gbit ", 1e9), ("9 MBIT", 9e6)],
+        *[
+            ("100Mbps", 1e8),
+            ("1Gbps", 1e9),
+            ("100Mb/s", 1e8),
+            ("100 Mbit/s", 1e8),
+            ("10 gbits/s", 1e10),
+            ("8kb/s", 8e3),
+        ],
+    ],
 )
-def test_a_rate_is_read_in_decimal_units(text: str, bits_per_s: float) -> None:
+def test_a_rate_is_read_as_people_write_it_in_decimal_units(text: str, bits_per_s: float) -> None:
     assert parse_rate(text) == bits_per_s
 
 
 @pytest.mark.parametrize(
-    "text", ["", "100", "mbit", "100mb", "100Mbps", "-1mbit", "1e3mbit", "nanmbit", "1mbit/s", "none"]
+    "text", ["", "100", "mbit", "100mb", "100MBps", "100 MB/s", "100mbyte", "-1mbit", "1e3mbit", "nanmbit", "none"]
 )
 def test_an_invalid_rate_is_refused_with_the_units(text: str) -> None:
     with pytest.raises(ValueError, match=r"bit, kbit, mbit, gbit .* got '"):
@@ -364,7 +374,7 @@ def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
         interface_counters("eth77")
 
 
-def reached(links: Network, by: int, other: int) -> str:
+def reached(links: RunNetwork, by: int, other: int) -> str:
     """Return the name of the error that a connection ends with; a rank that is reached refuses it, for nobody listens."""
     program = (
         f"import socket\ntry: socket.create_connection(({links.address(other)!r}, 9), timeout=0.5)\n"

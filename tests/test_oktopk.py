@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.core import Cost, generator
-from sparsync.integrations.residual_units import ResidualRescaler
+from sparsync.runtime.optimizers import ResidualRescaler
 from sparsync.schemes.oktopk import OkTopk, most_sent
 
 Make = Callable[[], OkTopk]

@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 from helpers.third_party import LineFit
 from sparsync import Dense, LocalSteps, Report, TopK
 from sparsync.core import Bucket, Comm
-from sparsync.lab.workloads import one_process
-from sparsync.lab.workloads.one_process import train_locally, train_with_scheme
+from sparsync_lab.workloads import one_process
+from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
 
 STEPS = 6
-EXCHANGE = 2 * 3 / 4 * 4 * 9 + 3 * 24  # of local steps on 4 ranks: 9 elements, and the agreement to exchange
+EXCHANGE = (
+    2 * 3 / 4 * 4 * 9 + 4 * 24
+)  # of local steps on 4 ranks: 9 elements, and 4 numbers of 8 bytes to agree on the exchange
 
 
 def plain(steps: int = STEPS) -> float:
@@ -50,12 +52,12 @@ def test_what_a_sparse_scheme_sends_is_counted_as_it_reports_it() -> None:
     trained = train_with_scheme(LineFit(), lambda: TopK(density=0.2), 0, STEPS, 4, {STEPS})
     reports: list[Report] = []
 
-    class Seen(TopK):
+    class ReportsKept(TopK):
         def reduce(self, bucket: Bucket, comm: Comm) -> Report:
             reports.append(super().reduce(bucket, comm))
             return reports[-1]
 
-    train_with_scheme(LineFit(), lambda: Seen(density=0.2), 0, STEPS, 4, {STEPS})
+    train_with_scheme(LineFit(), lambda: ReportsKept(density=0.2), 0, STEPS, 4, {STEPS})
     assert len(reports) == STEPS * 4
     assert trained.nbytes == sum(report.cost.nbytes for report in reports) / len(reports)
     assert trained.union == pytest.approx(sum(report.union for report in reports) / len(reports) / 9)
@@ -81,20 +83,20 @@ def test_local_steps_are_evaluated_at_the_common_weights_and_cost_what_their_exc
 def test_a_rank_clips_its_own_gradient_at_the_factor_of_local_steps() -> None:
     factors: list[float] = []
 
-    class Clipped(LineFit):
+    class ClipFactors(LineFit):
         def clip(self, model: nn.Module, factor: float = 1.0) -> None:
             factors.append(factor)
 
-    train_locally(Clipped(), averaging(2), 0, 2, 2, {2})
+    train_locally(ClipFactors(), averaging(2), 0, 2, 2, {2})
     assert factors == [2.0] * 4
-    train_with_scheme(Clipped(), Dense, 0, 1, 2, {1})
+    train_with_scheme(ClipFactors(), Dense, 0, 1, 2, {1})
     assert factors[4:] == [1.0]
 
 
 def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:
     seen: list[float] = []
 
-    class Followed(TopK):
+    class FollowsRates(TopK):
         def rescale_residual(self, factors: object) -> None:
             assert isinstance(factors, dict)
             seen.extend(factors.values())
@@ -104,9 +106,9 @@ def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:
             optimizer, _ = super().optimizer(model, steps)
             return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    train_with_scheme(Halving(), lambda: Followed(0.2), 0, 2, 1, {2})
+    train_with_scheme(Halving(), lambda: FollowsRates(0.2), 0, 2, 1, {2})
     assert seen == []
-    train_with_scheme(Halving(), lambda: Followed(0.2), 0, 2, 1, {2}, follow_rate=True)
+    train_with_scheme(Halving(), lambda: FollowsRates(0.2), 0, 2, 1, {2}, follow_rate=True)
     assert seen == [2.0, 2.0]
 
 

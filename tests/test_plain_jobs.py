@@ -15,11 +15,11 @@ from helpers import plain_jobs
 from helpers.plain_jobs import Least, Normalised
 from sparsync import AdamWSteps, Dense, TopK
 from sparsync.core import Comm
-from sparsync.lab import workloads
-from sparsync.lab.workloads import one_process
-from sparsync.lab.workloads.base import Batch, Workload, loss_of, moved
-from sparsync.lab.workloads.job_errors import JobError, naming
-from sparsync.lab.workloads.plain import HELD_OUT, METHODS
+from sparsync_lab import workloads
+from sparsync_lab.workloads import one_process
+from sparsync_lab.workloads.base import Batch, Workload, loss_of, moved
+from sparsync_lab.workloads.job_errors import JobError, naming
+from sparsync_lab.workloads.plain import HELD_OUT, METHODS
 
 FILE = Path(plain_jobs.__file__)
 
@@ -163,14 +163,14 @@ def test_an_evaluation_leaves_the_mode_of_each_module() -> None:
     assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
-class Pair(NamedTuple):
+class NamedInput(NamedTuple):
     x: Tensor
     name: str
 
 
 def test_batches_of_any_form_are_moved() -> None:
     x = torch.zeros(1)
-    batch = {"list": [x, 3], "tuple": (x,), "pair": Pair(x, "a"), "batch": Batch(x, x), "none": None}
+    batch = {"list": [x, 3], "tuple": (x,), "pair": NamedInput(x, "a"), "batch": Batch(x, x), "none": None}
     found = moved(batch, torch.device("meta"))
     moving = [found["list"][0], found["tuple"][0], found["pair"].x, found["batch"].input, found["batch"].target]
     assert all(each.is_meta for each in moving)
@@ -217,7 +217,7 @@ class Upward(Normalised):
         (Optimiser, r"class Optimiser has a method 'optimiser', which nothing calls; did you mean 'optimizer'\?"),
         (
             Accuracy,
-            r"class Accuracy names a quality of its own and has no method 'evaluate'; write it as: def evaluate",
+            r"class Accuracy names a quality and has no method 'evaluate'; write it as: def evaluate",
         ),
         (Upward, r"class Upward has better 'up'; write one of lower, higher"),
     ],
@@ -368,16 +368,20 @@ def test_parameters_that_are_not_trained_stay_as_they_are() -> None:
 # A job to begin with
 
 
-def test_a_new_job_is_written_once_and_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_new_job_is_written_once_and_is_large_enough_for_compressing(tmp_path: Path) -> None:
     path = tmp_path / "first job.py"
     command = workloads.write_new(path)
-    assert command.startswith(f"sparsync compare --workload '{path}:MyJob' --ranks 2")
-    trained = one_process.train_with_scheme(workloads.get(f"{path}:MyJob"), Dense, 0, 30, 2, {30})
+    assert command.startswith(
+        f"sparsync compare --workload '{path}:MyJob' --ranks 4 --link 100mbit \\\n  --schemes dense,bf16"
+    )
+    made = workloads.get(f"{path}:MyJob")
+    assert 1_000_000 < sum(each.numel() for each in made.model(0).parameters()) < 1_200_000
+    trained = one_process.train_with_scheme(made, Dense, 0, 30, 2, {30})
     assert trained.quality[-1][1] > 70
     for method in METHODS:
         assert method in path.read_text() or method in ("quality", "prepare", "describe")
     path.write_text("mine")
-    with pytest.raises(ValueError, match="is there already and stays as it is"):
+    with pytest.raises(ValueError, match="exists and is not overwritten"):
         workloads.write_new(path)
     assert path.read_text() == "mine"
     with pytest.raises(ValueError, match=r"ends in .py, got job"):

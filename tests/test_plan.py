@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.recorded_exchanges import Recorded, busiest, recorded_step
-from sparsync import AutoProtect, Bucket, Cost, LocalWorld, Report, SkipReduce, predict, schemes
+from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
+from sparsync import Bucket, Comm, Cost, Report, SkipReduce, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.announcement import announcement_cost
 from sparsync.comm.plan import Given
-from sparsync.core import Comm, ParameterSpan, laid_out
-from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync.lab.traffic.stream import Synthetic
-from sparsync.schemes import deft, exdyna, gathered_selections, micro
-from sparsync.schemes.deft import DEFT
+from sparsync.core import ParameterSpan, laid_out
+from sparsync.schemes import AutoProtect, exdyna, micro
 from sparsync.schemes.micro import MiCRO
-from sparsync.schemes.topk_dsa import TopKDSA
-from sparsync.schemes.topk_union import TopKUnion
-from sparsync.selection.budget import budget
-from sparsync.selection.partition import by_rank
+from sparsync.selection.exclusive import budget, by_rank
+from sparsync_lab import predict
+from sparsync_lab.rivals import above_threshold, deft, topk_dsa
+from sparsync_lab.rivals.deft import DEFT
+from sparsync_lab.rivals.topk_dsa import TopKDSA
+from sparsync_lab.rivals.topk_union import TopKUnion
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.traffic.stream import Synthetic
 
 # What settings alone determine.
 EXACT = (
@@ -33,7 +34,7 @@ EXACT = (
     "skip_reduce,skip_reduce:skip=1,skip_reduce:protect=*.bias,skip_reduce:form=direct:mode=naive,"
     "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,random_pruning,"
     "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,random_k,random_k:unbiased=true,"
-    "onebit_adam:warmup_steps=1,dgc:warmup_steps=0:density=0.05,sparse_loco,sparse_loco:values=int8:density=0.1,demo,"
+    "onebit_adam:warmup_steps=1,dgc:warmup_steps=0:density=0.05,sparse_loco,sparse_loco:values=int8:per_tile=9,demo,"
     "demo:values=int4,cltk,cltk:values=int4,gtopk,gtopk:values=int4,spardl,spardl:values=int4:density=0.2"
 )
 NODES = "skip_reduce:node_size=2,skip_reduce:node_size=2:form=direct:mode=naive,skip_reduce:node_size=2:protect=*.bias"
@@ -57,22 +58,23 @@ def layout_of(n: int) -> tuple[ParameterSpan, ...]:
 
 
 @contextmanager
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any: the fields of Given
+def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any: as Given.figures
     """Note of the step that runs what reports do not tell: how selections and sums lie in partitions and regions."""
     seen: dict[str, Any] = {}
 
-    def split_cost(outgoing: Any, regions: Any, dtype: Any, rank: int, codec: Any) -> Any:
-        seen.setdefault("outgoing", {})[rank] = list(outgoing)
-        seen["lengths"] = [len(region) for region in regions]
-        return split(outgoing, regions, dtype, rank, codec)
+    def split_(region: Any, mine: Any, regions: Any, comm: Any, *rest: Any, **more: Any) -> Any:
+        reduced = split(region, mine, regions, comm, *rest, **more)
+        seen.setdefault("outgoing", [None] * comm.size)[comm.rank] = reduced.outgoing
+        seen["lengths"] = [len(each) for each in regions]
+        return reduced
 
-    def balance_cost(held: Any, wanted: Any, *rest: Any) -> Any:
+    def moved(mine: Any, held: Any, wanted: Any, *rest: Any) -> Any:
         seen["held"], seen["wanted"] = list(held), list(wanted)
-        return balance(held, wanted, *rest)
+        return balance(mine, held, wanted, *rest)
 
-    def gather_cost(held: Any, *rest: Any) -> Any:
+    def gathered(mine: Any, held: Any, *rest: Any) -> Any:
         seen.setdefault("held", list(held))
-        return gather(held, *rest)
+        return gather(mine, held, *rest)
 
     def dense(scheme: TopKDSA, held: Any, regions: Any, dtype: Any) -> bool:
         seen["held"] = list(held)
@@ -91,29 +93,29 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         seen["pieces"] = by_rank(items, step)
         return seen["pieces"]
 
-    split, balance = sparse_allreduce.split_and_reduce_cost, sparse_allreduce.balance_cost
-    gather, turns, exchanged = sparse_allreduce.all_gather_elements_cost, TopKDSA._dense, deft.exchange_counts
+    split, balance = sparse_allreduce.split_and_reduce_, sparse_allreduce.balance
+    gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA._dense, deft.exchange_counts
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_allreduce, "split_and_reduce_cost", split_cost)
-        patch.setattr(sparse_allreduce, "balance_cost", balance_cost)
-        patch.setattr(sparse_allreduce, "all_gather_elements_cost", gather_cost)
+        for module in (sparse_allreduce, topk_dsa):
+            patch.setattr(module, "split_and_reduce_", split_)
+            patch.setattr(module, "all_gather_elements", gathered)
+        patch.setattr(sparse_allreduce, "balance", moved)
         patch.setattr(TopKDSA, "_dense", dense)
-        for module in (deft, micro, gathered_selections):
+        for module in (deft, micro, above_threshold):
             patch.setattr(module, "exchange_counts", counts)
         patch.setattr(exdyna, "by_rank", spans_by_rank)
         patch.setattr(deft, "by_rank", pieces_by_rank)
         yield seen
 
 
-def given_of(scheme: Scheme, recorded: Recorded, seen: dict[str, Any], given: Given) -> Given:
+def given_of(scheme: Scheme, recorded: RecordedStep, seen: dict[str, Any], given: Given) -> Given:
     """`given` with the figures of a step."""
     reports, P = recorded.reports, given.P
     if isinstance(scheme, AutoProtect):
-        return replace(given, protected=reports[0].details["protected"])
+        seen["protected"] = reports[0].details["protected"]
     if isinstance(scheme, SkipReduce):
-        comm = recorded_plan_comm(P)
         bucket = Bucket("b", torch.zeros(given.n), given.step or 0, given.layout)
-        return replace(given, offsets=scheme._plan(bucket, comm).offsets)
+        seen["offsets"] = scheme._skip_plan(bucket, P).offsets
     if isinstance(scheme, MiCRO) and scheme.rule == "quotas":
         known = budget(scheme.density, given.layout, scheme.dense, scheme.refresh, given.step or 0).known_count
         seen["selected"] = [report.selected - known for report in reports]
@@ -123,14 +125,7 @@ def given_of(scheme: Scheme, recorded: Recorded, seen: dict[str, Any], given: Gi
         seen["union"] = reports[0].union
     if isinstance(scheme, TopKUnion):
         seen["union"] = reports[0].union
-    if "outgoing" in seen:
-        seen["outgoing"] = [seen["outgoing"][rank] for rank in range(P)]
-    return replace(given, **seen)
-
-
-def recorded_plan_comm(P: int) -> Comm:
-    """A communicator of P ranks that nobody talks to."""
-    return LocalWorld(P).run(lambda comm: comm)[0]
+    return replace(given, figures=seen)
 
 
 def check(

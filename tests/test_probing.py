@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import run
-from sparsync import DeMo, GroupComm, PowerSGD, Scheme, TopK
+from sparsync import GroupComm, Scheme, TopK
 from sparsync.core import ParameterSpan, Span
-from sparsync.lab.cli import main
-from sparsync.lab.writable import check_file
-from sparsync.predict import Given, probing
-from sparsync.predict.backward import timeline
-from sparsync.predict.probe_file import KERNELS, KINDS, Backward
+from sparsync.schemes import DeMo, PowerSGD
+from sparsync_lab.cli import main
+from sparsync_lab.predict import Given, probing
+from sparsync_lab.predict.backward import timeline
+from sparsync_lab.predict.probe_file import KERNELS, KINDS, Backward, KernelKind
+from sparsync_lab.writable import check_file
 
 
 def measure_quickly() -> tuple[probing.Measured, list[str]]:
@@ -52,7 +53,7 @@ def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> Non
 @pytest.mark.parametrize("n", [1 << 10, 1 << 12, 1 << 14])
 @pytest.mark.parametrize(("kind", "scheme"), [("multiply", PowerSGD()), ("transform", DeMo())])
 def test_products_and_transforms_are_counted_as_in_the_plans_of_a_square_matrix(
-    kind: str, scheme: Scheme, n: int
+    kind: KernelKind, scheme: Scheme, n: int
 ) -> None:
     run, elements, calls = probing._work(n, 64, torch.device("cpu"))[kind]
     run()
@@ -172,7 +173,7 @@ def test_options_of_a_job_are_refused_without_one(
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparsync.lab.probe.command.network", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr("sparsync_lab.probe.command.network", lambda *_: pytest.fail("it measures"))
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file" / "probe.toml", tmp_path):
         with pytest.raises(SystemExit) as ended:

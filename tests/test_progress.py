@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from sparsync.lab import progress as module
-from sparsync.lab.bench.interleave import interleaved
-from sparsync.lab.compare import progress as comparison
-from sparsync.lab.progress import progress
+from sparsync_lab import progress as module
+from sparsync_lab.compare import progress as comparison
+from sparsync_lab.progress import progress
+from studies.bench.interleave import interleaved
 
 
 class Clock:
@@ -73,7 +73,7 @@ def test_interleaved_measurements_are_counted() -> None:
 
 def test_a_terminal_gets_a_bar_that_vanishes() -> None:
     code = (
-        "from sparsync.lab.progress import progress\n"
+        "from sparsync_lab.progress import progress\n"
         "import sys\n"
         "with progress('steps [of 2]', 2) as shown:\n"
         "    shown.at(1, 'note'); print('a line', file=sys.stderr); shown.at(2)\n"
@@ -94,8 +94,8 @@ def test_a_comparison_shows_its_phases_on_a_terminal() -> None:
         {"kind": "scheme", "scheme": "dense"},
     ]
     code = (
-        "from sparsync.lab.compare import progress\nimport time\n"
-        "with progress.shown(2, 4, 'perplexity') as display:\n"
+        "from sparsync_lab.compare import progress\nimport time\n"
+        "with progress.shown(['topk[a]', 'dense'], 1, 4, 'perplexity') as display:\n"
         f"    for message in {messages!r}:\n        time.sleep(0.15); display.update(message)\n"
     )
     shown = on_a_terminal(code)
@@ -104,7 +104,7 @@ def test_a_comparison_shows_its_phases_on_a_terminal() -> None:
 
 
 def test_a_comparison_without_a_terminal_prints_a_line_for_each_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    with comparison.shown(1, 4, "perplexity") as display:
+    with comparison.shown(["topk"], 1, 4, "perplexity") as display:
         display.update({"kind": "alive"})
         display.update({"kind": "scheme", "scheme": "topk"})
         display.update({"kind": "progress", "step": 4, "loss": 1.5})

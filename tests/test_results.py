@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.made_results import DENSE, NETWORK, RUN, SPARSE, UNLIMITED, run, write
-from sparsync.lab.report.results import FILE_NAME, Quality, Run, append, read
+from sparsync_lab.report.results import FILE_NAME, Quality, Run, append, read
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_records_of_unknown_kind_are_ignored(tmp_path: Path) -> None:
         ("{", "line 12: not a JSON object"),
         ("3", "line 12: a record must be a JSON object with a 'kind'"),
         ('{"run": "one"}', "line 12: a record must be a JSON object with a 'kind'"),
-        ('{"kind": "end", "run": "one", "scheme": "topk", "seed": 0}', "end record: 'replicas_identical' is missing"),
+        ('{"kind": "end", "run": "one", "scheme": "topk", "seed": 0}', "end record needs replicas_identical"),
         (
             '{"kind": "end", "run": "one", "scheme": "topk", "seed": "0", "replicas_identical": true, "status": ""}',
-            "end record: 'seed' must be a whole number, got '0'",
+            "end record: seed must be a whole number, got '0'",
         ),
         (
             '{"kind": "end", "run": "no", "scheme": "topk", "seed": 0, "replicas_identical": true, "status": ""}',
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_cure(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("where", "key", "value", "complaint"),
     [
-        ("config", "ranks", "4", "run record: config\\['ranks'\\] must be a whole number, got '4'"),
+        ("config", "ranks", "4", "run record: config.ranks must be a whole number, got '4'"),
         ("config", "rate_bits_per_s", None, "must be positive in a run over limited links, got None"),
         ("config", "target", True, "must be a number, got True"),
         ("workload", "better", "up", "must be 'lower' or 'higher', got 'up'"),
@@ -170,7 +170,7 @@ def test_a_run_that_could_not_be_reported_is_refused_when_made(
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
         replace(RUN, **{where: {**getattr(RUN, where), key: value}})
-    with pytest.raises(ValueError, match=f"'{key}'\\] is missing"):
+    with pytest.raises(ValueError, match=f"{where} needs {key}"):
         replace(RUN, **{where: {name: each for name, each in getattr(RUN, where).items() if name != key}})
 
 

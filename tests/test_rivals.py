@@ -10,21 +10,20 @@ from torch import Tensor
 from helpers.distributed import run as run_processes
 from invariants.world import COUNT, integers, layout, reals, run, same_bits
 from sparsync import Bucket, GroupComm, LocalWorld, MeteredComm, schemes
-from sparsync.collectives.spar_reduce_scatter import bruck_all_gather
-from sparsync.collectives.tree_top_k import cut, rounds, tree_top_k
 from sparsync.core import ParameterSpan, Report, Span, Sparse
-from sparsync.schemes.cltk import CLTk
-from sparsync.schemes.deft import DEFT, packed, pieces_of, shares
-from sparsync.schemes.gaussiank import GaussianK
-from sparsync.schemes.gtopk import GTopK
-from sparsync.schemes.hard_threshold import HardThreshold
-from sparsync.schemes.sidco import SIDCo, Stages, estimate
-from sparsync.schemes.spardl import SparDL
 from sparsync.schemes.topk_allgather import TopK
-from sparsync.schemes.topk_dsa import TopKDSA
-from sparsync.schemes.topk_union import TopKUnion
-from sparsync.wire import raw
-from sparsync.wire.elements import Elements
+from sparsync.wire import Elements, Raw
+from sparsync_lab.rivals.cltk import CLTk
+from sparsync_lab.rivals.deft import DEFT, packed, pieces_of, shares
+from sparsync_lab.rivals.gaussiank import GaussianK
+from sparsync_lab.rivals.gtopk import GTopK
+from sparsync_lab.rivals.hard_threshold import HardThreshold
+from sparsync_lab.rivals.sidco import SIDCo, Stages, estimate
+from sparsync_lab.rivals.spar_reduce_scatter import bruck_all_gather
+from sparsync_lab.rivals.spardl import SparDL
+from sparsync_lab.rivals.topk_dsa import TopKDSA
+from sparsync_lab.rivals.topk_union import TopKUnion
+from sparsync_lab.rivals.tree_top_k import cut, rounds, tree_top_k
 
 NAMES = ("topk_union", "hard_threshold", "gaussiank", "sidco", "cltk", "gtopk", "deft", "topk_dsa", "spardl")
 
@@ -62,7 +61,7 @@ def test_on_gloo_they_write_and_send_the_same_as_in_one_process() -> None:
     P = 3
     grads = reals(P, COUNT, 2)
     local = {name: run([schemes.get(name, density=0.1) for _ in range(P)], grads) for name in NAMES}
-    for rank, found in enumerate(run_processes(reduced_on_gloo, P, grads=grads, within_s=100)):
+    for rank, found in enumerate(run_processes(reduced_on_gloo, P, grads=grads)):
         for name, (written, reports) in found.items():
             for step in range(2):
                 # All but the sums of gloo's own all_reduce, which adds in another order.
@@ -273,7 +272,7 @@ def test_a_rank_of_gtopk_sends_once_up_and_to_each_child() -> None:
     def body(comm: Any) -> tuple[int, int]:  # Any: a LocalComm
         own = Sparse(torch.arange(k, dtype=torch.int32), torch.ones(k), n)
         metered = MeteredComm(comm)
-        tree_top_k(own, metered, raw)
+        tree_top_k(own, metered, Raw())
         return metered.sent.messages, metered.sent.nbytes
 
     sent = LocalWorld(P).run(body)

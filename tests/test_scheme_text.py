@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import nn
 
 import sparsync
 from helpers import distributed
-from sparsync.base.scheme_text import NOTE, VARIABLE, scheme_of_environment
-from sparsync.lab import workloads
+from sparsync.base.registry import check_names_no_code
+from sparsync.base.scheme_text import COMMAND_LINE, NOTE, VARIABLE, scheme_of_environment
+from sparsync_lab import workloads
+from sparsync_lab.launch.settings import LaunchSettings
+from sparsync_lab.launch.variables import variables
 
 
 @pytest.mark.parametrize(
@@ -50,8 +54,8 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ("topk:density=true", r"density must be a number in \(0, 1\].*got True of type bool"),
         ("topk:density=0.1:density=0.2", r"'density' stands twice in 'topk:density=0\.1:density=0\.2'"),
         (
-            "sparsync:PerParameter",
-            r"'sparsync:PerParameter' cannot be made: .*missing .*see `sparsync schemes sparsync:PerParameter`",
+            "sparsync.schemes:PerParameter",
+            r"'sparsync.schemes:PerParameter' cannot be made: .*missing .*see `sparsync schemes sparsync.schemes:PerParameter`",
         ),
         ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
         ("local_steps(every=4)/topk", r"sparsync\.LocalSteps\(model, optimizer, scheme"),
@@ -93,7 +97,7 @@ def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given:
 
 @pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
 @pytest.mark.parametrize(
-    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.SparseLoCo]
+    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.schemes.DGC]
 )
 def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
     with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*of type {type(density).__name__}"):
@@ -109,6 +113,67 @@ def test_the_environment_names_the_scheme_and_dense_where_it_does_not(monkeypatc
     assert scheme_of_environment() == sparsync.TopK(density=0.5)
     monkeypatch.setenv(VARIABLE, "topq")
     with pytest.raises(ValueError, match="SPARSYNC_SCHEME=topq: unknown scheme 'topq'"):
+        scheme_of_environment()
+
+
+@pytest.fixture
+def code_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a module with a scheme, on the path of modules. Each execution leaves a file `executed` beside it."""
+    file = tmp_path / "telling.py"
+    file.write_text(
+        "from pathlib import Path\nfrom sparsync import TopK\nPath(__file__).with_name('executed').touch()\n"
+        "class Telling(TopK): ...\nclass Other:\n    def __init__(self): Path(__file__).with_name('called').touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield file
+    sys.modules.pop("telling", None)
+
+
+@pytest.mark.parametrize("form", ["telling:Telling", "{file}:Telling", "{file}", "os:system:command=touch {file}.ran"])
+def test_the_environment_has_no_code_executed(
+    form: str, code_that_tells: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, form.format(file=code_that_tells))
+    for command_line in (None, "topk", "sparsync:TopK"):
+        if command_line is not None:
+            monkeypatch.setenv(COMMAND_LINE, command_line)
+        with pytest.raises(ValueError, match="the environment takes names of `sparsync schemes` only"):
+            scheme_of_environment()
+    assert sorted(code_that_tells.parent.iterdir()) == [code_that_tells]
+
+
+def test_a_rank_takes_the_class_that_the_command_line_of_launch_names(
+    code_that_tells: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = LaunchSettings(("x",), 1, None, None, scheme=f"{code_that_tells}:Telling:density=0.5")
+    for name, value in variables(settings, 0, "lo", "127.0.0.1", 1, "id").items():
+        monkeypatch.setenv(name, value)
+    assert type(scheme_of_environment()).__name__ == "Telling"
+
+
+def test_what_is_no_scheme_is_refused_before_it_is_called(code_that_tells: Path) -> None:
+    for name in ("os:system:command=touch {folder}/called", "telling:Other", "builtins:dict", "sparsync:scheme"):
+        with pytest.raises(ValueError, match=r"which is no sparsync.Scheme; name a class that subclasses it"):
+            sparsync.scheme(name.format(folder=code_that_tells.parent))
+    assert not code_that_tells.with_name("called").exists()
+
+
+def test_a_name_of_an_installed_package_loads_what_its_metadata_say(
+    code_that_tells: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = code_that_tells.parent / "telling-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: telling\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[sparsync.schemes]\ntells = telling:Telling\nother = telling:Other\n")
+    executed = code_that_tells.with_name("executed")
+    for name in ("tells", "other", "topk.published"):
+        check_names_no_code(name, "a file")
+    assert not executed.exists()
+    monkeypatch.setenv(VARIABLE, "tells:density=0.5")
+    assert type(scheme_of_environment()).__name__ == "Telling"
+    assert executed.exists()
+    monkeypatch.setenv(VARIABLE, "other")
+    with pytest.raises(ValueError, match=r"'other' is <class 'telling.Other'>, which is no sparsync.Scheme"):
         scheme_of_environment()
 
 

@@ -5,26 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from invariants.world import COUNT, assert_mass, integers, layout, marks, reals, run, same_bits
-from sparsync import (
-    AutoProtect,
-    Bucket,
-    Dense,
-    LocalWorld,
-    ParameterSpan,
-    PerParameter,
-    RandomPruning,
-    Report,
-    SkipReduce,
-    Span,
-    TopK,
-    schemes,
-)
+from sparsync import Bucket, Dense, LocalWorld, Report, SkipReduce, Span, TopK, schemes
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
-from sparsync.core import laid_out
-from sparsync.selection.parameters import matches
+from sparsync.core import ParameterSpan, laid_out, matches
+from sparsync.schemes import AutoProtect, PerParameter, RandomPruning
 
 # ---- the registry
 
@@ -38,14 +26,14 @@ def test_every_name_makes_a_scheme_that_reduces() -> None:
 
 
 def test_what_the_schemes_of_parameters_share_is_told_without_copying_the_gradient() -> None:
-    class Told(Dense):
+    class ToldDense(Dense):
         def shared_text(self, bucket: Bucket) -> str:
             assert bucket.grad.is_meta
             return f"{bucket.key} {bucket.grad.numel()} {bucket.grad.dtype} {[entry.name for entry in bucket.layout]}"
 
     layout = laid_out([("a", (2, 3)), ("b", (4,)), ("c", (5,))])
     bucket = Bucket("all", torch.zeros(15, dtype=torch.bfloat16), 0, layout)
-    text = PerParameter(Told(), {"b": Told()}).shared_text(bucket)
+    text = PerParameter(ToldDense(), {"b": ToldDense()}).shared_text(bucket)
     assert text == "b: all/b 4 torch.bfloat16 ['b'], default: all/ 11 torch.bfloat16 ['a', 'c']"
 
 
@@ -58,9 +46,14 @@ def test_every_name_is_described_in_a_line_and_has_its_settings() -> None:
     for name in schemes.names():
         assert schemes.describe(name)
         assert "\n" not in schemes.describe(name)
+    assert (
+        schemes.describe("gtopk")
+        == "Merge selections pairwise in a tree, k elements in the end: gTop-k (arXiv 1901.04359)"
+    )
     assert schemes.settings("topk") == {"density": 0.01, "values": "float32", "residuals": "float32"}
     assert "mode" in schemes.settings("skip_reduce")
     assert "mode" not in schemes.settings("skip_reduce.published")
+    assert schemes.settings("gtopk.published") == {"density": 0.001}
 
 
 def test_settings_reach_the_scheme() -> None:
@@ -135,7 +128,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (
         SkipReduce,
         {"protect": "*.bias"},
-        r"protect takes a list of parameter names or patterns, got '\*.bias'; AutoProtect finds them by itself",
+        r"protect takes a list of parameter names or patterns, got '\*.bias'; AutoProtect finds them",
     ),
     (SkipReduce, {"node_size": 0}, "node_size must be at least 1 rank, got 0"),
     (AutoProtect, {"share": 1.1}, r"share must be in \[0, 1\], the share of elements to protect, got 1.1"),
@@ -441,6 +434,21 @@ def test_each_parameter_goes_to_the_first_scheme_whose_pattern_it_matches() -> N
     densities = {"norm.* density": 1.0, "*.weight density": 0.01, "default density": 0.5}
     assert report.details == densities | {"overflow": False}
     assert report.union == 16
+
+
+def test_of_several_schemes_shares_of_16_bit_gradients_are_as_precise_as_the_residuals() -> None:
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
+        scheme = PerParameter(TopK(0.01), {"*.bias": Dense()})
+        for step in range(2):
+            bucket = Bucket("b", torch.full((100,), 1.0 + 2.0**-7 * step, dtype=torch.bfloat16), step)
+            scheme.reduce(bucket, comm)
+        share = scheme.unsent(Bucket("b", torch.zeros(100, dtype=torch.bfloat16), 2), comm)
+        assert share is not None
+        return share, scheme.state_dict()["residual"]["b"]
+
+    for share, residual in LocalWorld(2).run(body):
+        assert torch.equal(share, residual)
+        assert not torch.equal(residual, residual.bfloat16().float())
 
 
 def test_a_scheme_may_not_stand_for_two_patterns() -> None:

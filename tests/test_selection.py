@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import ParameterSpan, Span, kernels
+from sparsync import Span, kernels
+from sparsync.core import ParameterSpan, SpanSet, check_density, count_for, matches
 from sparsync.kernels import reference
 from sparsync.kernels.candidates import SAMPLE
-from sparsync.selection.density import check_density, count_for
-from sparsync.selection.parameters import Disagreement, SpanSet, matches, square_norms
+from sparsync.schemes.auto_protect import Disagreement, square_norms
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]

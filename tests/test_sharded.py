@@ -1,5 +1,6 @@
 """Reduce-scatters with fixed owners: who is in which sum, what is kept, and what it costs."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
@@ -9,15 +10,14 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, Cost, Dense, LocalWorld, MeteredComm, OkTopk, Report, SkipReduce, Span, TopK, TwoShot
-from sparsync.base.scheme import Scheme
-from sparsync.base.sharded import ReduceScatterScheme, own_shard_layout, shard_layout, shard_name
-from sparsync.collectives import reduce_scatter
-from sparsync.collectives.skip_plan import SkipPlan, rotating_offsets
+from sparsync.attached.fsdp2 import ReduceScatterInto
+from sparsync.attached.fsdp2_units import ShardedParameter
+from sparsync.base import registry
+from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.collectives.skipping import SkipPlan, reduce_scatter, rotating_offsets
 from sparsync.core import Comm, generator
-from sparsync.integrations.fsdp2 import ReduceScatterInto
-from sparsync.integrations.fsdp2_units import ShardedParameter
-from sparsync.integrations.rollback import Rollback
-from sparsync.wire.values import Values
+from sparsync.runtime.connection import Rollback
+from sparsync.wire import Values
 
 WORLDS = (1, 2, 3, 5, pytest.param(8, marks=pytest.mark.slow))
 LENGTHS = (("weight", 3), ("empty", 0), ("bias", 2))  # of a piece
@@ -40,8 +40,10 @@ def summed(P: int, m: int, plan: SkipPlan, always: tuple[Span, ...]) -> list[Ten
 
     def program(comm: MeteredComm) -> Tensor:
         x, out = torch.full((P * m,), 2.0**comm.rank), torch.full((m,), torch.nan)
-        reduce_scatter.reduce_scatter(x, out, comm, plan, always)
-        assert comm.take()[0] == reduce_scatter.reduce_scatter_cost(m, 4, P, comm.rank, plan, always)
+        reduce_scatter(x, out, comm, plan, always)
+        kept = sum(map(len, always))
+        sent = 4 * ((P - 1 - plan.skip) * m + plan.skip * kept)
+        assert comm.take()[0] == Cost(min(1, P - 1), (P - 1 - plan.skip) * (m > 0) + plan.skip * (kept > 0), sent)
         return out
 
     return LocalWorld(P).run(lambda comm: program(MeteredComm(comm)))
@@ -95,6 +97,9 @@ KEEPING = (
     OkTopk(density=0.2, values="int8"),
     OkTopk(density=0.2, values="bfloat16"),
     OkTopk(density=0.2, residuals="bfloat16"),  # whole numbers this small fit
+    TwoShot(density=0.2, values="float32"),
+    TwoShot(density=1.0, values="float32"),
+    TwoShot(density=0.2, values="bfloat16", residuals="bfloat16"),
 )
 
 
@@ -115,7 +120,7 @@ def test_what_is_kept_and_what_was_written_is_what_came_in(P: int, dtype: torch.
 def test_everything_sent_is_the_dense_mean_and_no_traffic_alone(P: int) -> None:
     gradient = whole(P)
     total = torch.stack([gradient(rank, 0) for rank in range(P)]).sum(0)
-    for scheme in (Dense(), SkipReduce(skip=0), OkTopk(density=1.0)):
+    for scheme in (Dense(), SkipReduce(skip=0), OkTopk(density=1.0), TwoShot(1.0, "float32")):
         for average in (True, False):
             ranks = world(scheme, P, 1, average, torch.float32, gradient)
             assert torch.equal(torch.cat([chunks[0] for chunks, _, _ in ranks]), total / P if average else total)
@@ -151,6 +156,7 @@ def test_overflow_on_one_rank_is_nan_on_all_and_changes_nothing_kept() -> None:
         OkTopk(density=0.2),
         OkTopk(density=0.2, values="int4"),
         OkTopk(density=0.2, values="float16"),
+        TwoShot(density=0.2),
     ):
         for before, after in zip(
             world(scheme, P, 2, True, torch.float32, good), world(scheme, P, 3, True, torch.float32, bad), strict=True
@@ -260,5 +266,16 @@ def test_columns_are_joined_in_the_parameters_own_order() -> None:
 
 
 def test_schemes_without_a_reduce_scatter_are_refused() -> None:
-    with pytest.raises(ValueError, match="topk has no reduce-scatter; for the shard axis there are SkipReduce, OkTopk"):
+    with pytest.raises(
+        ValueError, match="topk has no reduce-scatter; for the shard axis there are TwoShot, OkTopk, SkipReduce and"
+    ):
         TopK().reduce_scatter_form()
+
+
+def test_the_refusal_names_every_scheme_that_has_a_reduce_scatter() -> None:
+    with pytest.raises(ValueError, match="has no reduce-scatter") as refused:
+        TopK().reduce_scatter_form()
+    found = {type(registry.get(name)) for name in registry.names()}
+    there = {each.__name__ for each in found if each.reduce_scatter_form is not Scheme.reduce_scatter_form}
+    told = str(refused.value).partition("there are ")[2].partition(". ")[0]
+    assert {*re.split(", | and ", told)} == there

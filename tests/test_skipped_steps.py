@@ -11,7 +11,7 @@ from helpers.exclusive_invariants import whole_numbers
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, generator, laid_out
-from sparsync.integrations.rollback import Rollback
+from sparsync.runtime.connection import Rollback
 from sparsync.schemes.dense import Dense
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO

@@ -1,18 +1,20 @@
 """The parts of a sparse all-reduce: who holds how much, the exchanges and their costs, and the shares of the regions."""
 
+from dataclasses import astuple
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparsync import LocalWorld, MeteredComm
+from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
+from sparsync.comm.plan import Plan
 from sparsync.core import Span, Sparse, generator
 from sparsync.kernels import put_, sparse_reference
-from sparsync.selection.tail_sketch import quotas, sketch
-from sparsync.wire import raw
-from sparsync.wire.elements import Elements
+from sparsync.selection.exclusive import quotas, sketch
+from sparsync.wire import Elements, Raw
 
 
 @given(st.lists(st.integers(0, 300), min_size=2, max_size=40))
@@ -97,32 +99,36 @@ def test_at_least_selects_what_is_level_but_never_zeros() -> None:
     assert sparse_reference.select_ge(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("codec", [raw, Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
-def test_each_exchange_costs_what_it_says(codec: sparse_allreduce.ElementCodec) -> None:
+@pytest.mark.parametrize("codec", [Raw(), Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
+def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementCodec) -> None:
     held, P = [7, 0, 3, 2], 4
+    cut, lengths, wanted = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)], [10] * P, [3] * P
 
-    def body(comm: MeteredComm) -> bool:
+    def body(comm: MeteredComm) -> list[Cost]:
         count = held[comm.rank]
         mine = Sparse(torch.arange(count, dtype=torch.int32) + 10 * comm.rank, torch.ones(count), 40)
-        cut = [Span(0, 10), Span(10, 20), Span(20, 30), Span(30, 40)]
-        region = torch.zeros(10)
-        reduced = sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
-        cost = sparse_allreduce.split_and_reduce_cost(reduced.outgoing, cut, torch.float32, comm.rank, codec)
-        assert comm.take()[0] == cost
+        region, counted = torch.zeros(10), []
+        sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
+        counted.append(comm.take()[0])
         assert region.sum() == count
-        wanted = sparse_allreduce.equal_holdings(held)
         moved = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
-        assert comm.take()[0] == sparse_allreduce.balance_cost(held, wanted, cut, torch.float32, comm.rank, codec)
+        counted.append(comm.take()[0])
         assert moved.index.numel() == 3
-        places = [Span(0, 40)] * P
-        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, places, comm, codec)
-        assert comm.take()[0] == sparse_allreduce.all_gather_elements_cost(
-            wanted, places, torch.float32, comm.rank, codec
-        )
+        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, [Span(0, 40)] * P, comm, codec)
+        counted.append(comm.take()[0])
         assert torch.equal(read, moved.value)
-        return everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
+        assert everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]
+        return counted
 
-    assert LocalWorld(P).run(lambda comm: body(MeteredComm(comm))) == [True] * P
+    outgoing = [[count if rank == owner else 0 for owner in range(P)] for rank, count in enumerate(held)]
+    forms = [
+        Plan(tuple(sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, torch.float32, codec))),
+        Plan((sparse_allreduce.balance_exchange(held, wanted, lengths, torch.float32, codec),)),
+        Plan((sparse_allreduce.gather_elements_exchange(wanted, [40] * P, torch.float32, codec),)),
+    ]
+    ranks = LocalWorld(P).run(lambda comm: body(MeteredComm(comm)))
+    for form, counted in zip(forms, zip(*ranks, strict=True), strict=True):
+        assert astuple(form.cost()) == tuple(map(max, zip(*map(astuple, counted), strict=True)))
 
 
 @pytest.mark.parametrize("P", [1, 3, 5])
@@ -137,7 +143,7 @@ def test_what_was_there_before_undoes_a_sum_to_the_bit(P: int) -> None:
         region = torch.randn(len(cut[comm.rank]), generator=draw)
         before = region.clone()
         part = Sparse(mine, torch.randn(k, generator=draw), n)
-        reduced = sparse_allreduce.split_and_reduce_(region, part, cut, comm, raw, undoable=True)
+        reduced = sparse_allreduce.split_and_reduce_(region, part, cut, comm, Raw(), undoable=True)
         assert reduced.before is not None
         assert not torch.equal(region, before)
         put_(region, reduced.before.index, reduced.before.value)

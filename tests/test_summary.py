@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made_results import BF16, DENSE, RUN, SPARSE, UNLIMITED, Made, run, write
-from sparsync.lab.report.results import Quality, Run, RunRecords, SchemeStart, Step, Trace, read
-from sparsync.lab.report.summary import Ratio, SchemeFigures, Spread, Summary, behind, reaching, spread, summarise
+from sparsync_lab.report.results import Quality, Run, RunRecords, SchemeStart, StepRecord, Trace, read
+from sparsync_lab.report.summary import Ratio, RunSummary, SchemeFigures, Spread, behind, reaching, spread, summarise
 
 
-def summary(folder: Path, *made: Made, run: Run = RUN) -> Summary:
+def summary(folder: Path, *made: Made, run: Run = RUN) -> RunSummary:
     return summarise(read(write(folder, *made, run=run)).runs[-1])
 
 
@@ -209,18 +209,22 @@ def test_a_run_without_target_has_no_times_to_it(tmp_path: Path) -> None:
     assert (found.target_s, found.target_bytes, found.speedup["dense"]) == (None, None, None)
 
 
-def test_failed_and_interrupted_trainings_are_noted(tmp_path: Path) -> None:
+def test_failed_and_interrupted_trainings_are_told_above_all_else_and_others_noted(tmp_path: Path) -> None:
     made = (
         replace(SPARSE, status=None),
         replace(SPARSE, seed=1, status="failed: rank 2 went away"),
         replace(SPARSE, seed=2, replicas_identical=False),
         DENSE,
     )
-    assert summary(tmp_path, *made).notes == (
-        "topk (seed 0) has no end record: it was interrupted after 4 steps.",
-        "topk (seed 1) failed after 4 steps: rank 2 went away",
-        "topk (seed 2): the replicas were not identical at the end. Do not trust its quality.",
-    )
+    found = summary(tmp_path, *made)
+    assert [(each.kind, each.text, each.why) for each in found.banners] == [
+        (
+            "failed",
+            "topk DID NOT FINISH: ITS ROW IS NO RESULT.",
+            "With seed 0 it ended after 4 steps: interrupted. With seed 1 it ended after 4 steps: rank 2 went away",
+        )
+    ]
+    assert found.notes == ("topk (seed 2): the replicas were not identical at the end. Do not trust its quality.",)
     assert summary(tmp_path / "alone", SPARSE).notes == ("This run has no dense scheme to compare with.",)
     assert summary(tmp_path / "nothing").notes == (
         "This run has no scheme records: it was interrupted before any training.",
@@ -237,7 +241,7 @@ def test_a_scheme_with_a_density_that_summed_every_element_is_noted(
     records = read(write(tmp_path, DENSE, SPARSE)).runs[-1]
     trace = records.traces["topk", 0]
     steps = [replace(step, union_density=union) for step in trace.steps]
-    start = replace(trace.start, config={"scheme": scheme})
+    start = replace(trace.start, config={"full": scheme})
     found = summarise(
         replace(records, traces={**records.traces, ("topk", 0): replace(trace, steps=steps, start=start)})
     )
@@ -246,11 +250,22 @@ def test_a_scheme_with_a_density_that_summed_every_element_is_noted(
     ] * noted
 
 
-def test_a_machine_that_was_busy_with_other_things_is_noted(tmp_path: Path) -> None:
+def test_a_machine_that_was_busy_with_other_things_has_a_banner(tmp_path: Path) -> None:
     quiet = summary(tmp_path / "quiet", DENSE, replace(SPARSE, compute_s=0.3125))
-    assert quiet.notes == ()
-    (note,) = summary(tmp_path / "busy", DENSE, replace(SPARSE, compute_s=0.375)).notes
-    assert note.startswith("A step that only computes took between 250 and 375 ms, though all schemes compute the same")
+    assert (quiet.banners, quiet.disturbed) == ((), False)
+    busy = summary(tmp_path / "busy", DENSE, replace(SPARSE, compute_s=0.375))
+    (banner,) = busy.banners
+    assert (banner.kind, busy.disturbed) == ("disturbed", True)
+    assert banner.why.startswith("A step that only computes took between 250 and 375 ms, though all schemes compute")
+
+
+def test_computing_steps_that_differ_by_little_of_a_step_disturb_nothing(tmp_path: Path) -> None:
+    """The shortest step takes 1 s, of which 3 % are 30 ms."""
+    found = summary(tmp_path, replace(DENSE, compute_s=0.0625), replace(SPARSE, compute_s=0.0625 + 0.03125))
+    assert found.disturbed
+    assert not summary(
+        tmp_path / "less", replace(DENSE, compute_s=0.0625), replace(SPARSE, compute_s=0.0625 + 0.015625)
+    ).disturbed
 
 
 def test_a_spread_is_the_median_and_the_range() -> None:
@@ -282,7 +297,7 @@ def test_a_step_of_local_steps_is_a_mean_over_the_steps_of_a_round() -> None:
     for number, step_s in enumerate((1.0, 5.0, 1.0, 7.0, 1.0, 3.0, 100.0), start=1):
         sent: dict[str, Any] = {"sent_bytes": 0.0, "interface_bytes": None, "messages": 0.0, "union_density": 0.0}
         trace.steps.append(
-            Step(**who, step=number, loss=0.0, seconds=1.0, step_s=step_s, wait_s=0.5, reduce_s=1.5, **sent)
+            StepRecord(**who, step=number, loss=0.0, seconds=1.0, step_s=step_s, wait_s=0.5, reduce_s=1.5, **sent)
         )
     (found,) = summarise(RunRecords(RUN, {("local", 0): trace})).schemes
     assert (found.seeds[0].step_s, found.seeds[0].scheme_s) == (3.0, 1.0)

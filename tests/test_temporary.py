@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.lab import temporary
-from sparsync.lab.temporary import temporary_folder
+from sparsync_lab import temporary
+from sparsync_lab.temporary import temporary_folder
 
 HOLD = """
 import sys
-from sparsync.lab.temporary import temporary_folder
+from sparsync_lab.temporary import temporary_folder
 with temporary_folder() as folder:
     (folder / "file").write_text("content")
     print(folder, flush=True)

@@ -12,10 +12,10 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.schemes.demo import DeMo, transformed
-from sparsync.schemes.sparse_loco import SparseLoCo
-from sparsync.selection.tiles import tiles_of
-from sparsync.wire import indices
-from sparsync.wire.bin_means import BinMeans
+from sparsync.schemes.sparse_loco import BinMeans, SparseLoCo
+from sparsync.selection.tiles import selected_in_tiles, tiles_of
+from sparsync.wire import fixed_length_nbytes
+from sparsync_lab.predict import Given
 
 LAYOUT = laid_out([("w", (100, 130)), ("none", 0), ("b", (70,)), ("conv", (4, 2, 3, 3)), ("flat", 4096), ("scalar", 1)])
 N = LAYOUT[-1].span.stop
@@ -40,50 +40,80 @@ def residual(scheme: ErrorFeedbackScheme) -> Tensor:
 def test_tiles_hold_every_element_once_and_know_its_place() -> None:
     tiles, x = tiles_of(LAYOUT), torch.arange(1.0, N + 1)
     cut = tiles.take(x)
-    assert cut.shape == (6 + 2 + 1 + 1 + 1, 64, 64)
-    assert torch.equal(cut.flatten()[cut.flatten() > 0].sort().values, x)
+    assert torch.equal(cut.sort().values, x)
     back = torch.zeros(N)
     tiles.put_(back, cut)
     assert torch.equal(back, x)
-    place, inside = tiles.places(torch.arange(cut.numel()))
-    assert torch.equal(inside, cut.flatten() > 0)
-    assert torch.equal(place[inside].float() + 1, cut.flatten()[inside])
+    assert torch.equal(tiles.places(torch.arange(N)) + 1.0, cut)
 
 
-def test_a_tile_of_a_matrix_is_64_of_its_rows_and_columns() -> None:
-    x = numbers(0)
-    assert torch.equal(tiles_of(LAYOUT).take(x)[1], x[: 100 * 130].view(100, 130)[:64, 64:128])
+def test_the_sides_of_a_tile_are_the_largest_divisors_up_to_64_of_those_of_its_matrix() -> None:
+    x = torch.arange(float(N))
+    matrix, cut = x[: 100 * 130].view(100, 130), tiles_of(LAYOUT).take(x)
+    assert torch.equal(cut[: 2 * 50 * 26], torch.cat([matrix[:50, :26].flatten(), matrix[:50, 26:52].flatten()]))
+    sides = [group.side for group in tiles_of(LAYOUT).groups]
+    assert sides == [(50, 26), (1, 35), (4, 18), (64, 64), (1, 1)]
+    assert [group.side for group in tiles_of(laid_out([("flat", 4096 + 130)])).groups] == [(64, 64), (2, 64), (1, 2)]
 
 
-@pytest.mark.parametrize("density", [1e-9, 1 / 64, 0.1, 1.0])
-def test_each_tile_gives_its_share_of_largest_elements(density: float) -> None:
+# Of the authors' programs: chunks whose sides are the largest divisors up to 64, and min(32, chunk) or min(64, chunk) elements of each.
+COUNTS = {
+    (128, 192): (2 * 3 * 32, 2 * 3 * 64),
+    (100, 130): (2 * 5 * 32, 2 * 5 * 64),  # 50 x 26
+    (96, 48): (2 * 32, 2 * 64),  # 48 x 48
+    (67, 64): (67 * 32, 67 * 64),  # rows, as 67 is prime
+    (4, 4): (16, 16),
+    (128,): (2 * 32, 128),
+    (70,): (2 * 32, 70),
+    (67,): (67, 67),
+    (20,): (20, 20),
+    (1,): (1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", COUNTS)
+def test_ranks_send_as_many_elements_of_each_tensor_as_the_authors_programs(shape: tuple[int, ...]) -> None:
+    layout, n = laid_out([("w", shape)]), math.prod(shape)
+    for make, wanted in zip((DeMo.published, SparseLoCo.published), COUNTS[shape], strict=True):
+
+        def body(comm: LocalComm, make: Any = make) -> Report:
+            return make().reduce(Bucket("b", numbers(comm.rank, n), 0, layout), comm)
+
+        for report in LocalWorld(2).run(body):
+            values = 4 * wanted if make == DeMo.published else 16 + -(-wanted // 4)
+            assert report.selected == wanted
+            assert report.cost == all_gather_cost(fixed_length_nbytes(wanted, n) + values, 2)
+            assert report.cost == make().plan(Given(n, 2, 4, layout)).cost()
+
+
+@pytest.mark.parametrize("per_tile", [1, 32, 100, 4096])
+def test_each_tile_gives_its_largest_elements_or_all(per_tile: int) -> None:
     tiles, x = tiles_of(LAYOUT), numbers(0)
     cut = tiles.take(x)
-    index = tiles.largest(cut, density)
+    index = tiles.largest(cut, per_tile)
     assert index.tolist() == sorted(set(index.tolist()))
-    counts = torch.bincount(index // 4096, minlength=tiles.count)
-    wanted = [max(1, math.ceil(density * size - 1e-9)) for size in (tiles.rows * tiles.columns).tolist()]
-    assert counts.tolist() == wanted == tiles.counts(density).tolist()
-    assert sum(tiles.parameter_counts(density)) == sum(wanted)
-    for tile, count in zip(cut.view(-1, 4096), wanted, strict=True):
-        assert tile.abs().topk(count).values.min() >= tile.abs().sort(descending=True).values[count - 1]
+    found = torch.zeros(N, dtype=torch.bool).index_fill_(0, index, True)
+    for group in tiles.groups:
+        for tile, taken in zip(group.of(cut).flatten(1), group.of(found).flatten(1), strict=True):
+            assert int(taken.sum()) == min(per_tile, group.size)
+            assert tile[~taken].abs().max() <= tile[taken].abs().min() if per_tile < group.size else taken.all()
+    assert sum(selected_in_tiles(LAYOUT, per_tile)) == index.numel()
 
 
-def test_the_transform_is_orthonormal_and_zero_beyond_the_edges() -> None:
+def test_the_transform_is_orthonormal() -> None:
     tiles, x = tiles_of(LAYOUT), numbers(0).double()
     cut = tiles.take(x)
     components = transformed(cut, tiles)
     torch.testing.assert_close(transformed(components, tiles, inverse=True), cut)
-    torch.testing.assert_close(components.square().sum(), x.square().sum())
-    beyond = torch.ones_like(cut, dtype=torch.bool)
-    _, inside = tiles.places(torch.arange(cut.numel()))
-    assert not components[beyond & ~inside.view_as(cut)].any()
+    for group in tiles.groups:
+        sums = [group.of(each).square().sum((1, 2)) for each in (components, cut)]
+        torch.testing.assert_close(*sums)
 
 
 def test_a_plane_wave_is_one_component_of_its_tile() -> None:
     place = torch.arange(64, dtype=torch.float64) + 0.5
     wave = torch.outer(torch.cos(math.pi / 64 * place * 5), torch.cos(math.pi / 64 * place * 9))
-    components = transformed(wave[None], tiles_of(laid_out([("w", (64, 64))])))[0]
+    components = transformed(wave.flatten(), tiles_of(laid_out([("w", (64, 64))]))).view(64, 64)
     assert components.abs().argmax() == 5 * 64 + 9
     assert components[5, 9] == pytest.approx(32.0)
     assert int((components.abs() > 1e-9).sum()) == 1
@@ -109,41 +139,38 @@ def test_a_packet_of_another_length_is_refused() -> None:
 
 
 def test_sparse_loco_sends_positions_two_bits_a_value_and_four_means_a_parameter() -> None:
-    P, tiles = 3, tiles_of(LAYOUT)
-    schemes: list[ErrorFeedbackScheme] = [SparseLoCo() for _ in range(P)]
-    _, report = reduced(schemes, [numbers(rank) for rank in range(P)])[0]
-    counts = tiles.parameter_counts(1 / 64)
+    P, schemes = 3, [SparseLoCo() for _ in range(3)]
+    _, report = reduced([*schemes], [numbers(rank) for rank in range(P)])[0]
+    counts = selected_in_tiles(LAYOUT, 64)
     k = sum(counts)
-    assert report.selected == k
-    packet = indices.fixed_length_nbytes(k, tiles.count * 4096) + 16 * len(counts) + -(-k // 4)
-    assert report.cost == all_gather_cost(packet, P)
+    assert counts == [10 * 64, 70, 64, 64, 1]
+    assert report.cost == all_gather_cost(fixed_length_nbytes(k, N) + 16 * 5 + -(-k // 4), P)
 
 
-def by_senders(grads: list[Tensor], density: float) -> Tensor:
+def by_senders(cuts: list[Tensor], per_tile: int) -> Tensor:
     """Return the sum at each position of tiles of what ranks select, over the number of ranks that select it."""
-    tiles = tiles_of(LAYOUT)
-    total, senders = torch.zeros(2, tiles.count * 4096)
-    for cut in grads:
-        index = tiles.largest(cut, density)
-        total[index] += cut.flatten()[index]
+    total, senders = torch.zeros(2, N)
+    for cut in cuts:
+        index = tiles_of(LAYOUT).largest(cut, per_tile)
+        total[index] += cut[index]
         senders[index] += 1
-    return (total / senders.clamp(min=1)).view(-1, 64, 64)
+    return total / senders.clamp(min=1)
 
 
 def test_the_mean_is_over_the_ranks_that_sent() -> None:
     tiles, grads, mean = tiles_of(LAYOUT), [numbers(rank) for rank in range(4)], torch.zeros(N)
     cuts = [tiles.take(grad) for grad in grads]
-    tiles.put_(mean, by_senders(cuts, 0.1))
-    schemes: list[ErrorFeedbackScheme] = [SparseLoCo(0.1, values="float32") for _ in grads]
+    tiles.put_(mean, by_senders(cuts, 9))
+    schemes: list[ErrorFeedbackScheme] = [SparseLoCo(9, values="float32") for _ in grads]
     torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
-    components = by_senders([transformed(cut, tiles) for cut in cuts], 0.1)
+    components = by_senders([transformed(cut, tiles) for cut in cuts], 9)
     tiles.put_(mean, transformed(components, tiles, inverse=True))
-    schemes = [DeMo(0.1, sign=False) for _ in grads]
+    schemes = [DeMo(9, sign=False) for _ in grads]
     torch.testing.assert_close(reduced(schemes, grads)[0][0], mean)
 
 
 def test_demo_writes_signs() -> None:
-    schemes: list[ErrorFeedbackScheme] = [DeMo(density=0.1) for _ in range(2)]
+    schemes: list[ErrorFeedbackScheme] = [DeMo(per_tile=9) for _ in range(2)]
     written, _ = reduced(schemes, [numbers(rank) for rank in range(2)])[0]
     assert set(written.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
@@ -164,7 +191,8 @@ def test_a_rollback_returns_to_each_rank_what_it_sent(make: type) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (SparseLoCo, {"density": 0.0}, r"density must be in \(0, 1\]"),
+        (SparseLoCo, {"per_tile": 0}, "per_tile must be a whole number of at least 1, .*, got 0"),
+        (DeMo, {"per_tile": 0.5}, "per_tile must be a whole number of at least 1, .*, got 0.5"),
         (SparseLoCo, {"decay": 2.0}, r"decay must be in \[0, 1\]"),
         (SparseLoCo, {"values": "int2"}, "values must be one of bins, float32"),
         (SparseLoCo, {"divide_by": "all"}, "divide_by must be one of contributors, ranks, got 'all'"),

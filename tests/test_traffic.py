@@ -9,11 +9,11 @@ import torch
 
 from sparsync import schemes
 from sparsync.core import Bucket
-from sparsync.lab import cli
-from sparsync.lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync.lab.traffic.observe import Observed
-from sparsync.lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
-from sparsync.lab.traffic.study import synthetic_study
+from sparsync_lab import cli
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from sparsync_lab.traffic.observe import Observed
+from sparsync_lab.traffic.stream import Synthetic, heavy_tailed, layers, recorded
+from sparsync_lab.traffic.study import synthetic_study
 
 pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
 THIRD_PARTY = Path(__file__).with_name("helpers") / "third_party.py"
@@ -169,7 +169,7 @@ def test_layers_cover_every_element_once(n: int) -> None:
 
 
 def test_recorded_gradients_are_those_of_the_dense_training(training: Path, play: Path) -> None:
-    from sparsync.lab import workloads
+    from sparsync_lab import workloads
 
     workload = workloads.get("shakespeare-small", vocabulary=16, width=4, batch_size=4, windows=4, data=str(play))
     stream, model = recorded(training), workload.model(0)
@@ -199,7 +199,7 @@ def test_gradients_of_a_job_in_a_file_are_recorded_and_reduced_by_a_scheme_in_a_
 def test_a_file_that_cannot_be_written_is_refused_before_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparsync.lab.traffic.record.record", lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr("sparsync_lab.traffic.record.record", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "file").write_text("in the way")
     out = tmp_path / "file" / "g.pt"
     with pytest.raises(SystemExit) as ended:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
-from sparsync.core import Comm, generator
+from sparsync.core import Comm, count_for, generator, spans
 from sparsync.schemes import two_shot
+from sparsync.schemes.quantized import Bits, Quantized
 from sparsync.schemes.tile_parts import Divisor
-from sparsync.selection.density import count_for
-from sparsync.selection.partition import BlockCyclic
-from sparsync.wire.values import ValueCodec
+from sparsync.selection.exclusive import BlockCyclic
+from sparsync.wire import ValueCodec
 
 
 def gradients(P: int, n: int, step: int = 0) -> list[Tensor]:
@@ -117,6 +117,23 @@ def test_unsent_counts_every_residual_once() -> None:
             assert torch.equal(regions.of(share, p), regions.of(residual, p) / (P if p == rank else 1))
 
 
+@pytest.mark.parametrize("values", ["int8", "sign"])
+def test_where_all_is_sent_the_owners_share_of_what_rounding_dropped_of_a_sum_is_a_pth(values: Bits) -> None:
+    P, n = 4, 999
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        schemes, given = (Quantized(values), TwoShot(1.0, values)), Bucket("w", gradients(P, n)[comm.rank], 0)
+        for scheme in schemes:
+            scheme.reduce(Bucket("w", given.grad.clone(), 0), comm)
+        one, other = (scheme.unsent(given, comm) for scheme in schemes)
+        return one, other, schemes[0].state_dict()["residual"]["w"]
+
+    for rank, (one, other, residual) in enumerate(LocalWorld(P).run(body)):
+        assert torch.equal(one, other)
+        for owner, chunk in enumerate(spans(n, P)):
+            assert torch.equal(chunk.of(one), chunk.of(residual) / (P if owner == rank else 1))
+
+
 @pytest.mark.parametrize(("divide_by", "written"), [("ranks", 2.0), ("contributors", 4.0)])
 def test_what_one_rank_alone_sends_is_divided_by_it_and_the_owner(divide_by: Divisor, written: float) -> None:
     P, n = 4, 128  # a row of 32 elements for each owner, of which one is sent
@@ -127,18 +144,16 @@ def test_what_one_rank_alone_sends_is_divided_by_it_and_the_owner(divide_by: Div
     assert not any(residual.any() for residual in residuals)
 
 
-@pytest.mark.parametrize("dense_below", [0, 10_000])
-def test_a_rollback_returns_what_residuals_have_lost_whatever_the_divisor(dense_below: int) -> None:
+@pytest.mark.parametrize("send_all", [False, True])
+def test_a_rollback_returns_what_residuals_have_lost_whatever_the_divisor(send_all: bool) -> None:
     P, n = 4, 999
     given = [torch.randint(-8, 8, (n,), generator=generator(rank, "rollback", 0)).double() for rank in range(P)]
     schemes = [TwoShot(0.1, divide_by="contributors") for _ in range(P)]
-    for scheme in schemes:
-        scheme.dense_below = dense_below
 
     def body(comm: Comm) -> None:
-        bucket = Bucket("w", given[comm.rank].clone(), 0)
-        schemes[comm.rank].reduce(bucket, comm)
-        schemes[comm.rank].rollback(bucket)
+        bucket, scheme = Bucket("w", given[comm.rank].clone(), 0), schemes[comm.rank]
+        scheme.send_all(bucket, comm) if send_all else scheme.reduce(bucket, comm)
+        scheme.rollback(bucket)
 
     LocalWorld(P).run(body)
     kept = torch.stack([scheme.state_dict()["residual"]["w"] for scheme in schemes]).sum(0)
@@ -164,22 +179,6 @@ def test_reduce_scatter_loses_no_mass(values: str, average: bool) -> None:
     kept = torch.stack([form.state_dict()["residual"]["w"] for form in forms]).sum(0)
     assert torch.equal(written + kept, torch.stack(given).sum(0).double())
     assert {report.cost.steps for _, report in found} == {1}
-
-
-def test_reduce_scatter_tells_all_ranks_of_nan() -> None:
-    P, m = 4, 32
-    forms = [TwoShot(0.1).reduce_scatter_form() for _ in range(P)]
-
-    def body(comm: Comm) -> tuple[Tensor, Report]:
-        out, grad = torch.empty(m), torch.ones(P * m)
-        if comm.rank == 2:
-            grad[5] = torch.nan
-        return out, forms[comm.rank].reduce_scatter(Bucket("w", grad, 0), out, comm, average=True)
-
-    for out, report in LocalWorld(P).run(body):
-        assert out.isnan().all()
-        assert report.details["overflow"] is True
-    assert all(not form.state_dict()["residual"]["w"].any() for form in forms)
 
 
 def test_refuses_settings_that_cannot_be() -> None:

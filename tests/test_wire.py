@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.core import Sparse
-from sparsync.wire import raw
+from sparsync.wire import Raw
 
+raw = Raw()
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOATS = st.floats(width=16) | st.sampled_from([math.nan, math.inf, -math.inf, -0.0, 6e-8])
 

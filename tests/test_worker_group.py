@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.lab.workers.group import _diagnosis, _Worker
+from sparsync_lab.workers.group import _diagnosis, _Worker
 
 WAITED = "Timed out waiting 8000ms for recv operation to complete"
 ENDED, RUNS = "import sys; sys.exit(0)", "input()"

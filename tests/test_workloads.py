@@ -15,17 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers import idx_files
 from helpers.idx_files import TRAINING_IMAGES
-from sparsync import TopK
-from sparsync.lab import workloads
-from sparsync.lab.workloads import fashion_images
-from sparsync.lab.workloads.base import Batch, Workload, check_momentum, chunks, exactly_addable
-from sparsync.lab.workloads.fashion import Fashion
-from sparsync.lab.workloads.gpt import Gpt
-from sparsync.lab.workloads.movielens import MovieLens
-from sparsync.lab.workloads.movielens_ratings import ratings
-from sparsync.lab.workloads.networks import population_statistics
-from sparsync.lab.workloads.shakespeare import Shakespeare
-from sparsync.schemes.dgc import DGC
+from sparsync_lab import workloads
+from sparsync_lab.workloads import fashion_images
+from sparsync_lab.workloads.base import Batch, Workload, chunks, exactly_addable
+from sparsync_lab.workloads.fashion import Fashion
+from sparsync_lab.workloads.gpt import Gpt
+from sparsync_lab.workloads.movielens import MovieLens
+from sparsync_lab.workloads.movielens_ratings import ratings
+from sparsync_lab.workloads.networks import population_statistics
+from sparsync_lab.workloads.shakespeare import Shakespeare
 
 RANKS = (1, 2, 4, 8, 16)
 LINE_FIT = f"{Path(__file__).with_name('helpers') / 'third_party.py'}:LineFit"
@@ -76,8 +74,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def test_listing_the_workloads_does_not_load_torch() -> None:
-    program = "import sys; from sparsync.lab import workloads; print(*workloads.summaries()); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    program = "import sys; from sparsync_lab import workloads; print(*workloads.summaries()); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == list(workloads.summaries())
 
 
@@ -89,12 +87,12 @@ def test_every_name_gives_a_workload_with_the_options_asked_for(name: str) -> No
 
 
 def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match="'shakespear', did you mean 'shakespeare'"):
+    with pytest.raises(ValueError, match=r"'shakespear'; .*; did you mean 'shakespeare'"):
         workloads.get("shakespear")
 
 
 def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match="no option 'batchsize', did you mean 'batch_size'"):
+    with pytest.raises(ValueError, match=r"no option 'batchsize'; .*; did you mean 'batch_size'"):
         workloads.get("fashion", batchsize=3)
 
 
@@ -137,7 +135,7 @@ def test_a_job_of_ones_own_is_found_with_its_options(name: str) -> None:
     made = workloads.get(name, width="3")
     assert isinstance(made, Workload)
     assert (vars(made), made.describe()["workload"]) == ({"width": 3, "batch_size": 16}, "LineFit")
-    with pytest.raises(ValueError, match="no option 'widht', did you mean 'width'"):
+    with pytest.raises(ValueError, match=r"no option 'widht'; .*; did you mean 'width'"):
         workloads.get(name, widht=3)
 
 
@@ -591,11 +589,3 @@ def test_a_recommender_that_knows_the_held_out_film_always_hits(films: Path) -> 
         model.user_factor.weight.scatter_(1, data.ranked[:, :1], 1.0)
         model.output.weight[:, :130] = 1.0
     assert workload.quality(*workload.evaluate(model, 0, 1)) == 100.0
-
-
-def test_a_scheme_with_a_momentum_of_its_own_is_refused_under_adam() -> None:
-    job = workloads.get("gpt-tiny")
-    job.prepare()
-    with pytest.raises(ValueError, match="'dgc' has a momentum of its own, for plain SGD to apply; this job has AdamW"):
-        check_momentum(job, "dgc", DGC())
-    check_momentum(job, "topk", TopK())

@@ -79,6 +79,4 @@ void move_put(float *to, float *from, int64_t n, const std::vector<SparseView> &
 #endif
 }
 
-void move(float *to, float *from, int64_t n) { move_put(to, from, n, {}, {}); }
-
 }  // namespace sparsync

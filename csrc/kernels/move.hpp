@@ -8,10 +8,7 @@
 
 namespace sparsync {
 
-// to[i] = from[i]; from[i] = 0. The two do not overlap.
-void move(float *to, float *from, int64_t n);
-
-// The same; then the values of `kept` in `to`, and those of `written` in `from`. Positions ascend inside [0, n) in each of them.
+// to[i] = from[i]; from[i] = 0. The two do not overlap. Then the values of `kept` in `to`, and those of `written` in `from`. Positions ascend inside [0, n) in each of them.
 void move_put(float *to, float *from, int64_t n, const std::vector<SparseView> &kept, const std::vector<SparseView> &written);
 
 }  // namespace sparsync

@@ -1,19 +1,25 @@
-"""The core types: spans, buckets, sparse vectors, costs, reports and the interface of a communicator.
+"""The core types: spans, buckets, sparse vectors, costs, reports, the interface of a communicator, and the phases that a bucket passes.
 
 Nothing here communicates, selects or keeps state. Letters: P ranks, n elements of a bucket, k selected on one rank, K in the union.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from numbers import Real
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import profiler
 
 Detail = int | float | str | bool
 
@@ -71,6 +77,64 @@ def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> tuple[Par
         layout.append(ParameterSpan(name, Span(start, stop), shape))
         start = stop
     return tuple(layout)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a parameter's name is one of `patterns`, or matches one as a shell pattern ("*.bias", "encoder.*")."""
+    # Equality first: "[0]" in a name is no pattern.
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class SpanSet:
+    """Some spans of a vector, handled as one shorter vector."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, layout: Iterable[ParameterSpan]) -> "SpanSet":
+        """Return the spans of these parameters, neighbours merged."""
+        return cls.joined(entry.span for entry in layout)
+
+    @classmethod
+    def joined(cls, spans: Iterable[Span]) -> "SpanSet":
+        """Return these spans in this order, neighbours merged."""
+        merged: list[Span] = []
+        for span in spans:
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = Span(merged[-1].start, span.stop)
+            else:
+                merged.append(span)
+        return cls(tuple(merged))
+
+    def __len__(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+    def part(self, wanted: Span) -> list[Span]:
+        """Return where the elements `wanted` of what `take` returns lie in the vector."""
+        found: list[Span] = []
+        position = 0
+        for span in self.spans:
+            start, stop = max(wanted.start - position, 0), min(wanted.stop - position, len(span))
+            if start < stop:
+                found.append(Span(span.start + start, span.start + stop))
+            position += len(span)
+        return found
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return these elements of `x`: a view of it when they are one span, else a copy."""
+        if len(self.spans) == 1:
+            return self.spans[0].of(x)
+        return torch.cat([x[:0], *(span.of(x) for span in self.spans)])
+
+    def put_(self, x: Tensor, taken: Tensor) -> None:
+        """Write what `take` returned, perhaps changed, back to its place in `x`."""
+        if len(self.spans) == 1 and taken.data_ptr() == self.spans[0].of(x).data_ptr():
+            return
+        position = 0
+        for span in self.spans:
+            span.of(x).copy_(taken[position : position + len(span)])
+            position += len(span)
 
 
 @dataclass
@@ -136,6 +200,27 @@ class Rows:
     length: int
 
 
+def count_for(density: float, n: int) -> int:
+    """Return k = density * n rounded down, but at least one element of a bucket that has any."""
+    return min(n, max(1, int(density * n + 1e-9)))
+
+
+def check_one_of(name: str, value: object, kind: Any) -> None:  # Any: a Literal
+    """Raise ValueError unless `value`, of the setting `name`, is one of those of the Literal `kind`."""
+    if value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+
+
+def check_density(density: object) -> None:
+    """Raise ValueError unless `density` is a number with 0 < density <= 1."""
+    if isinstance(density, bool) or not isinstance(density, Real):
+        raise ValueError(
+            f"density must be a number in (0, 1], the share of elements to send, got {density!r} of type {type(density).__name__}"
+        )
+    if not 0 < density <= 1:  # pyright: ignore[reportOperatorIssue]  # what is Real has an order
+        raise ValueError(f"density must be in (0, 1], the share of elements to send, got {density}")
+
+
 @dataclass(frozen=True)
 class Cost:
     """What one rank sends: `steps` exchanges that wait for each other, `messages` and payload bytes leaving the rank.
@@ -160,7 +245,8 @@ class Report:
     """One reduction of one bucket at one step, seen from one rank.
 
     `selected` is k, how many elements this rank put in; `union` is K, how many elements of the result anybody put in; `elements` is n.
-    `cost` is the closed form; `sent` is what a MeteredComm counted, None where none was wrapped around; `wait_s` the seconds inside it.
+    `cost` is what the scheme sent, as counted; `sent` is what an integration counted around it, None where there is none, and `wait_s` the
+    seconds inside the communicator.
     `details` holds what only this scheme knows, e.g. SkipReduce's "skip" and "shift"; "overflow" says that the result has NaN or Inf.
     """
 
@@ -174,7 +260,7 @@ class Report:
     sent: Cost | None = None
     seconds: float | None = None  # the whole reduce, on the thread that ran it
     wait_s: float | None = None  # of which inside the communicator
-    phases: Mapping[str, float] = field(default_factory=dict)  # of `seconds`, those in each phase (sparsync.phases)
+    phases: Mapping[str, float] = field(default_factory=dict)  # of `seconds`, those in each `phase`
     details: Mapping[str, Detail] = field(default_factory=dict)
 
     @property
@@ -226,6 +312,8 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
 
 # Takes the place of a count or a magnitude, which are never negative, in a scheme's first message.
 FOUND_INF = -1
+# Of a sum: the number of ranks whose element is in it, or P.
+Divisor = Literal["contributors", "ranks"]
 
 
 class NonFiniteError(RuntimeError):
@@ -240,7 +328,7 @@ def raise_if_found_inf(received: Iterable[int]) -> None:
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a line that tracebacks show below the error; those of Python 3.10 do not, which keeps it in `__notes__` alone."""
-    error.__notes__ = [*getattr(error, "__notes__", []), note]
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def digest(text: str) -> int:
@@ -254,3 +342,42 @@ def generator(seed: int, key: str, step: int) -> torch.Generator:
     Never torch's global generator: drawing from it would change what the model draws (dropout, data order).
     """
     return torch.Generator().manual_seed(digest(f"{seed}/{key}/{step}"))
+
+
+# The phases a bucket passes, by name: a profiler sees each, and the seconds spent in each can be recorded. Time inside the communicator is
+# counted by MeteredComm; a phase that contains messages is not marked as one. torch.profiler sees the thread that started it; the one that
+# reduces DDP's buckets only with `_ExperimentalConfig(profile_all_threads=True)`.
+Phase = Literal["accumulate", "select", "encode", "decode", "apply"]
+
+# .ledger: the dict that this thread's phases are added to, .label: their bucket's name; absent outside `recorded_phases`.
+_THREAD = threading.local()
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Name the block in torch's profiler, as "sparsync::select [bucket0]", and add its seconds to those of `recorded_phases`.
+
+    On CUDA the time is the host's only. The bucket's name is there inside `recorded_phases` only.
+    """
+    ledger: dict[str, float] | None = getattr(_THREAD, "ledger", None)
+    profiling = profiler._is_profiler_enabled
+    if ledger is None and not profiling:
+        yield
+        return
+    began = time.perf_counter()
+    label = getattr(_THREAD, "label", "")
+    with profiler.record_function(f"sparsync::{name}{label}") if profiling else nullcontext():
+        yield
+    if ledger is not None:
+        ledger[name] = ledger.get(name, 0.0) + time.perf_counter() - began
+
+
+@contextmanager
+def recorded_phases(bucket: str) -> Iterator[dict[str, float]]:
+    """Return the seconds this thread spends in each phase, filled in while the block runs; a profiler sees the bucket's name."""
+    outer = getattr(_THREAD, "ledger", None), getattr(_THREAD, "label", "")
+    _THREAD.ledger, _THREAD.label = {}, f" [{bucket}]"
+    try:
+        yield _THREAD.ledger
+    finally:
+        _THREAD.ledger, _THREAD.label = outer

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsync import kernels
-from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse
-from sparsync.kernels import smallest_magnitude
-from sparsync.phases import phase
+from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse, phase
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.arguments import at_most, count
+from sparsync.kernels.operations import smallest_magnitude
 
 # The parts of a scheme's state that are vectors by parameter name of which the sum over ranks counts: what ranks hold back.
 PER_RANK = ("residual", "velocity")
@@ -55,6 +55,7 @@ class Accumulator:
 
     def top_k(self, k: int) -> Sparse:
         """Return the `k` elements of largest magnitude; among equal ones those that come first. NaN counts as infinity."""
+        k = count(k, self._sum.numel())
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k(self._sum, k, self._hint))
@@ -63,6 +64,7 @@ class Accumulator:
 
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
         """Return what `top_k` would select outside the span `skip`, without zeros; fewer than `k` where fewer are not zero."""
+        k = at_most(k, self._sum.numel())
         with phase("select"):
             if self._added:
                 return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint))
@@ -73,13 +75,14 @@ class Accumulator:
 
     def top_k_nonzero_of(self, chunk: Tensor, k: int) -> Sparse:
         """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
-        return self._noted(kernels.top_k_nonzero(chunk, min(k, chunk.numel()), bound=self._hint))
+        return self._noted(kernels.top_k_nonzero(chunk, at_most(k, chunk.numel()), bound=self._hint))
 
     def top_k_of_rows(self, regions: Sequence[Rows], counts: Sequence[int], kind: str) -> list[Sparse]:
         """Return the largest `counts[i]` elements of each region of the sum, as `top_k` does; positions are places in its rows.
 
         Regions of a `kind` are expected to be like the last step's.
         """
+        counts = [count(k, rows.length) for k, rows in zip(counts, regions, strict=True)]
         with phase("select"):
             keys = [f"{self._bucket.key}/{kind}{number}" for number in range(len(regions))]
             bounds = [self._hints.get(key) for key in keys]
@@ -97,7 +100,8 @@ class Accumulator:
             return found
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
-        """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be alike."""
+        """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
+        k = count(k, chunk.numel())
         with phase("select"):
             key = f"{self._bucket.key}/{kind}"
             found = kernels.top_k(chunk, k, self._hints.get(key))
@@ -141,7 +145,7 @@ class Accumulator:
             with phase("accumulate"):
                 if self._decay == 1.0:
                     self._finite = kernels.accumulate(self._wide, self._narrow, out=self._sum)
-                else:  # out of place: the residual stays as it is where the step fails
+                else:  # out of place: the residual does not change if the step fails
                     grad = self._narrow if self._wide is self.residual else self._wide
                     torch.add(grad, self.residual, alpha=self._decay, out=self._sum)
                     self._finite = kernels.all_finite(self._sum)
@@ -162,6 +166,7 @@ class ErrorFeedback:
     by_name: dict[str, Tensor] = field(default_factory=dict)
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
     _hints: dict[str, float] = field(default_factory=dict)  # by bucket key
+    _held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `hold`
     _rank: int | None = None
     decay: float = 1.0
 
@@ -199,10 +204,31 @@ class ErrorFeedback:
             self.residual(bucket, self._rank).add_(bucket.grad)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residual of each named parameter, in place."""
+        """Multiply the residual of each named parameter, in place, and what `hold` has copied of it."""
         for name, factor in factors.items():
-            if name in self.by_name and factor != 1.0:
-                self.by_name[name].mul_(factor)
+            for residuals in (self.by_name, self._held):
+                if name in residuals and factor != 1.0:
+                    residuals[name].mul_(factor)
+
+    def hold(self) -> None:
+        """Copy the residual, for `weigh`."""
+        for name, residual in self.by_name.items():
+            if name in self._held:
+                self._held[name].copy_(residual)
+            else:
+                self._held[name] = residual.clone()
+
+    def weigh(self, factors: Mapping[str, float]) -> None:
+        """Make what each named residual has changed by since `hold` its factor times as much: 1 changes nothing, 0 takes it back.
+
+        What was not held counts as zero then.
+        """
+        for name, factor in factors.items():
+            if name in self.by_name:
+                # Not lerp_, whose difference of large numbers of either sign overflows.
+                residual = self.by_name[name].mul_(factor)
+                if name in self._held:
+                    residual.add_(self._held[name].to(residual.device), alpha=1 - factor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual of each parameter, copied: flat, in its own precision."""
@@ -212,6 +238,7 @@ class ErrorFeedback:
         """Continue from what `state_dict` returned."""
         self.by_name = {name: residual.clone() for name, residual in state.items()}
         self._flat.clear()
+        self._held.clear()
         self._rank = None
 
     def serve(self, rank: int) -> None:

@@ -49,21 +49,21 @@ class Collected:
 
 
 @dataclass
-class Trained:
+class AdapterResult:
     """What one rank ended with."""
 
     weights: list[Tensor]
     reports: list[Report]
 
     @classmethod
-    def of(cls, model: nn.Module, reports: Sequence[Report]) -> "Trained":
+    def of(cls, model: nn.Module, reports: Sequence[Report]) -> "AdapterResult":
         return cls([parameter.detach().clone() for parameter in model.parameters()], list(reports))
 
-    def same_weights(self, other: "Trained") -> bool:
+    def same_weights(self, other: "AdapterResult") -> bool:
         return all(map(same_bits, self.weights, other.weights))
 
 
-def check(ranks: Sequence[Trained], steps: int) -> None:
+def check(ranks: Sequence[AdapterResult], steps: int) -> None:
     """Fails unless the scheme reduced every step's gradients, with fewer bytes than a dense sum takes, to the same bits on all ranks."""
     count, P = sum(parameter.numel() for parameter in ranks[0].weights), len(ranks)
     dense = 2 * (P - 1) * count * 4 // P

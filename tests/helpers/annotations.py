@@ -10,17 +10,18 @@ from collections.abc import Callable
 from functools import partial, wraps
 from inspect import isclass
 from types import CodeType
-from typing import Any, Self, get_args  # Any: decorators take and return anything
+from typing import Any, get_args  # Any: decorators take and return anything
 
 from beartype import beartype
 from jaxtyping import AbstractArray, jaxtyped
+from typing_extensions import Self
 
 # DDP reads the annotations of a hook and wants its own classes in them, and `attach` refuses a wrong model itself, with a TypeError.
-UNCHECKED = frozenset({"sparsync.integrations.ddp"})
+UNCHECKED = frozenset({"sparsync.attached.ddp"})
 
 FIRST_CALLS = 50
 FIRST_DEFINITIONS = 5
-ONE_IN = 20  # of the calls and definitions after the first ones
+ONE_IN = 200  # of the calls and definitions after the first ones
 every_call = False
 definitions: Counter[CodeType] = Counter()  # of each function inside another
 
@@ -44,36 +45,38 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
         return thing
     if not isclass(thing) and "<locals>" in thing.__qualname__:
         definitions[thing.__code__] += 1
-        if not due(definitions[thing.__code__], FIRST_DEFINITIONS):
+        number = definitions[thing.__code__]
+        if number > FIRST_DEFINITIONS and number % ONE_IN and not every_call:
             return thing
     if any(_has_shape(hint) for hint in hints):
         if not isclass(thing):
-            return sometimes(jaxtyped(thing, typechecker=checked), thing)
+            return sometimes(lambda: jaxtyped(thing, typechecker=checked), thing)
         plain = thing.__init__
         with_shapes = jaxtyped(thing, typechecker=checked)
-        with_shapes.__init__ = sometimes(with_shapes.__init__, plain)
+        with_init = with_shapes.__init__
+        with_shapes.__init__ = sometimes(lambda: with_init, plain)
         return with_shapes
-    return thing if isclass(thing) else sometimes(checked(thing), thing)
+    return thing if isclass(thing) else sometimes(lambda: checked(thing), thing)
 
 
-def sometimes(with_checks: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checks its first calls and some of the others, or all of them."""
-    calls = 0
+def sometimes(make: Callable[[], Callable[..., Any]], without: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks its first calls and some of the others, or all of them.
+
+    `make` makes the function with the checks at the first call, because that takes longer than most functions, and many are never called.
+    """
+    calls, with_checks = 0, None
 
     @wraps(without)
     def call(*args: Any, **named: Any) -> Any:
-        nonlocal calls
+        nonlocal calls, with_checks
         calls += 1
-        if due(calls, FIRST_CALLS):
-            return with_checks(*args, **named)
-        return without(*args, **named)
+        if calls > FIRST_CALLS and calls % ONE_IN and not every_call:
+            return without(*args, **named)
+        if with_checks is None:
+            with_checks = make()
+        return with_checks(*args, **named)
 
     return call
-
-
-def due(number: int, first: int) -> bool:
-    """Return true for the calls or definitions, counted from 1, that are checked."""
-    return every_call or number <= first or number % ONE_IN == 0
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,12 +30,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparsync.core import add_note
+
 TESTS = Path(__file__).parents[1]
+HANG_S = 300.0  # longer than anything takes that does not hang, also on a machine that does much else
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
 
 
 def run(
-    function: Callable[..., Any], P: int, *, within_s: float = 60.0, doomed: Collection[int] = (), **arguments: Any
+    function: Callable[..., Any], P: int, *, within_s: float = HANG_S, doomed: Collection[int] = (), **arguments: Any
 ) -> list[Any]:
     """What `function(**arguments)` returned on ranks 0..P-1, each a process in a gloo group of its own making.
 
@@ -65,7 +68,7 @@ def case(name: object) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"in case: {name}")
+        add_note(error, f"in case: {name}")
         raise
 
 
@@ -81,16 +84,17 @@ class _Rank:
 
 def _start(rank: int, P: int, folder: Path, payload: bytes, within_s: float) -> _Rank:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = _context().Process(target=_body, args=(rank, P, folder, payload, within_s, theirs), daemon=True)
+    process = context().Process(target=_body, args=(rank, P, folder, payload, within_s, theirs), daemon=True)
     process.start()
     theirs.close()
     return _Rank(rank, process, ours)
 
 
 @functools.cache
-def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type of their own
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.preloaded"])
+def context() -> Any:  # Any: multiprocessing's stubs give fork servers no type of their own
+    """Return the fork server from which processes start in milliseconds."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["helpers.preloaded"])
     before = os.environ.get("PYTHONPATH")
     # Until Python 3.13 the server does not import from this process's sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
@@ -101,7 +105,7 @@ def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    return context
+    return server
 
 
 def _await(ranks: list[_Rank], doomed: set[int], within_s: float) -> None:

@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """One block; `mark` is what stands behind ```python."""
 
     page: str
@@ -49,8 +49,8 @@ class Block:
         return self.not_run is None and self.ranks is None and (package is None or find_spec(package) is not None)
 
 
-def blocks(page: str) -> Iterator[Block]:
+def blocks(page: str) -> Iterator[CodeBlock]:
     """Yield the blocks of a page, whose path is relative to the repository."""
     text = (ROOT / page).read_text("utf-8")
     for found in _BLOCK.finditer(text):
-        yield Block(page, text[: found.start(2)].count("\n"), found[1].strip(), found[2])
+        yield CodeBlock(page, text[: found.start(2)].count("\n"), found[1].strip(), found[2])

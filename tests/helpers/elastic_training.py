@@ -15,8 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.integrations import checkpoint
-from sparsync.lab import workloads
+from sparsync.attached import checkpoint
+from sparsync_lab import workloads
 
 SMALL = {"vocabulary": 16, "width": 4, "batch_size": 4, "windows": 4}
 SEED = 0
@@ -33,7 +33,7 @@ def main(folder: Path, data: str, steps: int, killed: int) -> None:
     model = workload.model(SEED)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)  # buckets stay as they are from the first step on
     optimizer, schedule = workload.optimizer(model, steps)
-    handle = sparsync.attach(ddp, sparsync.MiCRO(0.05), optimizer=optimizer, timeout_s=20.0)
+    handle = sparsync.attach(ddp, sparsync.MiCRO(0.05), optimizer=optimizer, timeout_s=120.0)
     first = int(last.read_text()) if (last := folder / "last").exists() else 0
     if first:
         saved = torch.load(folder / f"{first}.pt", weights_only=True)

@@ -14,7 +14,7 @@ from sparsync.core import Bucket, ParameterSpan, Report, laid_out
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """The state of one rank after one step."""
 
     grad: Tensor
@@ -45,10 +45,10 @@ def run(
     steps: Sequence[list[Tensor]],
     first: int = 0,
     layout: tuple[ParameterSpan, ...] = (),
-) -> list[list[Seen]]:
+) -> list[list[RankState]]:
     """Return the state of each rank after each step, [P][steps], and check that every report gives the traffic that was counted."""
 
-    def body(comm: LocalComm) -> list[Seen]:
+    def body(comm: LocalComm) -> list[RankState]:
         metered, scheme, seen = MeteredComm(comm), make(), []
         for step, grads in enumerate(steps, start=first):
             bucket = Bucket("bucket", grads[comm.rank].clone(), step, layout)
@@ -57,7 +57,7 @@ def run(
             by_name = scheme.state_dict()["residual"]
             parts = [by_name[each.name] for each in bucket.layout if each.name in by_name]
             residual = torch.cat([bucket.grad[:0], *parts])
-            seen.append(Seen(bucket.grad, residual, report))
+            seen.append(RankState(bucket.grad, residual, report))
         return seen
 
     return LocalWorld(P).run(body)

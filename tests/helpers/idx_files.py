@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sparsync.lab.workloads import fashion_images
+from sparsync_lab.workloads import fashion_images
 
 TRAINING_IMAGES, TEST_IMAGES = 200, 260  # neither a multiple of a batch nor of a chunk
 

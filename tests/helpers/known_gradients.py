@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from invariants.table import ROWS, Row
 from invariants.world import same_bits
-from sparsync import Bucket, LocalWorld, ParameterSpan, Report
+from sparsync import Bucket, LocalWorld, Report
 from sparsync.base.scheme import Scheme
-from sparsync.core import Comm, generator
-from sparsync.integrations.rollback import Rollback
+from sparsync.core import Comm, ParameterSpan, generator
+from sparsync.runtime.connection import Rollback
 
 # The table holds every combination of SkipReduce's settings, which a LocalWorld runs through in no time. Over gloo: each setting once,
 # and of schemes that differ in a number only, one.
@@ -115,7 +115,7 @@ class KnownGradients(nn.Module):
 
 
 @dataclass
-class Recorder(Scheme):
+class BucketsNoted(Scheme):
     """A scheme that passes everything on, and writes down which buckets came."""
 
     inner: Scheme = field(repr=False)

@@ -1,10 +1,11 @@
 """Results files with exact numbers, for tests of their readers: every time and size is a small multiple of a power of two."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparsync.lab.report.results import End, Quality, Record, Run, SchemeStart, Step, append
+from sparsync_lab.report.results import End, Quality, Record, Run, SchemeStart, StepRecord, append
 
 RUN = Run(
     run="one",
@@ -61,16 +62,19 @@ class Made:
     interface_bytes: float | None = 1250.0
     status: str | None = "finished"  # None: no end record
     replicas_identical: bool | None = True
+    exchanges: int | None = None
+    missed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)  # beside the name
 
     def records(self, run_id: str = "one") -> list[Record]:
         who: dict[str, Any] = {"run": run_id, "scheme": self.scheme, "seed": self.seed}
         times = {"compute_s": self.compute_s, "own_compute_s": self.own_compute_s}
-        made: list[Record] = [SchemeStart(**who, config={"name": self.scheme}, **times)]
+        made: list[Record] = [SchemeStart(**who, config={"name": self.scheme, **self.config}, **times)]
         for step, value in enumerate(self.values, start=1):
             seconds = step * self.step_s
             traffic = None if self.interface_bytes is None else step * self.interface_bytes
             made += [
-                Step(
+                StepRecord(
                     **who,
                     step=step,
                     loss=self.loss,
@@ -88,7 +92,8 @@ class Made:
                 Quality(**who, step=step, seconds=seconds, bytes=traffic, value=value),
             ]
         if self.status is not None:
-            made.append(End(**who, replicas_identical=self.replicas_identical, status=self.status))
+            counts = {"exchanges": self.exchanges, "missed": self.missed}
+            made.append(End(**who, replicas_identical=self.replicas_identical, status=self.status, **counts))
         return made
 
 

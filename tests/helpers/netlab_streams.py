@@ -13,7 +13,7 @@ import threading
 import time
 
 PORT = 5000
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 QUIET_S = 0.1  # after it no acknowledgement is under way any more: TCP delays them by at most 40 ms
 
 

@@ -4,6 +4,8 @@ torch.distributed.optim compiles its optimizers when it is imported, and Python 
 to write no bytecode; either takes longer than most of what ranks do.
 """
 
+import atexit
+import gc
 from importlib import import_module
 
 for _name in (
@@ -12,12 +14,15 @@ for _name in (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
-    "sparsync.integrations.checkpoint",
-    "sparsync.integrations.fsdp2",
-    "sparsync.integrations.local_steps",
-    "sparsync.integrations.manual",
+    "sparsync.attached.checkpoint",
+    "sparsync.attached.fsdp2",
+    "sparsync.exchanges.local_steps",
+    "sparsync.attached.manual",
     "helpers.ddp_training",
     "helpers.fsdp_training",
     "integrations.page",
 ):
     import_module(_name)
+# Ranks that collect garbage need not look through all that; nanobind says at the end that its functions leak unless the server does.
+gc.freeze()
+atexit.register(gc.unfreeze)

@@ -61,7 +61,7 @@ class RecordingComm:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedStep:
     """One step of a scheme on all ranks."""
 
     reports: list[Report]
@@ -74,7 +74,7 @@ class Recorded:
 
 def recorded_step(
     schemes: Sequence[Scheme], gradients: Sequence[Tensor], step: int, layout: tuple[ParameterSpan, ...] = ()
-) -> Recorded:
+) -> RecordedStep:
     """Reduce one bucket on as many ranks as there are schemes, in this process."""
 
     def reduce(comm: LocalComm) -> tuple[Report, list[Call]]:
@@ -84,10 +84,10 @@ def recorded_step(
         return report, recording.calls
 
     found = LocalWorld(len(schemes)).run(reduce)
-    return Recorded([report for report, _ in found], [calls for _, calls in found])
+    return RecordedStep([report for report, _ in found], [calls for _, calls in found])
 
 
-def busiest(recorded: Recorded, exchanges: Sequence[Exchange]) -> list[Exchange]:
+def busiest(recorded: RecordedStep, exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Return what was recorded in the places of `exchanges`: of each, what its busiest ranks sent and received.
 
     A chain of sends is as many calls as the exchange it stands for has rounds.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sparsync.lab.netlab import NetworkUnavailableError, reexecution_prefix
+from sparsync_lab.netlab import NetworkUnavailableError, reexecution_prefix
 
 # As an ordinary user: root drops all rights but one, without which it may not stay root inside; other users have none to drop.
 ORDINARY = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--"] if os.geteuid() == 0 else []

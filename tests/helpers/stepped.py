@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from sparsync import Bucket, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, generator, laid_out
-from sparsync.integrations.handle import Handle
-from sparsync.integrations.residual_units import ResidualRescaler
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import Comparison, ResidualRescaler
 
 SHAPES = {"weight": (4, 5), "bias": (5,)}
 
@@ -22,7 +22,8 @@ class Stepped(Handle):
         self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
         scheme = TopK(0.1) if scheme is None else scheme
         self._own = scheme
-        super().__init__(scheme, comm, ResidualRescaler(scheme, {id(each): name for name, each in self._named()}))
+        names = {id(each): name for name, each in self._named()}
+        super().__init__(scheme, comm, ResidualRescaler(scheme, names), Comparison([], names, None, every=0))
 
     def step(self, count: int = 1) -> "Stepped":
         rank, _ = self.place

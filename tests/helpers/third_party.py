@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from sparsync import Bucket, Report, Scheme
 from sparsync.core import Comm, generator
-from sparsync.lab.workloads.base import Batch, Workload, bare, chunks, exactly_addable, seeded, share
+from sparsync_lab.workloads.base import Batch, Workload, bare, chunks, exactly_addable, seeded, share
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import sparsync
 from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
 from invariants.world import same_bits
 from sparsync import AdamWSteps, Bucket, Dense, LocalSteps, MiCRO, Report, TopK
+from sparsync.attached.fsdp2_units import recovery
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
-from sparsync.integrations.fsdp2_units import recovery
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.handle import Handle
 
 
 def attached(net: Net, scheme: Scheme, **options: Any) -> tuple[Handle | None, str]:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import sparsync
-from helpers.ddp_training import NAMES, TIMEOUT_S, N, Trained, Training, known, step_at_once
+from helpers.ddp_training import NAMES, TIMEOUT_S, AttachedTraining, N, RankRecord, known, step_at_once
 from helpers.known_gradients import KnownGradients, expected, row
 from integrations.situations import (
     OTHER,
@@ -25,14 +24,14 @@ from integrations.situations import (
     trained,
 )
 from integrations.table import Case, refusals, trial
-from sparsync.integrations import checkpoint
+from sparsync.attached import checkpoint
 from test_ddp import UNUSED, used
 
 STABLE: dict[str, Any] = {"find_unused_parameters": True}
 BATCHES = 2  # of the rank that runs out of data
 
 
-class Attached(Training):
+class Attached(AttachedTraining):
     """A training under attach, which may refuse it."""
 
     def __init__(self, *settings: Any, **options: Any) -> None:
@@ -60,11 +59,11 @@ class Attached(Training):
         checkpoint.restore(self.handle, states)
 
 
-def with_options(id: str, **options: Any) -> Trained:
+def with_options(id: str, **options: Any) -> RankRecord:
     return trained(Attached(id, **options))
 
 
-def in_part(id: str) -> Trained:
+def in_part(id: str) -> RankRecord:
     training = Attached(id, **STABLE)
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
@@ -79,7 +78,7 @@ def of_used(rank: int, step: int, name: str) -> Tensor:
     return known(rank, step, name) if used(rank, step, name) else torch.zeros(N)
 
 
-def uneven(id: str) -> Trained:
+def uneven(id: str) -> RankRecord:
     training = Attached(id)
     with training.ddp.join():
         for step in range(BATCHES if training.rank else STEPS):
@@ -91,13 +90,13 @@ def zero_afterwards(rank: int, step: int, name: str) -> Tensor:
     return torch.zeros(N) if rank and step >= BATCHES else known(rank, step, name)
 
 
-def uneven_as_expected(id: str, ranks: list[Trained]) -> None:
+def uneven_as_expected(id: str, ranks: list[RankRecord]) -> None:
     wanted = expected(id, 2, ranks[0].steps, NAMES, zero_afterwards)
     ranks[0].check(wanted.grads, wanted.residuals[0])
     ranks[1].check(wanted.grads[:BATCHES], wanted.residuals[1])
 
 
-def two_at_once(id: str) -> list[Trained]:
+def two_at_once(id: str) -> list[RankRecord]:
     """Two models in one backward pass."""
     both = [Attached(id, 8), Attached(OTHER, 32)]
     for step in range(STEPS):
@@ -105,27 +104,27 @@ def two_at_once(id: str) -> list[Trained]:
     return [training.done() for training in both]
 
 
-def in_a_group(id: str) -> Trained | None:
+def in_a_group(id: str) -> RankRecord | None:
     group = dist.new_group([0, 2])
     return trained(Attached(id, process_group=group)) if isinstance(group, dist.ProcessGroup) else None
 
 
-def rebucketed(id: str) -> Trained:
-    """Two steps in one bucket and then eight; from their state, a step in the same eight, and one in four."""
+def rebucketed(id: str) -> RankRecord:
+    """Two steps in one bucket and then four; from their state, a step in the same four, and one in two."""
     first = Attached(id)
     for step in range(2):
         first.step(first.model.inputs(first.rank, step))
-    second = Attached(id, buckets=4, **STABLE)
+    second = Attached(id, buckets=2, **STABLE)
     second.load(first.state())
     second.rows += first.rows
     second.recorder.steps |= first.recorder.steps
     for step in range(2, STEPS):
         second.step(second.model.inputs(second.rank, step))
-    assert [len(second.recorder.steps[step]) for step in range(STEPS)] == [1, 8, 8, 4]
+    assert [len(second.recorder.steps[step]) for step in range(STEPS)] == [1, 4, 4, 2]
     return second.done()
 
 
-def compiled(id: str) -> Trained:
+def compiled(id: str) -> RankRecord:
     torch._dynamo.reset()
     training = Attached(id)
     # Keeps the compiler from cutting its graph; DDP has its buckets already.
@@ -153,6 +152,9 @@ def with_mixed_precision() -> DistributedDataParallel:
 
 
 def with_stepping_optimizer() -> DistributedDataParallel:
+    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
+    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+
     model = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     return DistributedDataParallel(model)
@@ -181,17 +183,15 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
         trial(partial(with_options, static_graph=True), same_on_all_ranks),
     ),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
-        f"{SAME}, where an unused parameter counts as zero; one that no rank uses keeps its gradient",
+        f"{SAME}; an unused parameter counts as zero, and one that no rank uses keeps its gradient",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used)),
     ),
     "ranks that run out of data (join)": Case(
-        f"{SAME}, where a joined rank's count as zero", trial(uneven, uneven_as_expected)
+        f"{SAME}; the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)
     ),
-    "two models at once": Case(f"of both models, {SAME}", trial(two_at_once, partial(both_same_on_all_ranks, keys=()))),
+    "two models at once": Case(f"{SAME} for both models", trial(two_at_once, partial(both_same_on_all_ranks, keys=()))),
     "a group that is not the world": Case(SAME, trial(in_a_group, same_on_all_ranks, P=3)),
-    "buckets that change": Case(
-        f"{SAME}; nothing of a residual is lost on the way", trial(rebucketed, same_on_all_ranks)
-    ),
+    "buckets that change": Case(f"{SAME}; no residual is lost", trial(rebucketed, same_on_all_ranks)),
     "torch.compile": Case(SAME, trial(compiled, same_on_all_ranks)),
     "torch.compile with the python reducer": refusal(with_python_reducer),
     "DDP's mixed_precision": refusal(with_mixed_precision),

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsync import Bucket, Report
 from sparsync.core import Comm
 
-FAILURE = "all ranks raise at once, with the bucket and the step; the next steps work, and replicas are the same"
+FAILURE = "all ranks raise at once, with bucket and step; the next steps work, and replicas are identical"
 STEPS, FAILED = 4, 1
 
 

@@ -13,11 +13,11 @@ from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
 from integrations.attach import nothing
 from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
 from integrations.fsdp_integration import Axis, Done, Sharding, known, same_on_all_ranks
-from integrations.scaled import SCALED, Scaled, scaled, scaled_without_loss
+from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
 from integrations.situations import OTHER, SAME, STEPS
-from integrations.table import Case, RefusedError, Verdict, absent, trial
+from integrations.table import Case, RefusedError, TrialVerdict, absent, trial
 from invariants.world import same_bits
-from sparsync.integrations import checkpoint
+from sparsync.attached import checkpoint
 
 OPTION = absent("an option of DistributedDataParallel")
 OVERFLOWING = "middle.weight"
@@ -73,6 +73,13 @@ def in_part(id: str, axis: Axis) -> Done:
 
 def of_used(rank: int, step: int, name: str) -> Tensor:
     return known(rank, step, name) if used(rank, step, name) else torch.zeros(SHAPES[name])
+
+
+FROZEN = ("first.bias", "last.weight")
+
+
+def frozen(id: str, axis: Axis) -> Done:
+    return trained(Sharding(id, axis, frozen=FROZEN))
 
 
 def two_at_once(id: str, axis: Axis) -> list[Done]:
@@ -157,7 +164,7 @@ def finite_on_all_ranks(id: str, ranks: list[Done], axis: Axis) -> None:
         assert all(part.isfinite().all() for part in rank.residual.values())
 
 
-def skipping(id: str, axis: Axis) -> Scaled:
+def skipping(id: str, axis: Axis) -> ScalerRecord:
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
     training = Sharding(id, axis, scaler=scaler)
     came = scaled(training, scaler, list(SHAPES), known, OVERFLOWING)
@@ -214,7 +221,7 @@ def restored(id: str, axis: Axis, states: Mapping[str, list[Any]]) -> tuple[dict
     return kept, trained(training, 2, 2)
 
 
-def resized(ids: Sequence[str], axis: Axis) -> dict[str, Verdict]:
+def resized(ids: Sequence[str], axis: Axis) -> dict[str, TrialVerdict]:
     before = run(saved, 3, ids=ids, axis=axis)
     states = {id: [rank[id] for rank in before] for id in before[0]}
 
@@ -247,39 +254,42 @@ def cases(axis: Axis) -> dict[str, Case]:
         ),
         "parameters in channels_last": absent("fully_shard takes contiguous parameters only"),
         "accumulation over backward passes (no_sync)": case(
-            accumulated, of_three, f"with set_requires_gradient_sync, the sum is reduced once; {SAME}"
+            accumulated, of_three, f"the sum is reduced once with set_requires_gradient_sync; {SAME}"
         ),
         "gradient_as_bucket_view=True": OPTION,
         "static_graph=True": OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
             in_part,
             of_used,
-            f"with set_reduce_scatter_unused_params(True), {SAME}, where an unused parameter counts as zero",
+            f"{SAME} with set_reduce_scatter_unused_params(True); an unused parameter counts as zero",
+        ),
+        "frozen parameters": case(
+            frozen,
+            claim=f"{SAME} for the others",
+            judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN),
         ),
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
         "two models at once": case(
-            two_at_once, claim=f"of both models, {SAME}", judge=partial(both_same_on_all_ranks, axis=axis)
+            two_at_once, claim=f"{SAME} for both models", judge=partial(both_same_on_all_ranks, axis=axis)
         ),
         "a group that is not the world": case(in_a_group, P=3),
-        "buckets that change": case(
-            rewrapped, claim=f"after fully_shard on other modules, from the state of before, {SAME}"
-        ),
+        "buckets that change": case(rewrapped, claim=f"{SAME} from a state saved before fully_shard on other modules"),
         "torch.compile": case(compiled),
         "torch.compile with the python reducer": OPTION,
         "DDP's mixed_precision": OPTION,
         "an optimizer in the backward pass": case(
-            stepping, claim=f"whoever takes a gradient once it is there gets {SAME}"
+            stepping, claim=f"{SAME} for an optimizer that takes each gradient when it is ready"
         ),
         "a model that is reduced already": case(attached_twice, claim="-", judge=nothing),
         "Inf on one rank": case(
             overflowing,
-            claim="the same bits, finite gradients and residuals from the next step on",
+            claim="the same bits; gradients and residuals are finite from the next step on",
             judge=partial(finite_on_all_ranks, axis=axis),
         ),
         "a loss scaler skips a step (GradScaler)": case(
             skipping,
-            claim=SCALED + ("" if axis == "shard" else "; of several shards, in those that meet it"),
+            claim=SCALED + ("" if axis == "shard" else ", and with several shards what the others sent in that step"),
             judge=scaled_without_loss,
         ),
         "a rank fails in a step": case(  # of 2 ranks SkipReduce leaves one out, which would not notice
@@ -289,10 +299,12 @@ def cases(axis: Axis) -> dict[str, Case]:
             P=3 if axis == "shard" else 2,
         ),
         "resuming after a restart": case(
-            resumed, claim="from a saved state, the same bits as without a break", judge=resumed_to_the_same_bits
+            resumed,
+            claim="from a saved state, the same bits as without an interruption",
+            judge=resumed_to_the_same_bits,
         ),
         "resuming with another number of ranks": Case(
-            f"the residuals of 3 {parts} go to 2, summed exactly; both continue with the same bits",
+            f"2 {parts} take over the exact sum of the residuals of 3, and continue with the same bits",
             partial(resized, axis=axis),
         ),
     }

@@ -16,12 +16,12 @@ from helpers.known_gradients import row, whole_numbers
 from integrations.table import refusals
 from invariants.world import same_bits
 from sparsync import Bucket, LocalWorld, Report
-from sparsync.base.sharded import own_shard_layout, shard_layout, shard_name
+from sparsync.attached.fsdp2 import ReduceScatterInto
+from sparsync.attached.fsdp2_units import ShardedParameter, units_of
+from sparsync.base.scheme import own_shard_layout, shard_layout, shard_name
 from sparsync.core import Comm, laid_out
-from sparsync.integrations.fsdp2 import ReduceScatterInto
-from sparsync.integrations.fsdp2_units import ShardedParameter, units_of
-from sparsync.integrations.handle import Handle
-from sparsync.integrations.rollback import Rollback
+from sparsync.runtime.connection import Rollback
+from sparsync.runtime.handle import Handle
 
 Units = dict[str, list[str]]  # the parameters of each bucket of a step, in the order of their reduction
 Axis = Literal[
@@ -56,6 +56,7 @@ class Sharding:
         layered: bool = True,
         scaler: GradScaler | None = None,
         mesh: DeviceMesh | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         mesh = mesh or _mesh(range(dist.get_world_size()), axis)
         self.options: dict[str, Any] = {"scaler": scaler}
@@ -65,11 +66,12 @@ class Sharding:
         self.model = self.net = Net()
         for name, parameter in self.net.named_parameters():
             parameter.data = parameter.data.to((dtypes or {}).get(name, torch.float32))
+            parameter.requires_grad_(name not in frozen)
         for module in (self.net.first, self.net.middle, self.net.last, self.net) if layered else (self.net,):
             fully_shard(module, mesh=mesh if axis == "both" else mesh["shard"])
         self.forward: Any = self.net  # or what torch.compile makes of it
         self.handle = self.attach(id)
-        self.names = {unit.key: unit.names for unit in units_of(self.net)}
+        self.names = {unit.key: [name for name in unit.names if name not in frozen] for unit in units_of(self.net)}
         self.rows: list[dict[str, Tensor]] = []
         self.units: list[Units] = []
         self.reports: list[Report] = []
@@ -109,16 +111,18 @@ class Sharding:
         return Done(self.rows, self.units, self.reports, self.residual())
 
 
-def same_on_all_ranks(id: str, ranks: Sequence[Done | None], axis: Axis, gradient: Gradient = known) -> None:
-    """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld."""
+def same_on_all_ranks(
+    id: str, ranks: Sequence[Done | None], axis: Axis, gradient: Gradient = known, frozen: Sequence[str] = ()
+) -> None:
+    """Fails unless all ranks did, to the last bit, what the scheme does in a LocalWorld, and frozen parameters have no gradient."""
     there = [rank for rank in ranks if rank is not None]
     whole = _of_shards if axis == "shard" else _of_replicas
     rows, residuals = whole(id, len(there), there[0].units, gradient)
     for rank, residual in zip(there, residuals, strict=True):
         assert rank.units == there[0].units
         for found, wanted in zip(rank.rows, rows, strict=True):
-            assert found.keys() == wanted.keys() == SHAPES.keys()
-            for name in SHAPES:
+            assert found.keys() == wanted.keys() == SHAPES.keys() - set(frozen)
+            for name in found:
                 assert same_bits(found[name].flatten(), wanted[name].flatten()), name
         assert rank.residual.keys() == residual.keys()
         assert all(same_bits(rank.residual[name], residual[name]) for name in residual)
@@ -146,7 +150,10 @@ def _of_replicas(id: str, P: int, units: list[Units], gradient: Gradient) -> Exp
 
 
 def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expected:
-    shards = {name: ShardedParameter(name, shape, 0, _length(shape, P)) for name, shape in SHAPES.items()}
+    trained = {name for names in units[0].values() for name in names}
+    shards = {
+        name: ShardedParameter(name, shape, 0, _length(shape, P)) for name, shape in SHAPES.items() if name in trained
+    }
 
     def program(comm: Comm) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         scheme, rows, skipped = row(id).make().reduce_scatter_form(), [], Rollback()
@@ -171,7 +178,7 @@ def _of_shards(id: str, P: int, units: list[Units], gradient: Gradient) -> Expec
 
     found = LocalWorld(P).run(program)
     rows = [
-        {name: shards[name].join([rows[step][name] for rows, _ in found]) for name in SHAPES}
+        {name: each.join([rows[step][name] for rows, _ in found]) for name, each in shards.items()}
         for step in range(len(units))
     ]
     residuals = [

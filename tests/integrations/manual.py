@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.ddp_training import COUNT, TIMEOUT_S, N, Trained
-from helpers.known_gradients import KnownGradients, Recorder, row
+from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
+from helpers.known_gradients import BucketsNoted, KnownGradients, row
 from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
 from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained
 from integrations.table import Case, absent, refusals, trial
 from sparsync import GradientReducer
-from sparsync.integrations import checkpoint
+from sparsync.attached import checkpoint
 from test_ddp import used
 
 KEYS = ("float32/cpu",)
@@ -36,7 +35,7 @@ class Manual:
         scaler: GradScaler | None = None,
     ) -> None:
         self.model = model or KnownGradients(COUNT, N, dtype)
-        self.recorder = Recorder(row(id).make())
+        self.recorder = BucketsNoted(row(id).make())
         self.forward: Any = self.model  # or what torch.compile makes of it
         self.rank = dist.get_rank(group)
         self.rows: list[Tensor] = []
@@ -54,8 +53,8 @@ class Manual:
         self.reducer.reduce()
         self.rows.append(self.model.gradients().clone())
 
-    def done(self) -> Trained:
-        return Trained(torch.stack(self.rows), self.recorder.steps, self.reducer.reports(), self.residual())
+    def done(self) -> RankRecord:
+        return RankRecord(torch.stack(self.rows), self.recorder.steps, self.reducer.reports(), self.residual())
 
     def residual(self) -> dict[str, Tensor]:
         return self.recorder.state_dict().get("residual", {})
@@ -70,7 +69,7 @@ class Manual:
         checkpoint.restore(self.reducer, states)
 
 
-def in_part(id: str) -> Trained:
+def in_part(id: str) -> RankRecord:
     training = Manual(id)
     for step in range(STEPS):
         inputs = training.model.inputs(training.rank, step)
@@ -78,7 +77,7 @@ def in_part(id: str) -> Trained:
     return training.done()
 
 
-def uneven(id: str) -> Trained:
+def uneven(id: str) -> RankRecord:
     training = Manual(id)
     for step in range(STEPS):
         more = training.rank == 0 or step < BATCHES
@@ -86,12 +85,12 @@ def uneven(id: str) -> Trained:
     return training.done()
 
 
-def in_a_group(id: str) -> Trained | None:
+def in_a_group(id: str) -> RankRecord | None:
     group = dist.new_group([0, 2])
     return trained(Manual(id, group=group)) if isinstance(group, dist.ProcessGroup) else None
 
 
-def compiled(id: str) -> Trained:
+def compiled(id: str) -> RankRecord:
     torch._dynamo.reset()
     training = Manual(id)
     training.forward = torch.compile(training.model, backend="aot_eager")
@@ -99,6 +98,9 @@ def compiled(id: str) -> Trained:
 
 
 def with_stepping_optimizer(id: str) -> None:
+    # Here, because it compiles TorchScript, which takes seconds; the ranks' fork server has done so.
+    from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+
     model = KnownGradients(2, N)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     Manual(id, model=model)
@@ -114,13 +116,13 @@ CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     "static_graph=True": OPTION,
     "DDP's mixed_precision": OPTION,
     "torch.compile with the python reducer": OPTION,
-    "buckets that change": absent("there is one bucket for each type of gradient, always"),
+    "buckets that change": absent("there is always one bucket for each type of gradient"),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
-        f"{SAME}, where an unused parameter counts as zero; one that no rank uses gets zero",
+        f"{SAME}; an unused parameter counts as zero, and one that no rank uses gets zero",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used, keys=KEYS)),
     ),
     "ranks that run out of data (join)": Case(
-        f"{SAME}, where a rank without data goes on calling, and counts as zero",
+        f"{SAME}; a rank without data continues to call and counts as zero",
         trial(uneven, partial(same_on_all_ranks, gradient=zero_afterwards, keys=KEYS)),
     ),
     "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_on_all_ranks, keys=KEYS), P=3)),

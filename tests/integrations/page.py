@@ -1,40 +1,41 @@
-"""The page docs/integrations.md: a table for each integration. A new integration is one more line in INTEGRATIONS."""
+"""The table "What works where" of docs/attach.md. A new integration is one more line in INTEGRATIONS."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from integrations import attach, fsdp, manual
+from integrations import attach, fsdp, manual, steps
 from integrations.table import SCHEMES, SITUATIONS, Case, cells, markdown
 
+PART = "what works"
 INTEGRATIONS: dict[str, Mapping[str, Case]] = {
-    "sparsync.attach (DistributedDataParallel)": attach.CASES,
-    "sparsync.GradientReducer (any training loop)": manual.CASES,
-    "sparsync.attach (FSDP2, shard axis)": fsdp.SHARDS,
-    "sparsync.attach (FSDP2, replicate axis)": fsdp.REPLICAS,
-    "sparsync.attach (FSDP2, mesh of two axes: HSDP)": fsdp.BOTH,
+    "`attach`, DDP": attach.CASES,
+    "`GradientReducer`": manual.CASES,
+    "`AdamWSteps`": steps.ADAMW,
+    "`LocalSteps`": steps.LOCAL,
+    "`attach`, FSDP2 shard axis": fsdp.SHARDS,
+    "`attach`, FSDP2 replicate axis": fsdp.REPLICAS,
+    "`attach`, FSDP2 with HSDP": fsdp.BOTH,
 }
 
 
-def page(situations: Sequence[str] = SITUATIONS) -> str:
-    """Run these situations and return the page; all of them take some minutes."""
-    return "\n".join(
-        [
-            _HEAD,
-            *[markdown(integration, cases, cells(cases, situations)) for integration, cases in INTEGRATIONS.items()],
-        ]
-    )
+def part(situations: Sequence[str] = SITUATIONS) -> str:
+    """Run these situations and return this part of the page; all of them take some minutes."""
+    verdicts = {integration: cells(cases, situations) for integration, cases in INTEGRATIONS.items()}
+    return _HEAD + markdown(INTEGRATIONS, verdicts)
 
 
-_COUNTED = f"{len(SITUATIONS)} situations x {len(INTEGRATIONS)} integrations x {len(SCHEMES)} schemes"
 _TORCH = torch.__version__.split("+")[0]
-_HEAD = f"""# What works behind which integration
+_HEAD = f"""`python -m studies integrations` runs every cell with real processes over gloo on CPU and torch {_TORCH}:
+{len(SITUATIONS)} situations, {len(INTEGRATIONS)} integrations and {len(SCHEMES)} schemes ({", ".join(SCHEMES)}).
 
-Made by `python runs/integrations.py`, which runs every cell: real processes over gloo on CPU, torch {_TORCH}, with 2 ranks, or
-3 where a group, a failure or a change of ranks needs them. {_COUNTED}. Nothing here is typed by hand.
+- *works*: every gradient and every residual equals, bit for bit and on all ranks, what the scheme makes of the same buckets in a
+  `LocalWorld`, without processes or an integration. For `AdamWSteps` and `LocalSteps` this holds for own weights, common weights and
+  residuals after each step. A note says what was checked beyond that. Unless a note names schemes, a cell holds for all of them.
+- *refused*: the integration raises on all ranks before anything is sent. The note is the reason.
+- *-*: the situation does not arise. The note says why.
 
-"works": what the second column says was checked; "the same bits" is that each gradient and each residual is, to the last bit and on all
-ranks, what the scheme makes of the same buckets in a `LocalWorld`, without processes or an integration. FSDP2 has 2 shards on the shard
-axis, and 2 replicas of 1 shard on the replicate axis and with a mesh of two axes (tests/test_fsdp.py: 2 x 2 ranks). "refused": the
-integration raises, on all ranks, before anything is sent; the reason is below the table. "does not arise": so is the reason why not.
+Cells run on 2 ranks, or on 3 where a group, a failure or a change of ranks needs them. FSDP2 has 2 shards on the shard axis, and
+2 replicas of 1 shard on the replicate axis and with HSDP (tests/test_fsdp.py has 2 x 2 ranks).
+
 """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-SCALED = "all ranks skip the step; of residuals and gradients nothing is lost but the bucket with the infinity"
+SCALED = "all ranks skip the step; only the bucket with the infinity is lost"
 STEPS, OVERFLOWING = 6, 3  # the step that meets an infinity, on rank 1
 
 
@@ -27,7 +27,7 @@ class Scalable(Protocol):
 
 
 @dataclass
-class Scaled:
+class ScalerRecord:
     """What one rank saw."""
 
     applied: dict[str, Tensor]  # by the optimizer, in all steps
@@ -45,7 +45,7 @@ def scaled(
     names: Sequence[str],
     gradient: Callable[[int, int, str], Tensor],
     overflowing: str,
-) -> Scaled:
+) -> ScalerRecord:
     """Train some steps; an infinity is in the gradient of the parameter called `overflowing`."""
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # so that what it applied can be read off
     scaler.scale(torch.zeros(()))  # which makes its scale; the loss is scaled by way of the inputs
@@ -64,7 +64,7 @@ def scaled(
     unit = training.state().get("loss_scale") or 1.0
     kept = {name: part / unit for name, part in training.residual().items()}
     missed = {name: gradient(training.rank, OVERFLOWING, name) for name in names}
-    return Scaled(applied(training.model), kept, scales, came, missed)
+    return ScalerRecord(applied(training.model), kept, scales, came, missed)
 
 
 def applied(model: nn.Module) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def applied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def scaled_without_loss(id: str, ranks: list[Scaled]) -> None:
+def scaled_without_loss(id: str, ranks: list[ScalerRecord]) -> None:
     """Whole numbers and scales of two, so that all is exact."""
     first = ranks[0]
     for rank in ranks:

@@ -9,24 +9,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from helpers.ddp_training import COUNT, NAMES, N, Trained, check, known, total
+from helpers.ddp_training import COUNT, NAMES, N, RankRecord, check, known, total
 from helpers.distributed import run
-from helpers.known_gradients import Gradient, KnownGradients, Recorder, row, whole_numbers
+from helpers.known_gradients import BucketsNoted, Gradient, KnownGradients, expected, row, whole_numbers
 from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
-from integrations.scaled import SCALED, Scaled, scaled, scaled_without_loss
-from integrations.table import Case, Verdict, trial
+from integrations.scaled import SCALED, ScalerRecord, scaled, scaled_without_loss
+from integrations.table import SAME, Case, TrialVerdict, trial
 from invariants.world import same_bits
 
 OTHER = "skip-default"  # the scheme of the second model
-SAME = "the same bits"  # explained in page.py
 STEPS = 4
+FROZEN = ("embed.weight", "block3.bias", "block4.weight")
+TRAINED = [name for name in NAMES if name not in FROZEN]
 
 
 class Integration(Protocol):
-    """A training of KnownGradients behind an integration, as ddp_training.Training is; see there."""
+    """A training of KnownGradients behind an integration, as ddp_training.AttachedTraining is; see there."""
 
     model: KnownGradients
-    recorder: Recorder
+    recorder: BucketsNoted
     rank: int
     rows: list[Tensor]
 
@@ -36,7 +37,7 @@ class Integration(Protocol):
         """A step whose gradient is the sum of those of several backward passes."""
         ...
 
-    def done(self) -> Trained: ...
+    def done(self) -> RankRecord: ...
 
     def residual(self) -> dict[str, Tensor]:
         """Return the residual, copied."""
@@ -93,40 +94,43 @@ def common(
         "accumulation over backward passes (no_sync)": case(
             accumulated, partial(same_on_all_ranks, gradient=of_three, keys=keys), f"the sum is reduced once; {SAME}"
         ),
+        "frozen parameters": case(frozen, partial(same_of_the_others, keys=keys), f"{SAME} for the others"),
         "sparse embeddings": case(
             sparse,
             sparse_mean_on_all_ranks,
-            "an embedding's gradient is the exact mean, sent in full, and replicas are the same",
+            "an embedding's gradient is sent in full and is the exact mean; replicas are identical",
         ),
-        "two models at once": case(partial(two), partial(both_same_on_all_ranks, keys=keys), f"of both models, {SAME}"),
+        "two models at once": case(partial(two), partial(both_same_on_all_ranks, keys=keys), f"{SAME} for both models"),
         "Inf on one rank": case(
             overflowing,
             finite_on_all_ranks,
-            "all ranks see the same in that step, and finite gradients and residuals from the next one on",
+            "all ranks see the same in that step; gradients and residuals are finite from the next step on",
         ),
         "a loss scaler skips a step (GradScaler)": Case(
             SCALED, trial(partial(of_two_types, integration=integration), scaled_without_loss)
         ),
         "a rank fails in a step": Case(FAILURE, trial(partial(unlucky, integration=integration), failed_on_all_ranks)),
         "resuming after a restart": case(
-            partial(resumed, **stable), resumed_to_the_same_bits, "from a saved state, the same bits as without a break"
+            partial(resumed, **stable),
+            resumed_to_the_same_bits,
+            "from a saved state, the same bits as without an interruption",
         ),
         "resuming with another number of ranks": Case(
-            "the residuals of 3 ranks go to 2, summed exactly; both continue with the same bits",
+            "2 ranks take over the exact sum of the residuals of 3, and continue with the same bits",
             partial(resized, integration=integration),
         ),
     }
 
 
-def same_on_all_ranks(id: str, ranks: list[Trained], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
+def same_on_all_ranks(id: str, ranks: list[RankRecord], gradient: Gradient = known, keys: Sequence[str] = ()) -> None:
     check(id, [rank for rank in ranks if rank is not None], gradient, keys)
 
 
-def typed(id: str, integration: Make, dtype: torch.dtype) -> Trained:
+def typed(id: str, integration: Make, dtype: torch.dtype) -> RankRecord:
     return trained(integration(id, dtype=dtype))
 
 
-def trained(training: Integration) -> Trained:
+def trained(training: Integration) -> RankRecord:
     for step in range(STEPS):
         training.step(training.model.inputs(training.rank, step))
     return training.done()
@@ -136,7 +140,7 @@ def cast(rank: int, step: int, name: str, dtype: torch.dtype) -> Tensor:
     return known(rank, step, name).to(dtype)
 
 
-def several_types(id: str, integration: Make) -> Trained:
+def several_types(id: str, integration: Make) -> RankRecord:
     model = KnownGradients(COUNT, N)
     for name, module in model.named_children():
         if of_bfloat16(name):
@@ -152,7 +156,24 @@ def of_several_types(rank: int, step: int, name: str) -> Tensor:
     return cast(rank, step, name, torch.bfloat16 if of_bfloat16(name) else torch.float32)
 
 
-def accumulated(id: str, integration: Make) -> Trained:
+def frozen(id: str, integration: Make) -> RankRecord:
+    model = KnownGradients(COUNT, N)
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    done = trained(integration(id, model=model))
+    of_name = done.grads.view(len(done.grads), COUNT, N)
+    assert all(of_name[:, NAMES.index(name)].isnan().all() for name in FROZEN)  # none
+    done.grads = of_name[:, [NAMES.index(name) for name in TRAINED]].flatten(1)
+    return done
+
+
+def same_of_the_others(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
+    wanted = expected(id, len(ranks), ranks[0].steps, TRAINED, known, keys)
+    for rank, residual in zip(ranks, wanted.residuals, strict=True):
+        rank.check(wanted.grads, residual)
+
+
+def accumulated(id: str, integration: Make) -> RankRecord:
     training = integration(id)
     for step in range(STEPS):
         training.accumulate([training.model.inputs(training.rank, 3 * step + part) for part in range(3)])
@@ -190,7 +211,7 @@ def as_in_memory(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten()
 
 
-def in_channels_last(id: str, integration: Make, flat: Callable[[Tensor], Tensor]) -> Trained:
+def in_channels_last(id: str, integration: Make, flat: Callable[[Tensor], Tensor]) -> RankRecord:
     return trained(integration(id, model=ChannelsLast(flat)))
 
 
@@ -238,7 +259,7 @@ def sparse_mean_on_all_ranks(id: str, ranks: list[tuple[Tensor, Tensor, set[str]
         assert names == {"dense", row(id).make().name}
 
 
-def two(id: str, integration: Make) -> list[Trained]:
+def two(id: str, integration: Make) -> list[RankRecord]:
     """One step of the one, one of the other."""
     both = [integration(id), integration(OTHER)]
     for step in range(STEPS):
@@ -247,7 +268,7 @@ def two(id: str, integration: Make) -> list[Trained]:
     return [training.done() for training in both]
 
 
-def both_same_on_all_ranks(id: str, ranks: list[list[Trained]], keys: Sequence[str]) -> None:
+def both_same_on_all_ranks(id: str, ranks: list[list[RankRecord]], keys: Sequence[str]) -> None:
     same_on_all_ranks(id, [rank[0] for rank in ranks], keys=keys)
     same_on_all_ranks(OTHER, [rank[1] for rank in ranks], keys=keys)
 
@@ -260,21 +281,21 @@ def with_infinity(rank: int, step: int, name: str) -> Tensor:
     return gradient
 
 
-def overflowing(id: str, integration: Make) -> Trained:
+def overflowing(id: str, integration: Make) -> RankRecord:
     training = integration(id)
     for step in range(STEPS):
         training.step({name: with_infinity(training.rank, step, name) for name in NAMES})
     return training.done()
 
 
-def finite_on_all_ranks(id: str, ranks: list[Trained]) -> None:
+def finite_on_all_ranks(id: str, ranks: list[RankRecord]) -> None:
     for rank in ranks:
         assert same_bits(rank.grads, ranks[0].grads)
         assert all(grads.isfinite().all() for step, grads in enumerate(rank.grads) if step != 1)
         assert all(part.isfinite().all() for part in rank.residual.values())
 
 
-def of_two_types(id: str, integration: Make) -> Scaled:
+def of_two_types(id: str, integration: Make) -> ScalerRecord:
     """In several buckets behind every integration, as one of them makes one for each type."""
     model = KnownGradients(COUNT, N)
     for name, module in model.named_children():
@@ -327,13 +348,13 @@ def saved(ids: Sequence[str], integration: Make) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def restored(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[Any, Trained]:
+def restored(id: str, integration: Make, states: Mapping[str, list[Any]]) -> tuple[Any, RankRecord]:
     training = integration(id)
     training.load_any(states[id])
     return training.residual(), trained(training)
 
 
-def resized(ids: Sequence[str], integration: Make) -> dict[str, Verdict]:
+def resized(ids: Sequence[str], integration: Make) -> dict[str, TrialVerdict]:
     before = run(saved, 3, ids=ids, integration=integration)
     states = {id: [rank[id][0] for rank in before] for id in ids}
 

@@ -1,11 +1,12 @@
-"""Situations, cases and verdicts, and the page that shows them."""
+"""Situations, cases and verdicts, and the table that shows them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helpers.distributed import run
+from helpers.known_gradients import row
 
 SCHEMES = {  # of the table of schemes that the invariants run over
     "Dense": "dense",
@@ -14,6 +15,7 @@ SCHEMES = {  # of the table of schemes that the invariants run over
     "MiCRO": "micro-0.1",
     "ExDyna": "exdyna-0.1",
     "OkTopk": "oktopk-0.1",
+    "TwoShot": "two-shot-0.1",
 }
 SITUATIONS = (  # every integration has a case for each
     "float32 parameters",
@@ -26,6 +28,7 @@ SITUATIONS = (  # every integration has a case for each
     "gradient_as_bucket_view=True",
     "static_graph=True",
     "parameters that ranks do not use (find_unused_parameters=True)",
+    "frozen parameters",
     "ranks that run out of data (join)",
     "sparse embeddings",
     "two models at once",
@@ -42,7 +45,8 @@ SITUATIONS = (  # every integration has a case for each
     "resuming after a restart",
     "resuming with another number of ranks",
 )
-WORKS, REFUSED, ABSENT, FAILS = "works", "refused", "does not arise", "fails"
+WORKS, REFUSED, ABSENT, FAILS = "works", "refused", "-", "fails"
+SAME = "the same bits"  # the claim that needs no note; explained in page.py
 
 
 class RefusedError(Exception):
@@ -59,7 +63,7 @@ def refusals() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     word: str  # WORKS, REFUSED, ABSENT or FAILS
     reason: str = ""
 
@@ -69,21 +73,21 @@ class Case:
     """One situation behind one integration. `claim` is what was checked where it works; `trial` finds a verdict for each row of SCHEMES."""
 
     claim: str
-    trial: Callable[[Sequence[str]], Mapping[str, Verdict]]
+    trial: Callable[[Sequence[str]], Mapping[str, TrialVerdict]]
 
 
 def absent(reason: str) -> Case:
     """A situation that there is not behind this integration."""
-    return Case("-", lambda ids: dict.fromkeys(ids, Verdict(ABSENT, reason)))
+    return Case("-", lambda ids: dict.fromkeys(ids, TrialVerdict(ABSENT, reason)))
 
 
 def trial(
     body: Callable[[str], Any], judge: Callable[[str, list[Any]], None], P: int = 2
-) -> Callable[[Sequence[str]], dict[str, Verdict]]:
+) -> Callable[[Sequence[str]], dict[str, TrialVerdict]]:
     """Runs `body(id)` on P ranks, for all schemes in the same processes; `judge(id, what the ranks returned)` raises where it is wrong."""
 
-    def found(ids: Sequence[str]) -> dict[str, Verdict]:
-        ranks = run(everything, P, body=body, ids=ids, within_s=100)
+    def found(ids: Sequence[str]) -> dict[str, TrialVerdict]:
+        ranks = run(everything, P, body=body, ids=ids, within_s=600)
         return {id: verdict([rank[id] for rank in ranks], lambda values, id=id: judge(id, values)) for id in ids}
 
     return found
@@ -100,43 +104,69 @@ def everything(body: Callable[[str], Any], ids: Sequence[str]) -> dict[str, Any]
     return found
 
 
-def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> Verdict:
+def verdict(values: list[Any], judge: Callable[[list[Any]], None]) -> TrialVerdict:
     """Judge what the ranks returned. A refusal counts where all ranks get the same error."""
     values = [value for value in values if value is not None]  # of a rank outside the group
     errors = [value for value in values if isinstance(value, Exception)]
     if len({str(error) for error in errors if isinstance(error, RefusedError)}) == 1 and len(errors) == len(values):
-        return Verdict(REFUSED, str(errors[0]))
+        return TrialVerdict(REFUSED, str(errors[0]))
     if errors:
-        return Verdict(FAILS, str(errors[0]))
+        return TrialVerdict(FAILS, str(errors[0]))
     try:
         judge(values)
     except AssertionError as error:
-        return Verdict(FAILS, f"what came out is wrong: {error}")
-    return Verdict(WORKS)
+        return TrialVerdict(FAILS, f"what came out is wrong: {error}")
+    return TrialVerdict(WORKS)
 
 
-def cells(cases: Mapping[str, Case], situations: Sequence[str] = SITUATIONS) -> dict[str, dict[str, Verdict]]:
+def cells(cases: Mapping[str, Case], situations: Sequence[str] = SITUATIONS) -> dict[str, dict[str, TrialVerdict]]:
     """The verdicts by situation and name of the scheme."""
-    found: dict[str, dict[str, Verdict]] = {}
+    found: dict[str, dict[str, TrialVerdict]] = {}
     for situation in situations:
         by_id = cases[situation].trial(list(SCHEMES.values()))
-        found[situation] = {name: by_id[id] for name, id in SCHEMES.items()}
+        found[situation] = {name: _of_any(row(id).make().name, by_id[id]) for name, id in SCHEMES.items()}
     return found
 
 
-def markdown(integration: str, cases: Mapping[str, Case], verdicts: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """The section of one integration: a row for each situation; reasons are numbered and stand below."""
-    reasons: dict[str, int] = {}
+def _of_any(scheme: str, verdict: TrialVerdict) -> TrialVerdict:
+    """The same with a reason that does not name the scheme: one for all that it holds for."""
+    name, _, rest = verdict.reason.partition(" ")
+    return replace(verdict, reason=f"the scheme {rest}") if name == scheme else verdict
 
-    def cell(verdict: Verdict) -> str:
-        if not verdict.reason:
-            return verdict.word
-        return f"{verdict.word} ({reasons.setdefault(verdict.reason, len(reasons) + 1)})"
 
-    head = ["situation", "works means", *SCHEMES]
-    rows = [head, ["---"] * len(head)]
-    for situation, row in verdicts.items():
-        rows.append([situation, cases[situation].claim, *map(cell, row.values())])
+def markdown(
+    integrations: Mapping[str, Mapping[str, Case]], verdicts: Mapping[str, Mapping[str, Mapping[str, TrialVerdict]]]
+) -> str:
+    """Return one table, a row for each situation and a column for each integration, with numbered notes below it.
+
+    A note says what was checked beyond equal bits, why something is refused, or why the situation does not arise.
+    """
+    numbers: dict[str, int] = {}
+
+    def cell(case: Case, by_scheme: Mapping[str, TrialVerdict]) -> str:
+        words = {verdict.word for verdict in by_scheme.values()}
+        told = [str(numbers.setdefault(note, len(numbers) + 1)) for note in _notes(case, by_scheme)]
+        word = words.pop() if len(words) == 1 else WORKS
+        return f"{word} ({', '.join(told)})" if told else word
+
+    rows = [["situation", *integrations], ["---"] * (1 + len(integrations))]
+    rows += [
+        [situation, *(cell(cases[situation], verdicts[name][situation]) for name, cases in integrations.items())]
+        for situation in next(iter(verdicts.values()))
+    ]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([f"## {integration}", "", *lines, "", *notes, ""])
+    return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in numbers.items())])
+
+
+def _notes(case: Case, by_scheme: Mapping[str, TrialVerdict]) -> list[str]:
+    """Return the notes of a cell: of schemes that do not work, and of what was checked where that is more than equal bits."""
+    schemes: dict[TrialVerdict, list[str]] = {}
+    for name, verdict in by_scheme.items():
+        schemes.setdefault(verdict, []).append(name)
+    notes = [
+        verdict.reason if len(schemes) == 1 else f"{verdict.word} with {', '.join(names)}: {verdict.reason}"
+        for verdict, names in schemes.items()
+        if verdict.word != WORKS
+    ]
+    works = any(verdict.word == WORKS for verdict in schemes)
+    return [*notes, case.claim] if works and case.claim != SAME else notes

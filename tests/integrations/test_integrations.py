@@ -1,55 +1,58 @@
-"""docs/integrations.md has a verdict for every situation, integration and scheme; some of them are run again."""
+"""docs/attach.md has a verdict for every situation, integration and scheme; some of them are run again."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from integrations.page import INTEGRATIONS, page
-from integrations.table import ABSENT, FAILS, REFUSED, SCHEMES, SITUATIONS, WORKS, RefusedError, Verdict, verdict
+from integrations.page import INTEGRATIONS, PART, part
+from integrations.table import ABSENT, FAILS, REFUSED, SCHEMES, SITUATIONS, WORKS, RefusedError, TrialVerdict, verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "attach.md"
 QUICK = ("a loss scaler skips a step (GradScaler)",)  # the whole takes some minutes
-Cells = dict[
-    str, dict[str, dict[str, str]]
-]  # integration -> situation -> scheme -> cell, its reason in place of its number
+Cells = dict[str, dict[str, tuple[str, ...]]]  # situation -> integration -> verdict and notes
+
+
+def committed() -> str:
+    """Return the generated part of the page."""
+    return PAGE.read_text().partition(f"<!-- begin {PART} -->")[2].partition(f"<!-- end {PART} -->")[0]
 
 
 def cells(text: str) -> Cells:
-    """Return the tables of the page."""
-    found: Cells = {}
-    for section in text.split("\n## ")[1:]:
-        reasons: dict[str, str] = dict(re.findall(r"^(\d+)\. (.+)$", section, re.MULTILINE))
-        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-        integration = section.splitlines()[0]
-        found[integration] = {
-            row[0]: {
-                scheme: re.sub(r"\((\d+)\)", lambda number, reasons=reasons: reasons[number[1]], cell)
-                for scheme, cell in zip(rows[0][2:], row[2:], strict=True)
-            }
-            for row in rows[2:]
-        }
-    return found
+    """Return the table with notes in place of their numbers."""
+    notes: dict[str, str] = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
+    head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+
+    def told(cell: str) -> tuple[str, ...]:
+        word, _, numbers = cell.partition(" (")
+        return (word, *(notes[number] for number in re.findall(r"\d+", numbers)))
+
+    return {row[0]: dict(zip(head[1:], map(told, row[1:]), strict=True)) for row in rows}
 
 
 def test_the_page_has_a_verdict_for_everything_and_nothing_fails() -> None:
-    found = cells(PAGE.read_text())
-    assert list(found) == list(INTEGRATIONS)
-    for integration, situations in found.items():
-        assert set(INTEGRATIONS[integration]) == set(SITUATIONS)
-        assert list(situations) == list(SITUATIONS)
-        for row in situations.values():
-            assert list(row) == list(SCHEMES)
-            for cell in row.values():
-                assert re.fullmatch(rf"{WORKS}|({REFUSED}|{ABSENT}) .+", cell)
+    found = cells(committed())
+    assert list(found) == list(SITUATIONS)
+    for situation, by_integration in found.items():
+        assert list(by_integration) == list(INTEGRATIONS)
+        for integration, (word, *notes) in by_integration.items():
+            assert situation in INTEGRATIONS[integration]
+            assert word in (WORKS, REFUSED, ABSENT)
+            assert word == WORKS or notes
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_run_again_is_what_the_page_says() -> None:
-    committed = cells(PAGE.read_text())
-    for integration, situations in cells(page(QUICK)).items():
-        assert situations == {situation: committed[integration][situation] for situation in QUICK}
+    found = cells(committed())
+    assert cells(part(QUICK)) == {situation: found[situation] for situation in QUICK}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("integration", ["`AdamWSteps`", pytest.param("`LocalSteps`", marks=pytest.mark.slow)])
+def test_between_processes_what_is_frozen_stays_and_all_else_has_the_bits_of_a_local_world(integration: str) -> None:
+    found = INTEGRATIONS[integration]["frozen parameters"].trial([SCHEMES["TwoShot"]])
+    assert found == {SCHEMES["TwoShot"]: TrialVerdict(WORKS)}
 
 
 def right(values: list[object]) -> None:
@@ -58,9 +61,9 @@ def right(values: list[object]) -> None:
 
 def test_a_wrong_result_an_error_and_a_refusal_on_some_ranks_only_are_failures() -> None:
     no, other = RefusedError("no"), RefusedError("other")
-    assert verdict([1, 1], right) == Verdict(WORKS)
-    assert verdict([no, no], right) == Verdict(REFUSED, "no")
+    assert verdict([1, 1], right) == TrialVerdict(WORKS)
+    assert verdict([no, no], right) == TrialVerdict(REFUSED, "no")
     assert verdict([1, 2], right).word == FAILS
-    assert verdict([1, ValueError("lost")], right) == Verdict(FAILS, "lost")
+    assert verdict([1, ValueError("lost")], right) == TrialVerdict(FAILS, "lost")
     assert verdict([1, no], right).word == FAILS
     assert verdict([no, other], right).word == FAILS

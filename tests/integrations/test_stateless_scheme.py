@@ -16,12 +16,12 @@ import sparsync
 from helpers.distributed import case, run
 from sparsync import Bucket, Cost, Report, Scheme
 from sparsync.core import Comm
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.handle import Handle
 
 pytestmark = pytest.mark.distributed
 
 
-class Mean(Scheme):
+class StatelessMean(Scheme):
     """The mean gradient."""
 
     name = "mean"
@@ -38,7 +38,7 @@ Step = Callable[[Tensor], Tensor]  # reduces the gradient that is given, and ret
 def ddp() -> tuple[Handle, Step]:
     model = nn.Linear(3, 1, bias=False)
     wrapped = DistributedDataParallel(model)
-    handle = sparsync.attach(wrapped, Mean(), timeout_s=20)
+    handle = sparsync.attach(wrapped, StatelessMean(), timeout_s=120)
 
     def step(gradient: Tensor) -> Tensor:
         wrapped.zero_grad()
@@ -55,8 +55,8 @@ def fsdp2() -> tuple[Handle, Step]:
     model = nn.Linear(3, 1, bias=False)
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(ValueError, match="mean has no reduce-scatter"):
-        sparsync.attach(model, Mean())
-    handle = sparsync.attach(model, Mean(), replicate=mesh["replicate"], timeout_s=20)
+        sparsync.attach(model, StatelessMean())
+    handle = sparsync.attach(model, StatelessMean(), replicate=mesh["replicate"], timeout_s=120)
 
     def step(gradient: Tensor) -> Tensor:
         model.zero_grad()
@@ -69,7 +69,7 @@ def fsdp2() -> tuple[Handle, Step]:
 
 def reducer() -> tuple[Handle, Step]:
     model = nn.Linear(3, 1, bias=False)
-    reducer = sparsync.GradientReducer(model, Mean(), timeout_s=20)
+    reducer = sparsync.GradientReducer(model, StatelessMean(), timeout_s=120)
 
     def step(gradient: Tensor) -> Tensor:
         model.weight.grad = gradient.view(1, 3).clone()
@@ -94,7 +94,10 @@ def trained(folder: Path) -> None:
             sparsync.checkpoint.load(second, folder / make.__name__)
             step(torch.zeros(3))
             assert second.reports()[-1].step == 3
-    for wrong, cure in ((Mean, r"give an instance: Mean\(\.\.\.\)"), (object(), "subclass sparsync.Scheme")):
+    for wrong, cure in (
+        (StatelessMean, r"give an instance: StatelessMean\(\.\.\.\)"),
+        (object(), "subclass sparsync.Scheme"),
+    ):
         for take in (sparsync.attach, sparsync.doctor):
             with pytest.raises(TypeError, match=cure):
                 take(DistributedDataParallel(nn.Linear(3, 1)), wrong)  # pyright: ignore[reportArgumentType]

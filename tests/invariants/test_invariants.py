@@ -1,5 +1,7 @@
 """Every invariant of sparsync.testing on every row of the table of schemes."""
 
+from dataclasses import replace
+
 import pytest
 
 from invariants.table import LARGE_WORLDS, ROWS, Row, rows
@@ -20,6 +22,14 @@ def test_the_invariants_of_traces_hold_in_larger_worlds(row: Row) -> None:
     subject = row.subject_in(row.worlds(LARGE_WORLDS))
     for invariant in OF_TRACES:
         check(invariant, subject)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS if row.without])
+def test_no_row_leaves_out_what_it_would_pass(row: Row) -> None:
+    for invariant in row.without:
+        with pytest.raises(AssertionError, match=f"^{invariant}: "):
+            check(invariant, replace(row, without={}).subject)
 
 
 def test_the_table_knows_which_schemes_have_a_residual() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from invariants.table import ROWS
 from invariants.world import COUNT, NAMES, Step, integer_sum, integers, layout, marks, run
-from sparsync import AutoProtect, SkipReduce
+from sparsync import SkipReduce
+from sparsync.schemes import AutoProtect
 from sparsync.schemes.skip_reduce import Form
 from sparsync.testing.invariants import SIZES, check_layouts, reduce_by_name
 

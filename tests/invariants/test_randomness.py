@@ -7,7 +7,7 @@ import torch
 
 from invariants.world import COUNT, run
 from sparsync import SkipReduce
-from sparsync.collectives.skip_plan import random_offsets, random_shift
+from sparsync.collectives.skipping import random_offsets, random_shift
 from sparsync.core import generator
 from sparsync.schemes.skip_reduce import Form, Mode
 

@@ -3,7 +3,8 @@
 import pytest
 
 from invariants.world import COUNT, integers, layout, reals, run
-from sparsync import AutoProtect, Cost, Dense, SkipReduce, TopK
+from sparsync import Cost, Dense, SkipReduce, TopK
+from sparsync.schemes import AutoProtect
 from sparsync.schemes.skip_reduce import Form
 
 FLOAT_NBYTES = 4

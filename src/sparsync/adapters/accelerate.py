@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.attached import checkpoint
+from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
-from sparsync.integrations import checkpoint
-from sparsync.integrations.ddp import attach as attach_to_ddp
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("accelerate", "1.15"):
     from accelerate import Accelerator
@@ -26,6 +27,7 @@ def attach(
     *,
     optimizer: Optimizer | None = None,
     timeout_s: float = 300.0,
+    check_weights_every: int = CHECK_WEIGHTS_EVERY,
 ) -> Handle | None:
     """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; None, with a warning, where there is one process.
 
@@ -38,7 +40,14 @@ def attach(
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:
         return None
-    handle = attach_to_ddp(ddp, scheme, optimizer=optimizer, scaler=accelerator.scaler, timeout_s=timeout_s)
+    handle = attach_to_ddp(
+        ddp,
+        scheme,
+        optimizer=optimizer,
+        scaler=accelerator.scaler,
+        timeout_s=timeout_s,
+        check_weights_every=check_weights_every,
+    )
 
     # Not register_for_checkpointing: that writes the main process's state only.
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:

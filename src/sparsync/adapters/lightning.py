@@ -13,11 +13,12 @@ from typing import Any
 
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.attached import checkpoint as states
+from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
-from sparsync.integrations import checkpoint as states
-from sparsync.integrations.ddp import attach
-from sparsync.integrations.findings import given_or_default
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.findings import given_or_default
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("lightning", "2.6"):
     try:
@@ -34,7 +35,8 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
 
     Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one; its loss scaler they follow anyway.
+    `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. Its loss scaler they follow anyway, and
+    its clipping where there is one optimizer.
     `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
     continue from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies other than DDP's.
     """
@@ -46,9 +48,10 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         follow_rates: bool = False,
         recorder: Recorder | None = None,
         timeout_s: float = 300.0,
+        check_weights_every: int = CHECK_WEIGHTS_EVERY,
     ) -> None:
         self.scheme, self.follow_rates = given_or_default(scheme), follow_rates
-        self.recorder, self.timeout_s = recorder, timeout_s
+        self.recorder, self.timeout_s, self.check_weights_every = recorder, timeout_s, check_weights_every
         self.handle: Handle | None = None
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
         self._loaded: Sequence[Mapping[str, Any]] | None = None
@@ -65,9 +68,17 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             )
         if self.handle is not None:
             self.handle.close()  # of the last fit, whose DDP model is gone
-        optimizer = trainer.optimizers[0] if self.follow_rates else None
+        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.handle = attach(ddp, self.scheme, optimizer=optimizer, scaler=scaler, timeout_s=self.timeout_s)
+        self.handle = attach(
+            ddp,
+            self.scheme,
+            optimizer=optimizer,
+            scaler=scaler,
+            follow_rates=self.follow_rates,
+            timeout_s=self.timeout_s,
+            check_weights_every=self.check_weights_every,
+        )
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

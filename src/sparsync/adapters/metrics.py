@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from sparsync.adapters.wrapped import needs
-from sparsync.base.scheme import Scheme
-from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.core import Report
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """The same names in a run of wandb, over an axis of their own, "sparsync/step": they do not move the run's own step."""
+    """Record the same names in a run of wandb, over a separate axis, "sparsync/step": they do not move the run's own step."""
 
     def __init__(self, run: Any, *, by_bucket: bool = False) -> None:  # Any: wandb is not imported for its class
         self._run, self._by_bucket = run, by_bucket

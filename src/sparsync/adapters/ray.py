@@ -14,10 +14,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.attached import checkpoint
+from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
-from sparsync.integrations import checkpoint
-from sparsync.integrations.ddp import attach
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("ray[train]", "2.60"):
     import ray.train.torch
@@ -30,11 +31,12 @@ def prepare_model(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
+    check_weights_every: int = CHECK_WEIGHTS_EVERY,
     **options: Any,
 ) -> tuple[nn.Module, Handle | None]:
     """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
 
-    `optimizer`, `scaler` and `timeout_s` are for `sparsync.attach`, `options` for Ray.
+    `optimizer`, `scaler`, `timeout_s` and `check_weights_every` are for `sparsync.attach`, `options` for Ray.
     Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
 
     Where the loop starts from a checkpoint with residuals, they are loaded, also those of another number of workers.
@@ -44,7 +46,14 @@ def prepare_model(
     ddp = ddp_inside(prepared, "Ray Train", ray.train.get_context().get_world_size())
     if ddp is None:
         return prepared, None
-    handle = attach(ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s)
+    handle = attach(
+        ddp,
+        scheme,
+        optimizer=optimizer,
+        scaler=scaler,
+        timeout_s=timeout_s,
+        check_weights_every=check_weights_every,
+    )
     given = ray.train.get_checkpoint()
     if given is not None:
         with given.as_directory() as folder:

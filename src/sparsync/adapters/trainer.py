@@ -13,11 +13,12 @@ from typing import Any
 
 from sparsync.adapters.metrics import Recorder
 from sparsync.adapters.wrapped import ddp_inside, needs
+from sparsync.attached import checkpoint
+from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
-from sparsync.integrations import checkpoint
-from sparsync.integrations.ddp import attach as attach_to_ddp
-from sparsync.integrations.findings import given_or_default
-from sparsync.integrations.handle import Handle
+from sparsync.runtime.findings import given_or_default
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("transformers", "5.23"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,16 +33,20 @@ def attach(
     recorder: Recorder | None = None,
     resume_from: str | Path | None = None,
     timeout_s: float = 300.0,
+    check_weights_every: int = CHECK_WEIGHTS_EVERY,
 ) -> "Sparsync":
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
     Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler they follow
-    anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder gets the residuals of each rank; training
-    that continues from one, also with another number of ranks, loads them from there, or from `resume_from` where the folder was moved.
+    `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler, and its
+    clipping at `max_grad_norm`, they follow anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder
+    gets the residuals of each rank; training that continues from one, also with another number of ranks, loads them from there, or from
+    `resume_from` where the folder was moved.
     `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
-    callback = Sparsync(trainer, given_or_default(scheme), follow_rates, recorder, resume_from, timeout_s)
+    callback = Sparsync(
+        trainer, given_or_default(scheme), follow_rates, recorder, resume_from, timeout_s, check_weights_every
+    )
     trainer.add_callback(callback)
     return callback
 
@@ -57,8 +62,10 @@ class Sparsync(TrainerCallback):
         recorder: Recorder | None,
         resume_from: str | Path | None,
         timeout_s: float,
+        check_weights_every: int,
     ) -> None:
         self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
+        self.check_weights_every = check_weights_every
         self.resume_from = resume_from
         self.handle: Handle | None = None
         self._trainer = weakref.ref(trainer)  # which holds this callback
@@ -75,9 +82,14 @@ class Sparsync(TrainerCallback):
         if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
             if self.handle is not None:
                 self.handle.close()  # of a DDP model that is no longer trained
-            optimizer = kwargs["optimizer"] if self.follow_rates else None
             self.handle = attach_to_ddp(
-                ddp, self.scheme, optimizer=optimizer, scaler=trainer.accelerator.scaler, timeout_s=self.timeout_s
+                ddp,
+                self.scheme,
+                optimizer=kwargs["optimizer"],
+                scaler=trainer.accelerator.scaler,
+                follow_rates=self.follow_rates,
+                timeout_s=self.timeout_s,
+                check_weights_every=self.check_weights_every,
             )
             self._model = weakref.ref(ddp)
         if state.global_step:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.integrations.parameter_names import inside_wrappers
+from sparsync.runtime.parameter_names import inside_wrappers
 
 
 @contextmanager

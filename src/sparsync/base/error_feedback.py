@@ -12,16 +12,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sparsync import kernels
-from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.exchange import all_reduce
-from sparsync.comm.busiest import all_reduce_exchange
-from sparsync.comm.cost import recorded_cost
+from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, spans
+from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, phase, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
-from sparsync.phases import phase
+from sparsync.kernels import operations as kernels
 
 State = TypeVar("State")
 
@@ -73,10 +69,8 @@ class ErrorFeedbackScheme(Scheme):
 
     residuals: Residuals = "float32"
     decay: float = 1.0
-    # Whether a small bucket may be sent whole, in one all-reduce, in place of a step; and below how many elements it is, which an
-    # integration sets, the same on all ranks.
+    # Whether an integration may send a small bucket whole, by `send_all` in place of `reduce`.
     may_send_whole = False
-    dense_below = 0
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
     _own: "dict[str, ByBucket[Any]]"
@@ -92,12 +86,18 @@ class ErrorFeedbackScheme(Scheme):
         """Return the mean of what was selected from `acc`, and what this rank's residual loses.
 
         `bucket` gives key, step and layout; its `grad` belongs to `acc`. Raises NonFiniteError, on all ranks, when any rank found NaN
-        or Inf; where that is not known beforehand it may show in the mean instead. Communicate through `sparsync.collectives`, whose
-        costs the report adds up.
+        or Inf; where that is not known beforehand it may show in the mean instead. What is sent through `comm` is
+        counted for the report.
         """
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` by the mean of `step`. With NaN or Inf on any rank, it shows on all and no state changes."""
+        return self._reduced(bucket, comm, whole=False)
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        return self._reduced(bucket, comm, whole=True)
+
+    def _reduced(self, bucket: Bucket, comm: Comm, whole: bool) -> Report:
         if "feedback" not in vars(self):
             raise TypeError(
                 f"{type(self).__name__} has no error feedback yet; decorate it with @dataclass, and call super().__post_init__() in its own"
@@ -105,15 +105,12 @@ class ErrorFeedbackScheme(Scheme):
         if not bucket.grad.numel():
             return self.report(bucket, selected=0, union=0)
         acc = self.feedback.accumulate(bucket, comm.rank)
-        with recorded_cost() as cost:
-            try:
-                if bucket.grad.numel() < self.dense_below:
-                    update = replace(everything(acc, comm), details={"dense": True, "whole": True})
-                else:
-                    update = self.step(acc, bucket, comm)
-            except NonFiniteError:
-                bucket.grad.fill_(torch.nan)
-                return self.report(bucket, cost.total, selected=0, union=0, details={"overflow": True})
+        comm = MeteredComm(comm)
+        try:
+            update = _whole(acc, comm) if whole else self.step(acc, bucket, comm)
+        except NonFiniteError:
+            bucket.grad.fill_(torch.nan)
+            return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
         mean = update.mean
         values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
         # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
@@ -158,16 +155,11 @@ class ErrorFeedbackScheme(Scheme):
                 # Only P times the mean is not: a loss scaler must see it all the same.
                 bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
-        return self.report(bucket, cost.total, selected=update.selected, union=union, details=details)
+        return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
 
     def plan(self, given: Given) -> Plan:
-        """Return what a settled step does: nothing for an empty bucket, all at once for a small one, else `planned`."""
-        if not given.n:
-            return Plan()
-        if given.n < self.dense_below:
-            whole = all_reduce_exchange(given.n, given.value_nbytes, given.P)
-            return planned(given, [whole], self.residual_nbytes(given))
-        return self.planned(given)
+        """Return what a settled step does: nothing for an empty bucket, else `planned`."""
+        return self.planned(given) if given.n else Plan()
 
     def planned(self, given: Given) -> Plan:
         """Return what `step` does in closed form; `given.n` is at least 1. Raises ValueError where the scheme has none."""
@@ -198,6 +190,12 @@ class ErrorFeedbackScheme(Scheme):
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale(factors)
+
+    def hold_residual(self) -> None:
+        self.feedback.hold()
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        self.feedback.weigh(factors)
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         return self.feedback.residual(bucket, comm.rank)
@@ -284,8 +282,12 @@ def _fits(mean: Tensor, P: int) -> bool:
 
 def everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
     """Return the step that sends all of `acc` and leaves nothing."""
-    mean = all_reduce(acc.values, comm) / comm.size if comm.size > 1 else acc.values.clone()
+    mean = comm.all_reduce(acc.values) / comm.size if comm.size > 1 else acc.values.clone()
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True})
+
+
+def _whole(acc: Accumulator, comm: Comm) -> DenseUpdate:
+    return replace(everything(acc, comm), details={"dense": True, "whole": True})
 
 
 def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, index: Tensor | None = None) -> None:

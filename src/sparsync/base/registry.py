@@ -1,15 +1,21 @@
 """Schemes by name: ours, those of installed packages, and any class or constructor that can be imported or loaded from a file.
 
-An installed package gives its schemes as entry points of the group "sparsync.schemes". Nothing here imports torch before a scheme is
-looked at.
+An installed package gives its schemes as entry points of the group "sparsync.schemes". `locate` finds any class by such a name, its module
+or its file; third parties add workloads this way too. Nothing here imports torch before a scheme is looked at.
 """
 
+import ast
 import difflib
+import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from sparsync.base.locate import installed, locate
 
 if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
@@ -54,11 +60,11 @@ _OURS: dict[str, tuple[str, str]] = {
     "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
     "sparse_loco": (
         "sparsync.schemes.sparse_loco:SparseLoCo",
-        "the largest elements of each tile of 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706)",
+        "the largest elements of each tile of up to 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706)",
     ),
     "demo": (
         "sparsync.schemes.demo:DeMo",
-        "the largest cosine components of each tile of 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
+        "the largest cosine components of each tile of up to 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
     ),
     "onebit_adam": (
         "sparsync.schemes.onebit_adam:OneBitAdam",
@@ -67,46 +73,6 @@ _OURS: dict[str, tuple[str, str]] = {
     "dgc": (
         "sparsync.schemes.dgc:DGC",
         "topk of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887)",
-    ),
-    "random_k": (
-        "sparsync.schemes.random_k:RandomK",
-        "the same random elements on all ranks, without positions (arXiv 1809.07599)",
-    ),
-    "topk_union": (
-        "sparsync.schemes.topk_union:TopKUnion",
-        "all ranks' values at the union of their largest elements (the top-k baseline of arXiv 2310.00967)",
-    ),
-    "hard_threshold": (
-        "sparsync.schemes.hard_threshold:HardThreshold",
-        "what reaches a threshold that never changes (arXiv 2108.00951)",
-    ),
-    "gaussiank": (
-        "sparsync.schemes.gaussiank:GaussianK",
-        "as topk, by the threshold of a normal distribution (arXiv 1911.08772)",
-    ),
-    "sidco": (
-        "sparsync.schemes.sidco:SIDCo",
-        "as topk, by the threshold of an exponential, gamma or Pareto distribution (arXiv 2101.10761)",
-    ),
-    "cltk": (
-        "sparsync.schemes.cltk:CLTk",
-        "CLT-k of ScaleCom: one rank in turn chooses the positions for all (arXiv 2104.11125)",
-    ),
-    "gtopk": (
-        "sparsync.schemes.gtopk:GTopK",
-        "gTop-k: selections merged pairwise in a tree, k elements in the end (arXiv 1901.04359)",
-    ),
-    "spardl": (
-        "sparsync.schemes.spardl:SparDL",
-        "SparDL: a sparse reduce-scatter and all-gather in 2 log2 P rounds (arXiv 2304.00737)",
-    ),
-    "topk_dsa": (
-        "sparsync.schemes.topk_dsa:TopKDSA",
-        "SparCML: topk's sums by owners of regions, gathered dense where they fill up (arXiv 1802.08021)",
-    ),
-    "deft": (
-        "sparsync.schemes.deft:DEFT",
-        "DEFT: layers are dealt to the ranks, each selects in its own for all (arXiv 2307.03500)",
     ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
@@ -126,10 +92,19 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """Return what the scheme called `name` is, in a line. Raises ValueError for an unknown name."""
-    if name in _OURS:
-        return _OURS[name][1]
-    return installed("scheme")[_known(name)]
+    """Return what the scheme called `name` is, in a line; of an installed package's the first line of its docstring, which is not executed.
+
+    Raises ValueError for an unknown name.
+    """
+    return _OURS[name][1] if name in _OURS else summary(where(name))
+
+
+def where(name: str) -> str:
+    """Return the "package.module:Class" or "path/to/file.py:Class" of a scheme that `get` takes. Raises ValueError for an unknown name."""
+    if _names_code(name):
+        return name
+    base = name.removesuffix(_PUBLISHED)
+    return _OURS[base][0] if base in _OURS else installed("scheme")[_known(base)]
 
 
 def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults to
@@ -140,18 +115,30 @@ def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults t
 def get(name: str, **config: Any) -> "Scheme":  # Any: the settings of the scheme, checked by its constructor
     """Return a new scheme, e.g. `get("topk", density=0.01)`.
 
-    `name` is one of `names()`, "NAME.published" for the authors' setting of one of ours, "package.module:Class" or
-    "path/to/file.py:Class". Raises ValueError for an unknown name or setting, TypeError for a class that is no Scheme.
+    `name` is one of `names()`, "NAME.published" for the authors' setting, "package.module:Class" or
+    "path/to/file.py:Class", whose module or file is executed. Raises ValueError for an unknown name or setting and for what is no
+    Scheme's class or constructor, which is not called.
     """
     check_settings(name, config)
     from sparsync.base.scheme import Scheme
 
     scheme = _constructor(name)(**config)
     if not isinstance(scheme, Scheme):
-        raise TypeError(
-            f"{name} makes a {type(scheme).__name__}, which is no sparsync.Scheme; subclass sparsync.Scheme"
-        )
+        raise TypeError(f"{name} makes a {type(scheme).__name__}, which is no sparsync.Scheme; return one")
     return scheme
+
+
+def check_names_no_code(name: str, where: str) -> None:
+    """Raise ValueError for a name that would execute a module or a file, for names that do not come from the user's own command line.
+
+    Installed packages are left: their metadata, not the name, says what is imported. `where` says in the error where the name stands.
+    """
+    if _names_code(name):
+        refused = f"{where} takes names of `sparsync schemes` only, got {name!r}: it must not say which code runs"
+        cure = (
+            'give the class on the command line or in Python, or install it with an entry point of "sparsync.schemes"'
+        )
+        raise ValueError(_no_class(name, ValueError(f"{refused}; {cure}")))
 
 
 def check_settings(name: str, keys: Iterable[str]) -> None:
@@ -160,7 +147,7 @@ def check_settings(name: str, keys: Iterable[str]) -> None:
     for key in keys:
         if key not in known:
             raise ValueError(
-                f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{_nearest(key, known)}"
+                f"scheme {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}{nearest(key, known)}"
             )
 
 
@@ -170,22 +157,33 @@ def without_value(key: str, text: str) -> str:
 
 
 def _constructor(name: str) -> Callable[..., Any]:  # Any: a Scheme, if it is one
-    if ":" in name or name.endswith(".py"):
+    if _names_code(name):
         try:
-            return locate(name, "scheme")
+            return _checked(locate(name, "scheme"), name)
         except ValueError as error:
             raise ValueError(_no_class(name, error)) from error.__cause__
-    base = name.removesuffix(_PUBLISHED)
-    if base not in _OURS:
-        return locate(installed("scheme")[_known(name)], "scheme")
-    where = _OURS[base][0]
-    found = locate(where, "scheme")
+    base, found = name.removesuffix(_PUBLISHED), _checked(locate(where(name), "scheme"), name)
     # A named constructor, such as Dense.bf16, is its own published setting.
-    if base == name or "." in where.partition(":")[2]:
+    if base == name or not isinstance(found, type):
         return found
     if not hasattr(found, "published"):
         raise ValueError(f"scheme {base!r} has no published setting, because it is none of a paper's; use {base!r}")
-    return found.published
+    return found.published  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _names_code(name: str) -> bool:
+    """Return whether `name` is that of a class in a module or a file, which is executed to look it up."""
+    return ":" in name or name.endswith(".py")
+
+
+def _checked(found: Any, name: str) -> Callable[..., Any]:  # Any: what a module has under a name
+    """Return `found` if it is a Scheme's class or a constructor that is a class method of one; nothing else may be called."""
+    from sparsync.base.scheme import Scheme
+
+    owner = getattr(found, "__self__", found)
+    if not (isinstance(owner, type) and issubclass(owner, Scheme)):
+        raise ValueError(f"{name!r} is {found!r}, which is no sparsync.Scheme; name a class that subclasses it")
+    return found
 
 
 def _no_class(text: str, error: ValueError) -> str:
@@ -200,16 +198,147 @@ def _no_class(text: str, error: ValueError) -> str:
 
 def _known(name: str) -> str:
     base, dot, setting = name.partition(".")
-    if base in _OURS and dot and f".{setting}" != _PUBLISHED:
+    known = names()
+    if base in known and dot and f".{setting}" != _PUBLISHED:
         raise ValueError(f"a scheme has the settings {base!r} and '{base}.published', got {name!r}")
-    if name not in names():
+    if name not in known:
         raise ValueError(
-            f"unknown scheme {name!r}; there are {', '.join(names())}{_nearest(name, names())}; "
-            "others are given as package.module:Class or as path/to/file.py:Class"
+            f"unknown scheme {name!r}; there are {', '.join(known)}, and others are given as package.module:Class or "
+            f"path/to/file.py:Class{nearest(name, known)}"
         )
     return name
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def locate(spec: str, kind: str) -> Any:  # Any: the class, or one of its constructors
+    """Return what `spec` names: "package.module:Class", "path/to/file.py:Class", or the name of an installed entry point.
+
+    `kind` is what is looked for, such as "scheme": it stands in messages, and entry points are those of the group "sparsync.schemes".
+    Behind the colon a dotted name may stand, such as "Class.published". A file is executed once in a process. Raises ValueError
+    when there is no such thing or when its module fails to import.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon and spec.endswith(".py"):
+        classes = _classes(_file_module(spec, kind))
+        raise ValueError(
+            f"{kind} {spec!r} is a file, and one of its classes is needed; write {spec}:CLASS; classes defined there are: {classes}"
+        )
+    if not colon:
+        where, name = _entry_point(spec, kind)
+    if not where or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(
+            f"a {kind} is given by its name, as package.module:Class or as path/to/file.py:Class, got {spec!r}"
+        )
+    found: Any = _file_module(where, kind) if where.endswith(".py") else _module(where, kind)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{kind} {spec!r}: {where} has no {name!r}; classes defined there are: {_classes(found)}")
+        found = getattr(found, part)
+    return found
+
+
+def installed(kind: str) -> dict[str, str]:
+    """Return the "package.module:Class" of each installed entry point of the group "sparsync.<kind>s" by its name, sorted by name.
+
+    Nothing is imported. Raises ValueError when two packages give the same name to different classes.
+    """
+    found: dict[str, str] = {}
+    for point in sorted(entry_points(group=f"sparsync.{kind}s"), key=lambda point: point.name):
+        if found.setdefault(point.name, point.value) != point.value:
+            raise ValueError(
+                f"two installed packages have a {kind} {point.name!r}: {found[point.name]} and {point.value}; "
+                f"give one of these instead of the name, or uninstall one package"
+            )
+    return found
+
+
+def summary(spec: str) -> str:
+    """Return the first line of the docstring of "package.module:Class", read from its source; `spec` where that has none.
+
+    Only the packages above the module are imported, so that listing what is installed is quick.
+    """
+    where, _, name = spec.partition("[")[0].partition(":")
+    try:
+        found = find_spec(where.strip())
+        node: Any = ast.parse(Path(str(found and found.origin)).read_text(encoding="utf-8"))
+        for part in name.strip().split("."):
+            node = next(each for each in node.body if getattr(each, "name", None) == part)
+        text = ast.get_docstring(node)
+    except Exception:  # whatever is wrong with the package is told when it is asked for
+        return spec
+    return text.partition("\n")[0].removesuffix(".") if text else spec
+
+
+def _entry_point(name: str, kind: str) -> tuple[str, str]:
+    known = installed(kind)
+    if name not in known:
+        raise ValueError(
+            f"unknown {kind} {name!r}; installed packages have: {', '.join(known) or 'none'}; "
+            "others are given as package.module:Class or as path/to/file.py:Class"
+        )
+    where, _, attribute = known[name].partition(":")
+    return where.strip(), attribute.partition("[")[0].strip()
+
+
+def _module(name: str, kind: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name != missing and not name.startswith(f"{missing}."):
+            raise ValueError(_failed(name, kind, error)) from error
+        raise ValueError(
+            f"no module {missing!r} for the {kind} in {name}; install its package, set PYTHONPATH, or give path/to/file.py:Class"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(_failed(name, kind, error)) from error
+
+
+def _file_module(where: str, kind: str) -> ModuleType:
+    try:
+        path = Path(where).expanduser().resolve()
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # names that no file can have, and ~ of nobody
+        raise ValueError(f"no file {where!r} for the {kind}: {error}") from error
+    if not found:
+        raise ValueError(f"no file {where} for the {kind}, looked for {path}; check the path")
+    # Without dots, and the same in every process, so that objects of its classes can be pickled.
+    name = f"{path.stem.replace('.', '_')}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # there are both for a file that ends in .py
+    module = sys.modules[name] = module_from_spec(spec)  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ValueError(_failed(where, kind, error)) from error
+    return module
+
+
+def _failed(where: str, kind: str, error: BaseException) -> str:
+    line = error.__traceback__
+    while line is not None and line.tb_next is not None:
+        line = line.tb_next
+    at = (
+        f" ({line.tb_frame.f_code.co_filename}, line {line.tb_lineno})"
+        if line is not None and not isinstance(error, SyntaxError)
+        else ""
+    )
+    return f"{where} fails when it is imported for a {kind}: {type(error).__name__}: {error}{at}"
+
+
+def _classes(owner: object) -> str:
+    """Return the names of the classes that `owner` itself defines."""
+    members = getattr(owner, "__dict__", {})
+    return ", ".join(sorted(key for key, value in members.items() if _is_own_class(value, owner))) or "none"
+
+
+def _is_own_class(value: object, owner: object) -> bool:
+    return isinstance(value, type) and value.__module__ == getattr(owner, "__name__", None)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known word closest to `word`; empty when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

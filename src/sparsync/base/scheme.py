@@ -1,18 +1,22 @@
-"""The base class of all schemes: what an integration calls, with a default for everything but `reduce`."""
+"""The base classes of all schemes: what an integration calls, with a default for everything but `reduce`; and their sharded forms.
+
+A reduce-scatter for sharded training ends with each rank's own chunk of the mean, and no all-gather follows. The gradient is P chunks of m
+elements, chunk r always owned by rank r. Each parameter lies in all chunks, with a shard in each. There are no replicas, so nothing need
+be bit-identical.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Cost, Detail, Report
-
-if TYPE_CHECKING:
-    from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
+from sparsync.feedback import ErrorFeedback, Residuals, state_from
+from sparsync.kernels import operations as kernels
 
 _NO_COST = Cost()
 
@@ -26,14 +30,16 @@ class Scheme(ABC):
     """
 
     name: str
+    # Any: the runtime's record of the learning rates and the loss scale that the residual is in. It stays with the residual, in copies too.
+    residual_units: Any = None
 
     @abstractmethod
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         """Replace `bucket.grad` [n] by an estimate of the mean gradient, the same bits on every rank.
 
         Called on every rank for the same buckets in the same order. NaN or Inf on any rank must show in the result on every rank,
-        and leave the scheme's state as it was. An exception on any rank fails the step on all ranks. Communicate through
-        `sparsync.collectives` inside `recorded_cost()`, and return `self.report(bucket, cost.total)`.
+        and leave the scheme's state as it was. An exception on any rank fails the step on all ranks. Communicate
+        through a `MeteredComm` around `comm`, and return `self.report(bucket, metered.sent)`.
         """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -43,6 +49,10 @@ class Scheme(ABC):
                 f"{name} of {type(self).__name__} is a setting, which stays as it is; make a new scheme"
             )
         super().__setattr__(name, value)
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        """Reduce as `reduce` does, but leave nothing behind: all that was held back is in the mean, in the precision of the residual."""
+        return self.reduce(bucket, comm)
 
     def report(
         self,
@@ -58,7 +68,7 @@ class Scheme(ABC):
         return Report(self.name, bucket.key, bucket.step, n, k, K, cost, details=details or {})
 
     def plan(self, given: Given) -> Plan:
-        """Return what a settled step does with a bucket: its exchanges in closed form, without tensors. See `sparsync.predict`.
+        """Return what a settled step does with a bucket: its exchanges in closed form, without tensors. See `sparsync_lab.predict`.
 
         Raises ValueError where the scheme has none.
         """
@@ -101,15 +111,41 @@ class Scheme(ABC):
         """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
         return False
 
+    @property
+    def writes_steps(self) -> bool:
+        """Whether elements of what is written are about 1, as those of Adam's steps are, so that SGD takes a learning rate of Adam."""
+        return False
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether its authors' residual holds gradients times the learning rate: give `attach` the optimizer, then it is the same."""
+        return False
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         """Multiply the residual of each named parameter by its factor."""
-        return
+        for each in self.inner_schemes:
+            each.rescale_residual(factors)
+
+    def hold_residual(self) -> None:
+        """Copy the residual before a step, for `weigh_step`."""
+        for each in self.inner_schemes:
+            each.hold_residual()
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        """Keep of the step since `hold_residual`, for each named parameter, its factor in [0, 1]; called where only that share was applied.
+
+        With c the factor, the residual becomes c times what it is now + (1 - c) times what it was before the step.
+        """
+        for each in self.inner_schemes:
+            each.weigh_step(factors)
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         """Return this rank's share of what is held back of `bucket`, [n], for reading only; None where nothing is.
 
-        In units of the gradient. Of sums over ranks that a rank holds for all of them its share is a P-th. `bucket` gives key, type and
-        layout; `bucket.grad` is not read.
+        In units of the gradient, for each element. Of what this rank has not sent of its own gradients, its share is all; of a sum over m
+        ranks that waits here for them, an m-th. So with m = 1 for its own, the residuals of all ranks add up to what m * share does. No
+        rank's gradient waits in two places: over the ranks, m - 1 adds up to at most P - 1. `bucket` gives key, type and layout;
+        `bucket.grad` is not read.
         """
         return None
 
@@ -134,8 +170,8 @@ class Scheme(ABC):
         Raises ValueError where there is none.
         """
         raise ValueError(
-            f"{self.name} has no reduce-scatter; for the shard axis there are SkipReduce, OkTopk and Dense. On a replicate axis every "
-            'scheme works: attach(model, scheme, replicate=mesh["replicate"])'
+            f"{self.name} has no reduce-scatter; for the shard axis there are TwoShot, OkTopk, SkipReduce and Dense. On a replicate axis "
+            'every scheme works: attach(model, scheme, replicate=mesh["replicate"])'
         )
 
     def config_fingerprint(self) -> str:
@@ -148,3 +184,90 @@ def overflowed(report: Report, grad: Tensor) -> bool:
     known = report.details.get("overflow")
     # A host sync where the report does not say.
     return not kernels.all_finite(grad) if known is None else bool(known)
+
+
+class ReduceScatterScheme(ABC):
+    """The form of a scheme for a shard axis. Holds the state of one rank: a residual of the whole gradient, by shard."""
+
+    name: str
+    residual_units: Any = None  # as of Scheme
+
+    def __init__(self, residuals: Residuals = "float32", decay: float = 1.0) -> None:
+        self.feedback = ErrorFeedback(residuals, decay=decay)
+
+    def config_fingerprint(self) -> str:
+        """Return what ranks compare before each bucket. The settings were compared before, as those of the scheme it is the form of."""
+        return self.name
+
+    @property
+    def needs_layout(self) -> bool:
+        """Whether it must know where each parameter lies."""
+        return True
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether anything is held back from one step to a later one."""
+        return True
+
+    @abstractmethod
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
+        """Write to `out` [m] this rank's chunk of the estimate of the mean gradient, or of the sum. `bucket.grad` is used up."""
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
+        """Return this rank's state, copied."""
+        return {"residual": self.feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.feedback.load_state_dict(state_from(state, "residual", "a sharded scheme"))
+
+    def rescale_residual(self, factors: Mapping[str, float]) -> None:
+        """Multiply the residual of each named parameter by its factor."""
+        self.feedback.rescale(self._of_shards(factors))
+
+    def hold_residual(self) -> None:
+        """Copy the residual before a step, for `weigh_step`."""
+        self.feedback.hold()
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        """Keep of the step since `hold_residual`, for each named parameter, its factor in [0, 1]. See `Scheme.weigh_step`."""
+        self.feedback.weigh(self._of_shards(factors))
+
+    def _of_shards(self, factors: Mapping[str, float]) -> dict[str, float]:
+        return {name: factors.get(parameter_of(name), 1.0) for name in self.feedback.by_name}
+
+    def rollback(self, written: Bucket, share: int) -> None:
+        """Add `share` times what was written to the residual again: P times a mean, once a sum. The step will not be applied."""
+        for entry in written.layout:  # those of this rank's chunk: no other rank received it, so no other rank holds it
+            if entry.name in self.feedback.by_name:
+                self.feedback.by_name[entry.name].add_(entry.span.of(written.grad), alpha=share)
+
+    def reset_shared_state(self) -> None:
+        """Forget what must agree across ranks."""
+        return
+
+    def found_inf(self, bucket: Bucket, out: Tensor, cost: Cost) -> Report:
+        """Fill `out` with NaN, and return the report of a step that changed no residual."""
+        out.fill_(torch.nan)
+        n = bucket.grad.numel()
+        return Report(self.name, bucket.key, bucket.step, n, 0, 0, cost, details={"overflow": True})
+
+
+def shard_layout(lengths: Sequence[tuple[str, int]], P: int) -> tuple[ParameterSpan, ...]:
+    """Return where all shards lie in the whole buffer, given each parameter's name and the length of its shards."""
+    return laid_out((shard_name(name, owner), length) for owner in range(P) for name, length in lengths)
+
+
+def own_shard_layout(lengths: Sequence[tuple[str, int]], owner: int) -> tuple[ParameterSpan, ...]:
+    """Return where the shards of `owner` lie in its chunk."""
+    return laid_out((shard_name(name, owner), length) for name, length in lengths)
+
+
+def shard_name(name: str, owner: int) -> str:
+    """Return the name of the shard of a parameter that `owner` owns."""
+    return f"{name}[{owner}]"
+
+
+def parameter_of(name: str) -> str:
+    """Return the parameter that a shard of this name belongs to."""
+    return name[: name.rindex("[")]

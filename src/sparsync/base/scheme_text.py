@@ -1,7 +1,7 @@
 """Schemes as a text: "topk", "oktopk:density=0.05:values=int4", "package.module:Class:key=value", "path/to/file.py:Class".
 
-The commands take such texts, the environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. Nothing here
-imports torch before a scheme is made.
+The commands take such texts, the environment variable SPARSYNC_SCHEME has one, and `sparsync.scheme` makes a scheme of one. What a class's
+module or file says is executed, so the variable takes names only. Nothing here imports torch before a scheme is made.
 """
 
 import os
@@ -12,12 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsync.base import registry
-from sparsync.base.recipes import RECIPES
 
 if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
+# Published systems that are a scheme and steps around it: name -> (what it stands for, what it is)
+RECIPES = {
+    "diloco": (
+        "local_steps(every=50:keep=0.0:outer_rate=0.7:outer_momentum=0.9)/dense",
+        "DiLoCo (arXiv 2311.08105), every 50 steps, the most often that its authors tried",
+    ),
+    "streaming_diloco": (
+        "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
+        "Streaming DiLoCo (2501.18512): fragments in 4 bits that arrive while training continues",
+    ),
+    "sparseloco": (
+        "local_steps(every=30:keep=0.0)/sparse_loco",
+        "SparseLoCo (2508.15706) without its clipping to the median norm",
+    ),
+}
 VARIABLE = "SPARSYNC_SCHEME"
+COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
 DEFAULT = "dense"  # where the variable is not set
 STEPS = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}  # what may stand around a scheme, and its class
@@ -29,10 +44,10 @@ _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; ot
 def scheme(text: str) -> "Scheme":
     """Return a new scheme of a text such as "oktopk:density=0.05:values=int4": a name, and settings where they are not the defaults.
 
-    The name is one that `sparsync.schemes.get` takes. A value is a number, true, false or a text; several are joined by "+", as in
-    "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting, suggesting the nearest, for a setting that the
-    scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a scheme. Raises TypeError for anything but a
-    text.
+    The name is one that `sparsync.schemes.get` takes: the module or file of a class is executed. A value is a number, true, false or a
+    text; several are joined by "+", as in "skip_reduce:protect=*.bias+norm.*". Raises ValueError for an unknown name or setting,
+    suggesting the nearest, for a setting that the scheme refuses, and for what stands for more than a scheme: a recipe, or steps around a
+    scheme. Raises TypeError for anything but a text.
     """
     if not isinstance(text, str):
         raise TypeError(
@@ -54,14 +69,17 @@ def scheme(text: str) -> "Scheme":
 def scheme_of_environment() -> "Scheme":
     """Return a new scheme of the text in the environment variable SPARSYNC_SCHEME, or `dense` where it is not set or empty.
 
-    Where SPARSYNC_SCHEME_NOTE has the path of a file that is there, the text is written into it: so `sparsync launch` learns that a script
-    takes its scheme. Raises ValueError as `scheme`, naming the variable.
+    It takes names of `sparsync.schemes.names()`. A class is taken only from `sparsync launch --scheme`, which sets
+    SPARSYNC_SCHEME_OF_COMMAND_LINE to the same text. Where SPARSYNC_SCHEME_NOTE has the path of a file that is there, the text is written
+    into it: so `sparsync launch` learns that a script takes its scheme. Raises ValueError as `scheme`, naming the variable.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if note := os.environ.get(NOTE):
         with suppress(OSError), Path(note).open("r+") as file:  # r+ makes no file: it is gone when the launch is over
             file.write(f"{text}\n")
     try:
+        if text != os.environ.get(COMMAND_LINE):
+            registry.check_names_no_code(parsed(text)[0], "the environment")
         return scheme(text or DEFAULT)
     except ValueError as error:
         raise ValueError(f"{VARIABLE}={text}: {error}") from error
@@ -102,7 +120,7 @@ def made(name: str, config: dict[str, Any], text: str = "") -> "Scheme":  # Any:
             raise ValueError(registry.without_value(key, text))
     try:
         return registry.get(name, **config)
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"scheme {text!r} cannot be made: {error}; see `sparsync schemes {name}`") from error
 
 
@@ -131,3 +149,8 @@ def _value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its fo
         except ValueError:
             continue
     return text
+
+
+def recipes() -> dict[str, str]:
+    """Return one line about each recipe by its name."""
+    return {name: f"{about}: {text}" for name, (text, about) in RECIPES.items()}

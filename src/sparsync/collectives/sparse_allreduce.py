@@ -2,12 +2,11 @@
 
 Every rank owns one region of the vector. First each rank sends its elements of a region to the region's owner, which adds them up.
 Then, where the survivors lie very unevenly, some move to other ranks. Then all ranks gather them. Each is one message round; the counts
-of the first travel in a round of their own. Messages go out in rotated order where the transport does so (gloo and NCCL do).
+of the first travel in a separate round. Messages go out in rotated order where the transport does so (gloo and NCCL do).
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -15,20 +14,23 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparsync import kernels
-from sparsync.comm.busiest import all_gather_exchange, all_to_all_exchange, near_equal, to_owners_exchange
-from sparsync.comm.cost import costs
-from sparsync.comm.metered import all_gather_cost, all_to_all_cost
-from sparsync.comm.plan import Exchange
-from sparsync.core import Comm, Cost, Span, Sparse, spans
-from sparsync.phases import phase
+from sparsync.comm.plan import (
+    Exchange,
+    all_gather_exchange,
+    all_to_all_exchange,
+    near_equal,
+    packet_tally,
+    to_owners_exchange,
+)
+from sparsync.core import Comm, Detail, Span, Sparse, phase, spans
+from sparsync.kernels import operations as kernels
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks
 
 
 @runtime_checkable
 class ElementCodec(Protocol):
-    """Bytes of a Sparse and back, of a length that count and span determine: `wire.elements.Elements`, or the module `wire.raw`."""
+    """Bytes of a Sparse and back, of a length that count and span determine: `wire.Elements` or `wire.Raw`."""
 
     @property
     def exact(self) -> bool: ...
@@ -40,6 +42,25 @@ class ElementCodec(Protocol):
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor: ...
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int: ...
+
+
+@dataclass
+class Control:
+    """What a rank keeps of one bucket from step to step, besides its residual; the local threshold is its own, the rest the same on all."""
+
+    t: int = 0  # steps
+    boundaries: list[int] = field(default_factory=list)  # P-1; empty: equal widths
+    # Of the published rules only; None: to be evaluated. The local one is this rank's own, so it is left out where ranks are compared.
+    local_threshold: float | None = field(default=None, repr=False)
+    global_threshold: float | None = None
+
+    def regions(self, n: int, P: int) -> tuple[Span, ...]:
+        """Return the region of each rank."""
+        return regions_of(self.boundaries or equal_boundaries(n, P), n)
+
+    def become(self, other: "Control") -> None:
+        """Take over all of `other`."""
+        self.__dict__.update(other.__dict__)
 
 
 def equal_boundaries(n: int, P: int) -> list[int]:
@@ -98,28 +119,6 @@ def split_counts_exchange(P: int) -> Exchange:
     return to_owners_exchange({COUNT_NBYTES: P})
 
 
-def split_and_reduce_cost(
-    outgoing: Sequence[int], regions: Sequence[Span], dtype: torch.dtype, rank: int, codec: ElementCodec
-) -> Cost:
-    """Return what `split_and_reduce_` sends from this rank."""
-    counts = all_to_all_cost([COUNT_NBYTES] * len(outgoing), rank)
-    sizes = [codec.nbytes(k, len(span), dtype) for k, span in zip(outgoing, regions, strict=True)]
-    return counts + all_to_all_cost(sizes, rank)
-
-
-def _split_and_reduce_cost(
-    reduced: Reduced,
-    region: Tensor,
-    mine: Sparse,
-    regions: Sequence[Span],
-    comm: Comm,
-    codec: ElementCodec,
-    undoable: bool = False,
-) -> Cost:
-    return split_and_reduce_cost(reduced.outgoing, regions, region.dtype, comm.rank, codec)
-
-
-@costs(_split_and_reduce_cost)
 def split_and_reduce_(
     region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: ElementCodec, undoable: bool = False
 ) -> Reduced:
@@ -219,24 +218,6 @@ def balance_exchange(
     return Exchange("all_to_all", max(sent), max(messages), 1 if len(held) > 1 else 0, max(received))
 
 
-def balance_cost(
-    held: Sequence[int],
-    wanted: Sequence[int],
-    regions: Sequence[Span],
-    dtype: torch.dtype,
-    rank: int,
-    codec: ElementCodec,
-) -> Cost:
-    """Return what `balance` sends from this rank."""
-    plan, length = moves(held, wanted), len(regions[rank])
-    return all_to_all_cost([codec.nbytes(plan.get((rank, to), 0), length, dtype) for to in range(len(held))], rank)
-
-
-@costs(
-    lambda _, mine, held, wanted, regions, comm, codec: balance_cost(
-        held, wanted, regions, mine.value.dtype, comm.rank, codec
-    )
-)
 def balance(
     mine: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> Sparse:
@@ -263,29 +244,47 @@ def balance(
     return kernels.merge([kept, *moved])
 
 
+def uneven(held: Sequence[int], imbalance: float) -> bool:
+    """Return whether some rank holds more than `imbalance` times the mean, and could hold less."""
+    P, most = len(held), max(held)
+    return most * P > imbalance * sum(held) and most > -(-sum(held) // P)
+
+
+def balanced(
+    sums: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
+) -> tuple[Sparse, Sequence[Span]]:
+    """Return this rank's `wanted` survivors, and the span that those of each rank lie in."""
+    if list(wanted) == list(held):
+        return sums, regions
+    moved = balance(sums, held, wanted, regions, comm, codec)
+    return moved, [Span(0, sums.length)] * comm.size
+
+
+def survivors_exchanges(
+    held: Sequence[int],
+    wanted: Sequence[int] | None,
+    lengths: Sequence[int],
+    n: int,
+    dtype: torch.dtype,
+    exact: ElementCodec,
+    codec: ElementCodec,
+) -> list[Exchange]:
+    """Return the exchanges of `balanced`, whose codec is `exact`, and of the `all_gather_elements` that follows it."""
+    if wanted is None or list(wanted) == list(held):
+        return [gather_elements_exchange(held, lengths, dtype, codec)]
+    return [
+        balance_exchange(held, wanted, lengths, dtype, exact),
+        gather_elements_exchange(wanted, [n] * len(held), dtype, codec),
+    ]
+
+
 def gather_elements_exchange(
     held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
 ) -> Exchange:
     """Return the exchange of `all_gather_elements`: rank r has `held[r]` elements of a span of `lengths[r]`."""
-    pairs = Counter(zip(held, lengths, strict=True))
-    sizes: Counter[int] = Counter()
-    for (count, length), ranks in pairs.items():
-        sizes[codec.nbytes(count, length, dtype)] += ranks
-    return all_gather_exchange(sizes)
+    return all_gather_exchange(packet_tally(held, lengths, lambda count, length: codec.nbytes(count, length, dtype)))
 
 
-def all_gather_elements_cost(
-    held: Sequence[int], places: Sequence[Span], dtype: torch.dtype, rank: int, codec: ElementCodec
-) -> Cost:
-    """Return what `all_gather_elements` sends from this rank."""
-    return all_gather_cost(codec.nbytes(held[rank], len(places[rank]), dtype), len(held))
-
-
-@costs(
-    lambda _, mine, held, places, comm, codec: all_gather_elements_cost(
-        held, places, mine.value.dtype, comm.rank, codec
-    )
-)
 def all_gather_elements(
     mine: Sparse, held: Sequence[int], places: Sequence[Span], comm: Comm, codec: ElementCodec
 ) -> tuple[Sparse, Tensor]:
@@ -312,3 +311,25 @@ def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtyp
     """Decode a packet about `span` into elements of the whole vector of `length`."""
     elements = codec.decode(packet, k, len(span), dtype)
     return Sparse(elements.index + span.start, elements.value, length)
+
+
+def k_largest(elements: Sparse, k: int) -> Sparse:
+    """Return the k elements of largest magnitude."""
+    top = kernels.top_k(elements.value, min(k, elements.value.numel())).index
+    return Sparse(elements.index[top], elements.value[top], elements.length)
+
+
+def details(
+    mine: Sparse, survivors: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
+) -> dict[str, Detail]:
+    """Return what the report says besides the counts; thresholds are the smallest selected magnitudes, here and of the sums."""
+    total = sum(held)
+    return {
+        "local_threshold": kernels.smallest_magnitude(mine.value),
+        "global_threshold": kernels.smallest_magnitude(survivors.value),
+        "local_count": mine.index.numel(),
+        "global_count": survivors.index.numel(),
+        "received_count": sum(incoming) - incoming[rank],
+        "imbalance": max(held) * len(held) / total if total else 1.0,
+        "balanced": list(wanted) != list(held),
+    }

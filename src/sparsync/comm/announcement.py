@@ -4,43 +4,66 @@ A rank that is at another step, or whose bucket has another size, would send oth
 part when a message is shorter, and ends the process when it is longer. So no rank sends before it has heard from all others.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparsync.comm.plan import Exchange
-from sparsync.comm.waiting import wait_each
 from sparsync.core import Cost
 
 NUMBERS = 4  # of 64 bits, in an announcement
 _TAG = 1  # of announcements between two ranks; everything else has 0
+# In place of the third number, which is a digest: this rank cannot say yet what it reduces, see `GroupComm.any_of`.
+UNDECIDED = -1
+NAMED = 3  # differences that an error lists
+LONGEST = 400  # characters of one value
+
+# Where a setting begins in a text such as "TopK(density=0.01, values='int8')".
+_SETTING = re.compile(r"(?<=[(, ])(?=\w+=)")
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 class RanksDifferError(RuntimeError):
     """Ranks do not agree on what they reduce. Raised on all ranks, before anything of it is sent."""
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What must be the same on all ranks. `numbers` are sent; `lines` tell what they stand for, line by line, once they differ."""
+class Told(NamedTuple):
+    """Some of what must be the same on all ranks, line by line, and what to do where it is not."""
 
-    numbers: tuple[int, int, int, int]
-    lines: Callable[[], Sequence[str]]
+    lines: Sequence[str]
     cure: str
 
-    def difference(self, texts: Sequence[Sequence[str]]) -> RanksDifferError:
-        """Return the error that names the first line in which two ranks differ; `texts[r]` are the lines of rank r."""
-        other = next((rank for rank, lines in enumerate(texts) if list(lines) != list(texts[0])), None)
+
+@dataclass(frozen=True)
+class Announcement:
+    """What must be the same on all ranks. `numbers` are sent; `told` is what they stand for, once they differ."""
+
+    numbers: tuple[int, int, int, int]
+    told: Callable[[], Sequence[Told]]
+
+    def difference(self, texts: Sequence[str]) -> RanksDifferError:
+        """Return the error of the first part of `told` in which a rank differs from rank 0; `texts[r]` is the `text` of rank r."""
+        ranks = [json.loads(text) for text in texts]
+        other = next((rank for rank, parts in enumerate(ranks) if parts != ranks[0]), None)
+        told = self.told()
         if other is None:
-            return RanksDifferError(f"ranks differ in what they reduce; {self.cure}")
-        here, there = next(pair for pair in zip_longest(texts[0], texts[other]) if pair[0] != pair[1])
-        return RanksDifferError(
-            f"ranks differ: rank 0 has {here or 'nothing more'}, rank {other} has {there or 'nothing more'}; {self.cure}"
-        )
+            return RanksDifferError(f"ranks differ in what they reduce; {told[0].cure}")
+        pairs = enumerate(zip_longest(ranks[0], ranks[other], fillvalue=[]))
+        place, (here, there) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        cure = told[min(place, len(told) - 1)].cure
+        return RanksDifferError(f"ranks differ: {differences(here, there, 0, other)}; {cure}")
+
+    @property
+    def text(self) -> str:
+        """What `told` has, for the other ranks."""
+        return json.dumps([list(each.lines) for each in self.told()])
 
 
 def announcement_cost(P: int) -> Cost:
@@ -53,7 +76,7 @@ def announcement_cost(P: int) -> Cost:
 
 
 def announcement_exchange(P: int) -> Exchange:
-    """Return the announcement as an exchange, of no round of its own: it travels beside others."""
+    """Return the announcement as an exchange without a round: it travels beside others."""
     cost = announcement_cost(P)
     return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
@@ -86,15 +109,15 @@ class Announcements:
         for other in self._others:
             self._works.append(_started(dist.isend(own, group=self.group, group_dst=other, tag=_TAG)))
 
-    def differ(self) -> bool:
-        """Wait for the announcements of the other ranks, and return whether any two differ. Raises RuntimeError as the group does."""
+    def heard(self) -> list[list[int]]:
+        """Wait for the announcements of the other ranks, and return those of all, in rank order. Raises RuntimeError as the group does."""
         works, self._works, self._receives = [*self._receives, *self._works], [], []
         wait_each(works, self._others * 2)
         rows = [row.tolist() for row in self._rows]  # a host sync on a GPU: nothing may be sent before it
-        self._rows = []
+        self._rows, self.current = [], None
         if not self._on_gpu:
             self._post()
-        return any(row != rows[0] for row in rows)
+        return rows
 
     def exchange_texts(self, own: str) -> list[str]:
         """Return what each rank passes, in rank order. For errors: it takes two more exchanges, of messages as long as the longest."""
@@ -137,3 +160,66 @@ def all_gather_single(
     """Fill `out` with what each rank passes as `own`, in rank order: the function of torch, which before 2.13 has an older name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=async_op)
+
+
+def wait_each(works: Sequence[dist.Work | None], peers: Sequence[int]) -> None:
+    """Wait for operations in their order; an error says which rank was waited for: `peers[i]` with work i, if there are as many works.
+
+    NCCL has one work for all peers.
+    """
+    names = [f"rank {peer}" for peer in peers] if len(works) == len(peers) else ["all ranks"] * len(works)
+    for work, name in zip(works, names, strict=True):
+        try:
+            if work is not None:  # None only for a rank outside the group
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"waiting for {name}: {error}") from error
+
+
+def differences(here: Sequence[str], there: Sequence[str], rank: int, other: int) -> str:
+    """Return what `rank` and `other` have where their lines differ; of two lines with the same settings only those that differ.
+
+    Lines are compared by their places. The first few differences are listed, and the others are counted.
+    """
+    unequal = [pair for pair in zip_longest(here, there, fillvalue="") if pair[0] != pair[1]]
+    found = [pair for lines in unequal for pair in _settings(*lines) or [_excerpts(*lines)]]
+    listed = [f"rank {rank} has {mine}, rank {other} has {theirs}" for mine, theirs in found[:NAMED]]
+    return "; ".join([*listed, *([f"and {len(found) - NAMED} more"] if len(found) > NAMED else [])])
+
+
+def _settings(here: str, there: str) -> list[tuple[str, str]]:
+    """Return the settings in which two lines differ; none where more than their values differs."""
+    mine, theirs = _SETTING.split(here), _SETTING.split(there)
+    if mine[0] != theirs[0] or [_name(each) for each in mine] != [_name(each) for each in theirs]:
+        return []
+    places = [place for place, part in enumerate(mine) if part != theirs[place]]
+    return [(_setting(mine, place), _setting(theirs, place)) for place in places]
+
+
+def _name(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+def _setting(parts: Sequence[str], place: int) -> str:
+    """Return the setting at a place, inside what it is a setting of: "TopK(density=0.01)"."""
+    setting = parts[place].rstrip(", (")
+    while setting and setting.count(setting[-1]) > setting.count(_BRACKETS.get(setting[-1], setting[-1])):
+        setting = setting[:-1]
+    before, closed = "".join(parts[:place]), 0
+    for end in range(len(before) - 1, -1, -1):
+        closed += (before[end] == ")") - (before[end] == "(")
+        if closed < 0 and (owner := re.search(r"\w+$", before[:end])):
+            return f"{owner[0]}({setting})"
+    return setting
+
+
+def _excerpts(here: str, there: str) -> tuple[str, str]:
+    """Return two lines, long ones from a little before they differ to a little after."""
+    common = next((place for place, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, common - LONGEST // 4) if max(len(here), len(there)) > LONGEST else 0
+
+    def excerpt(text: str) -> str:
+        cut = text[start : start + LONGEST]
+        return f"{'... ' if start else ''}{cut}{' ...' if len(text) > start + LONGEST else ''}" or "nothing more"
+
+    return excerpt(here), excerpt(there)

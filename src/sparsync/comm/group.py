@@ -1,5 +1,6 @@
 """A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.comm.announcement import Announcement, Announcements, RanksDifferError
+from sparsync.comm.announcement import UNDECIDED, Announcement, Announcements, RanksDifferError, Told, wait_each
+from sparsync.comm.interrupts import abort, abort_on_interrupt, was_interrupted
 from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, asked, within
-from sparsync.comm.waiting import abort, abort_on_interrupt, wait_each, was_interrupted
 from sparsync.core import digest, spans, sum_in_rank_order
 
 
@@ -28,24 +29,46 @@ _GLOO_SUMS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The process in which this was made. A fork of it, such as a DataLoader's worker, inherits the objects, but no thread of them."""
+
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether that is the present process, and not a fork of it."""
+        return os.getpid() == self.process
+
+    def check(self) -> None:
+        """Raise RuntimeError in a fork of that process."""
+        if not self.is_here:
+            raise RuntimeError(
+                f"this is process {os.getpid()}, forked from process {self.process}, which made the handle or communicator: threads and "
+                "connections of it are not here; use it in the process that made it"
+            )
+
+
 @dataclass
 class GroupComm:
     """This rank's view of `group`; None is the default group.
 
-    Give it a group nobody else uses: gloo matches collectives by order, so calls of another thread on the same group would mix, and
-    one failed collective breaks the group for good. `private()` makes such a group, `reconnect()` another after a failure.
+    Give it a group without other users: gloo matches collectives by order, so calls of another thread on the same group would mix, and
+    one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
     """
 
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
     rank: int = field(init=False)
     size: int = field(init=False)
+    origin: Origin = field(default_factory=Origin, init=False, repr=False)
     _base: dist.ProcessGroup | None = field(default=None, init=False, repr=False)  # the group that `private` was given
     _timeout_s: float = field(default=0.0, init=False, repr=False)
     _meeting: Meeting | None = field(default=None, init=False, repr=False)
     _name: str = field(default="", init=False, repr=False)  # of the meeting that made this group, the same on all ranks
     _announcements: Announcements | None = field(default=None, init=False, repr=False)
     _announced: bool = field(default=False, init=False, repr=False)  # `announce` was called
+    _announcements_made: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
@@ -60,7 +83,7 @@ class GroupComm:
         """Return a communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
 
         A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
-        their `fingerprint` differs.
+        their `fingerprint` differs; the error names the lines in which it does.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
@@ -76,11 +99,12 @@ class GroupComm:
     def _connected(
         cls, base: dist.ProcessGroup, meeting: Meeting, timeout_s: float, fingerprint: str, cure: str = ""
     ) -> "GroupComm":
+        _check_not_destroyed(base)
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
         name, backend = meeting.meet(fingerprint, timeout_s, cure), dist.get_backend(base)
 
         # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
-        # differs between ranks, they wait for each other for ever. Price: a function that torch may change.
+        # differs between ranks, they wait for each other without end. Price: a function that torch may change.
         def make() -> Any:
             return c10d._new_process_group_helper(
                 len(ranks),
@@ -95,7 +119,7 @@ class GroupComm:
 
         doing = f"rank {rank} of {len(ranks)} connects to the other ranks"
         try:
-            # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no bound of its own where the store hangs.
+            # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no timeout if the store hangs.
             made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             others = _reports(meeting, name, "", min(REPORTS_S, timeout_s))
@@ -115,12 +139,16 @@ class GroupComm:
         `cure` is what the error says where fingerprints differ.
         """
         assert self._base is not None and self._meeting is not None, "only a private communicator can reconnect"
+        self.origin.check()
         return GroupComm._connected(self._base, self._meeting, self._timeout_s, fingerprint, cure)
 
     def close(self) -> None:
-        """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout."""
+        """Close the connections of a private communicator: ranks that wait for this one get an error now, not after the timeout.
+
+        In a fork it does nothing: sockets are shared, and those of the parent would be closed.
+        """
         assert self._base is not None, "only a private communicator can be closed"
-        if self.group is None:
+        if self.group is None or not self.origin.is_here:
             return
         with suppress(ValueError):  # destroyed already, with the world
             self.group.abort()
@@ -132,11 +160,14 @@ class GroupComm:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
 
         `cause` is what this rank reports; "" where it only lost its connections. Ranks that report no cause are left out, and those that
-        have not reported within `within_s` seconds are named. Returns "" when this communicator was closed before.
+        have not reported within `within_s` seconds are named. Returns "" when this communicator was closed before, and in a fork.
         """
-        if self.group is None:
+        if self.group is None or not self.origin.is_here:
             return ""
+        destroyed = _is_destroyed(self.group)
         self.close()
+        if destroyed:  # by this rank's own program, and perhaps the store with it
+            return ""
         assert self._meeting is not None
         return _reports(
             self._meeting, self._name, cause, 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
@@ -157,25 +188,58 @@ class GroupComm:
         made = self._announcements
         if made is None or made.current is None:
             return
-        announcement, made.current = made.current, None
-        with self._named("comparison", "with all ranks"):
-            if not made.differ():
+        announcement = made.current
+        with self._named("comparison"):
+            rows = made.heard()
+            if any(
+                row[2] == UNDECIDED for row in rows
+            ):  # those ranks have heard of this rank now, and say what they reduce
+                self._made(announcement)
+                rows = made.heard()
+            if all(row == rows[0] for row in rows):
                 return
-            texts = made.exchange_texts("\n".join(announcement.lines()))
-        raise announcement.difference([text.split("\n") for text in texts])
+            texts = made.exchange_texts(announcement.text)
+        raise announcement.difference(texts)
 
-    def _made(self, announcement: Announcement) -> None:
+    def any_of(self, own: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
+        """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
+
+        A rank that has all of them knows, and sends nothing more than it does anyway. One that lacks some announces so, and waits for the
+        announcements of the others: one delay of the link more. Where all ranks lack some, but not the same, they tell each other which.
+        """
+        if self.size == 1 or len(own) == len(names):
+            return set(own)
+        text = "\n".join(own)
+        self._announced = True
+        made = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
+        with self._named("comparison"):
+            rows = made.heard()
+            if any(row[2] != UNDECIDED for row in rows):
+                return set(names)
+            if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
+                return set(own)  # ranks at different steps find that out by what they announce next
+            texts = made.exchange_texts(text)
+        return {each for other in texts for each in other.split("\n")} & set(names)
+
+    def take_announced(self) -> int:
+        """Return how many announcements this rank has made since the last call."""
+        taken, self._announcements_made = self._announcements_made, 0
+        return taken
+
+    def _made(self, announcement: Announcement) -> Announcements:
         group = self._open()
         if self._announcements is None:
             self._announcements = Announcements(group, self.rank, self.size)
-        with self._named("comparison", "with all ranks"):
+        with self._named("comparison"):
             self._announcements.send(announcement)
+        self._announcements_made += 1
+        return self._announcements
 
     def _compare(self, line: str) -> None:
         """Where nothing was announced, compare between the ranks what they are about to do, which `line` says."""
         if not self._announced and self.size > 1:
             cure = "call the same operation, with the same lengths, on all ranks"
-            self._made(Announcement((digest(line), 0, 0, 0), lambda: [line], cure))
+            self._made(Announcement((digest(line), 0, 0, 0), lambda: [Told([line], cure)]))
             self.settle()
 
     def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
@@ -242,7 +306,7 @@ class GroupComm:
             return self._sum_in_rank_order(x)
         total = x.clone()
         self.settle()
-        with self._named("all_reduce", "with all ranks"):
+        with self._named("all_reduce"):
             dist.all_reduce(total, group=self._open())
         return total
 
@@ -260,7 +324,7 @@ class GroupComm:
         distances = range(1, self.size)
         incoming = [(received[source], source) for source in ((self.rank - i) % self.size for i in distances)]
         outgoing = [(parts[to], to) for to in ((self.rank + i) % self.size for i in distances)]
-        with self._named(name, "with all ranks"):
+        with self._named(name):
             self._transfer(incoming, outgoing)
         return received
 
@@ -272,24 +336,23 @@ class GroupComm:
         For the same reason this does not use gloo's own all_to_all and all_gather. Nothing is sent before ranks have announced the same.
         """
         group = self._open()
-        receives = [(_bytes(part), rank) for part, rank in incoming if part.numel()]
-        sends = [(_bytes(part), rank) for part, rank in outgoing if part.numel()]
+        # As bytes, which all of gloo's operations support; int16 and float8 they do not.
+        receives = [(part.view(torch.uint8), rank) for part, rank in incoming if part.numel()]
+        sends = [(part.view(torch.uint8), rank) for part, rank in outgoing if part.numel()]
         if all(part.device.type == "cpu" for part, _ in receives + sends):
             # What a batch does on the CPU, without its checks.
             works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
             self.settle()
             works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
-            peers = [rank for _, rank in receives + sends]
         else:
             self.settle()
             operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
             operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
             works = dist.batch_isend_irecv(operations)
-            peers = [rank for _, rank in receives + sends]
-        wait_each(works, peers)
+        wait_each(works, [rank for _, rank in receives + sends])
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
-        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group for good."""
+        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group permanently."""
         if counts is None:
             return None
         if len(counts) != self.size or counts[self.rank] != own:
@@ -308,18 +371,21 @@ class GroupComm:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
-        with self._named("exchange of lengths", "with all ranks"):
+        with self._named("exchange of lengths"):
             dist.all_to_all_single(received, sent, group=group)
         return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
 
     def _open(self) -> dist.ProcessGroup:
+        self.origin.check()
         if self.group is None:
             raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use reconnect()")
+        _check_not_destroyed(self.group)
         return self.group
 
     @contextmanager
-    def _named(self, name: str, doing: str) -> Iterator[None]:
+    def _named(self, name: str, doing: str = "with all ranks") -> Iterator[None]:
         """Raise what fails inside as an error that says what was done with which ranks."""
+        self.origin.check()  # not inside: what fails there aborts the group
         try:
             yield
         except (RanksDifferError, ConnectionLostError):
@@ -358,9 +424,18 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
     found = group if group is not None else dist.group.WORLD
     assert found is not None
+    _check_not_destroyed(found)
     return found
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """Return the same memory as bytes, which all of gloo's operations support; int16 and float8 they do not."""
-    return x.view(torch.uint8)
+def _check_not_destroyed(group: dist.ProcessGroup) -> None:
+    if _is_destroyed(group):
+        raise RuntimeError(
+            "the process group has been destroyed, by torch.distributed.destroy_process_group; call that after the last step, or make the "
+            "handle again after init_process_group"
+        )
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    # HACK: torch has no public function for this. Price: a table that torch may change; tests/test_ranks_differ.py destroys groups.
+    return group not in c10d._world.pg_map

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsync.core import add_note, sum_in_rank_order
 
 Result = TypeVar("Result")
+MOST_RANKS = 4096
 
 
 class DeadlockError(RuntimeError):
@@ -32,8 +33,8 @@ class LocalWorld:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a world has at least 1 rank, got {self.size}")
+        if not 1 <= self.size <= MOST_RANKS:
+            raise ValueError(f"a world in one process has 1 to {MOST_RANKS:,} ranks, each a thread, got {self.size}")
 
     def run(self, fn: Callable[["LocalComm"], Result]) -> list[Result]:
         """Run `fn(comm)` on every rank, and return the results in rank order.

@@ -3,19 +3,21 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
+from sparsync.comm.announcement import differences
+from sparsync.core import digest
+
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
 Result = TypeVar("Result")
 
 POLL_S = 0.02  # between two looks at the other ranks' notes, at first
 SLOWEST_POLL_S = 0.2
-EXCERPT = 400  # characters of a fingerprint that an error shows
 LINGER_S = 2.0  # how long a rank that differs from others waits for them to find out
 STAY_S = 0.5  # how long rank 0 waits for the other ranks to have read the reports of a failure
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
@@ -39,7 +41,7 @@ def asked(seconds: float, call: Callable[[], Result], doing: str) -> Result:
 
 
 def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
-    """Return `call()`, made on a thread of its own. Raises StoreSilentError when it takes longer than `seconds`.
+    """Return `call()`, made on a separate thread. Raises StoreSilentError when it takes longer than `seconds`.
 
     A TCPStore waits without a bound for a server that neither answers nor closes the connection, whatever timeout it was given.
     """
@@ -67,16 +69,23 @@ def within(seconds: float, call: Callable[[], Result], doing: str) -> Result:
 
 @dataclass(frozen=True)
 class _Note:
-    """What one rank has written: which meeting it has come to, how that went, and what it must have in common with the others."""
+    """What one rank has written: which meeting it has come to, how that went, and a digest of what all must have in common.
+
+    A rank "waits" for the others until all are there. Then it has "met" them; or it "left", because its time was over.
+    """
 
     round: int
     status: Literal["waits", "met", "left"]
-    fingerprint: str = ""
+    digest: int
+
+    def is_at(self, number: int) -> bool:
+        """Return whether the rank is at this meeting, and has not left."""
+        return self.round == number and self.status != "left"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The meetings of `size` ranks under one name on a store. Each rank writes a note of its own and reads the others'.
+    """The meetings of `size` ranks under one name on a store. Each rank writes its note and reads the others'.
 
     Ranks come to a meeting at different times, and may have tried a different number of times before. So a rank joins the newest meeting
     at which somebody waits, or opens the next one, and moves on when others are ahead.
@@ -90,62 +99,78 @@ class Meeting:
     def meet(self, fingerprint: str, timeout_s: float, cure: str = "") -> str:
         """Wait until all ranks are here, and return a name that no meeting has returned before, the same on all ranks.
 
-        Raises RuntimeError, within `timeout_s` seconds and a little, that names ranks that did not come or have another fingerprint, for
-        which `cure` says what to do.
+        Raises RuntimeError, within `timeout_s` seconds and a little, that names ranks that did not come, or the lines in which the
+        fingerprint of another one differs, for which `cure` says what to do.
         """
         deadline = time.monotonic() + timeout_s
         doing = f"rank {self.rank} of {self.size} waits for the other ranks"
-        round_number, notes = asked(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
-        # One that has left again had come, and waited in vain as this rank has.
-        missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != round_number]
-        if missing or not all(_is_at(note, round_number) for note in notes):
+        number, notes, differing = asked(timeout_s + GRACE_S, lambda: self._meet(fingerprint, deadline), doing)
+        # One that has left again had come, and waited without success as this rank has.
+        missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != number]
+        if missing or not _all_at(notes, number):
             absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "all ranks at once"
             raise RuntimeError(
                 f"rank {self.rank} of {self.size}: {absent} did not come to make a private group within {timeout_s:g} s; "
                 "all ranks of the group must take part, e.g. call attach"
             )
-        for other, note in enumerate(notes):
-            if note is not None and note.fingerprint != fingerprint:
-                self._linger(round_number)
-                mine, theirs = _where_they_differ(fingerprint, note.fingerprint)
-                raise RuntimeError(
-                    f"ranks must agree, but rank {self.rank} has {mine} and rank {other} has {theirs}; "
-                    f"{cure or 'give all ranks the same settings and the same checkpoint'}"
-                )
-        return f"{self.name}/{round_number}"
+        if differing:
+            self._linger(number)
+            raise RuntimeError(
+                f"ranks must agree, but {differing}; {cure or 'give all ranks the same settings and the same checkpoint'}"
+            )
+        return f"{self.name}/{number}"
 
-    def _meet(self, fingerprint: str, deadline: float) -> tuple[int, list[_Note | None]]:
-        """Return the number of a meeting and the notes of all ranks, in which those that did not come are not at that meeting."""
-        notes = self._notes()
-        newest = max((note.round for note in notes if note is not None), default=0)
-        others = [note for rank, note in enumerate(notes) if rank != self.rank]
-        own = notes[self.rank]
-        open_now = any(note is not None and note.round == newest and note.status == "waits" for note in others)
-        joins = open_now and not (own is not None and own.round == newest and own.status == "met")
-        mine = newest if joins else newest + 1
-        pause = POLL_S
+    def _meet(self, fingerprint: str, deadline: float) -> tuple[int, list[_Note | None], str]:
+        """Return the number of a meeting, and the notes of all ranks, in which those that did not come are not at that meeting.
+
+        Also in what the fingerprint of one of them differs, as text.
+        """
+        own = digest(fingerprint)
+        self.store.set(self._text_key(own), fingerprint)
+        number, pause = self._first(self._notes()), POLL_S
+        self._write(_Note(number, "waits", own))
         while True:
-            if own is None or own.round != mine or own.status != "waits":
-                own = _Note(mine, "waits", fingerprint)
-                self._write(own)
             notes = self._notes()
-            newest, complete = max(note.round for note in notes if note is not None), f"{self.name}/{mine}/complete"
-            if newest > mine and self.store.check([complete]):
-                # Some rank was quicker, and is at the next meeting already; this one ended for all in the same way.
-                notes = list[_Note | None](_Note(mine, "met", each) for each in json.loads(self.store.get(complete)))
-                newest = mine
-            if newest > mine:
-                mine = newest
-                continue
-            if all(_is_at(note, mine) for note in notes):
-                self.store.set(complete, json.dumps([note.fingerprint for note in notes if note is not None]))
-                self._write(_Note(mine, "met", fingerprint))
-                return mine, notes
+            newest = max(note.round for note in notes if note is not None)
+            if newest > number:
+                if (met := self._all_met(number)) is None:
+                    number = newest  # without this rank that one was not complete
+                    self._write(_Note(number, "waits", own))
+                    continue
+                notes = met
+            if _all_at(notes, number):
+                # Before the note that this rank has met, which those that leave with an error wait for.
+                digests = [note.digest for note in notes if note is not None]
+                differing = self._differing(fingerprint, digests)
+                self.store.set(self._complete_key(number), json.dumps(digests))
+                self._write(_Note(number, "met", own))
+                return number, notes, differing
             if time.monotonic() >= deadline:
-                self._write(_Note(mine, "left", fingerprint))
-                return mine, notes
+                self._write(_Note(number, "left", own))
+                return number, notes, ""
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
+
+    def _first(self, notes: Sequence[_Note | None]) -> int:
+        """Return the meeting to come to: the newest one, if another rank waits there and this one has not met the others there before."""
+        newest = max((note.round for note in notes if note is not None), default=0)
+        at_newest = {rank: note.status for rank, note in enumerate(notes) if note is not None and note.round == newest}
+        before = at_newest.pop(self.rank, None)
+        return newest if "waits" in at_newest.values() and before != "met" else newest + 1
+
+    def _all_met(self, number: int) -> list[_Note | None] | None:
+        """Return the notes of a meeting that others, quicker than this rank, have left for the next; None where not all had met there."""
+        if not self.store.check([self._complete_key(number)]):
+            return None
+        return [_Note(number, "met", each) for each in json.loads(self.store.get(self._complete_key(number)))]
+
+    def _differing(self, fingerprint: str, digests: Sequence[int]) -> str:
+        """Return in what the first rank with another fingerprint differs from this one; "" where there is none."""
+        for other, theirs in enumerate(digests):
+            if theirs != digests[self.rank]:
+                text = self.store.get(self._text_key(theirs)).decode()
+                return differences(fingerprint.split("\n"), text.split("\n"), self.rank, other)
+        return ""
 
     def _linger(self, round_number: int) -> None:
         """Stay until all ranks have seen how a meeting ended: the store may live in this process, which an error may end."""
@@ -187,14 +212,17 @@ class Meeting:
             time.sleep(POLL_S)
             read = self.store.add(key, 0)
 
-    def _key(self, rank: int) -> str:
-        return f"{self.name}/at/{rank}"
+    def _text_key(self, of: int) -> str:
+        return f"{self.name}/text/{of}"
+
+    def _complete_key(self, number: int) -> str:
+        return f"{self.name}/{number}/complete"
 
     def _write(self, note: _Note) -> None:
-        self.store.set(self._key(self.rank), json.dumps([note.round, note.status, note.fingerprint]))
+        self.store.set(f"{self.name}/at/{self.rank}", json.dumps([note.round, note.status, note.digest]))
 
     def _notes(self) -> list[_Note | None]:
-        keys = [self._key(rank) for rank in range(self.size)]
+        keys = [f"{self.name}/at/{rank}" for rank in range(self.size)]
         if self.store.check(keys):
             values = self.store.multi_get(keys)  # one message for all ranks
         else:
@@ -202,19 +230,5 @@ class Meeting:
         return [None if value is None else _Note(*json.loads(value)) for value in values]
 
 
-def _where_they_differ(mine: str, theirs: str) -> tuple[str, str]:
-    """Return two texts, long ones only from a little before they differ, at a word, to a little after."""
-    common = next((place for place, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(0, common - EXCERPT // 3)
-    start = mine.find(" ", start) + 1 if start else 0
-
-    def excerpt(text: str) -> str:
-        return (
-            f"{'... ' if start else ''}{text[start : start + EXCERPT]}{' ...' if len(text) > start + EXCERPT else ''}"
-        )
-
-    return (mine, theirs) if max(len(mine), len(theirs)) <= EXCERPT else (excerpt(mine), excerpt(theirs))
-
-
-def _is_at(note: _Note | None, round_number: int) -> bool:
-    return note is not None and note.round == round_number and note.status != "left"
+def _all_at(notes: Sequence[_Note | None], number: int) -> bool:
+    return all(note is not None and note.is_at(number) for note in notes)

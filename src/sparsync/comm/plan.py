@@ -1,21 +1,28 @@
-"""The types of a plan: what a scheme will do with a bucket, in numbers, before it does it.
+"""Plans: what a scheme does with a bucket in one step, in closed form: its exchanges, and its work beside them.
 
-A plan needs no tensors, so it goes to numbers of ranks and of elements that no machine here holds. `sparsync.predict` turns plans into
-seconds.
+A plan needs no tensors, so it goes to numbers of ranks and of elements that no machine here holds. `sparsync_lab.predict` turns plans into
+seconds. The exchange of a collective stands beside the collective; here are the types, the primitives of a communicator, and `planned`,
+which adds the work. What really is sent is counted by a MeteredComm while a scheme runs; tests compare the two.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from sparsync.comm.metered import COUNT_NBYTES, all_reduce_cost
 from sparsync.core import Cost, ParameterSpan, Span
 
+MOST_RANKS = 10**5  # some forms look at each rank
 Kind = Literal["send_recv", "all_gather", "all_to_all", "all_reduce"]
 Peers = Literal["all", "ring", "pair", "node", "nodes"]
+Work = tuple[int, int]  # elements, calls
+NOTHING: Work = (0, 0)
+# Bytes of a value are read or written so often: `accumulate` reads the residual and writes the sum, and so on. The gradient comes on top.
+_TOUCHES = {"accumulate": 2, "select": 1, "encode": 2, "decode": 3, "apply": 2}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Plan:
     def cost(self) -> Cost:
         """Return steps, messages and bytes sent, added up over the exchanges; each counts its busiest rank.
 
-        Where all ranks send alike this is what a MeteredComm counts on each of them; `beside` is not in it, as it is not in a Report.
+        Where all ranks send the same this is what a MeteredComm counts on each of them; `beside` is not in it.
         """
         return Cost(
             math.ceil(sum(exchange.rounds for exchange in self.exchanges)),
@@ -78,11 +85,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Given:
-    """What a plan is for: a bucket of `n` elements of `itemsize` bytes on `P` ranks, and what its traffic depends on besides.
+    """What a plan is for: a bucket of `n` elements of `itemsize` bytes on `P` ranks.
 
-    Where a scheme finds at run time how much it sends, the figures of a step can be given: then the plan is what that step sends. None
-    stands for an estimate, which the scheme's form says. Sequences are in rank order. `layout` cuts the bucket into parameters, for
-    schemes that treat matrices, layers or names; without one it is a single parameter of no known shape.
+    `layout` cuts the bucket into parameters, for schemes that treat matrices, layers or names; without one it is a single parameter of no
+    known shape. `figures` are those of a measured step that traffic depends on, for schemes that find at run time how much they send,
+    such as {"union": K}: a scheme's `plan` names those it reads, and estimates what is missing.
     """
 
     n: int
@@ -91,33 +98,27 @@ class Given:
     layout: tuple[ParameterSpan, ...] = ()
     # Fractions of an element, and roles in turn, fall differently from step to step. None: a step without anything special.
     step: int | None = None
-    union: int | None = None  # K, of how many positions anybody sends something
-    selected: Sequence[int] | None = None  # how many elements each rank selected, in its partition where it has one
-    lengths: Sequence[int] | None = (
-        None  # elements of the partition that each rank examines, or of the region that it owns
-    )
-    outgoing: Sequence[Sequence[int]] | None = None  # [P][P] elements that each rank sends to the region of each
-    held: Sequence[int] | None = None  # sums that survive in each rank's region
-    wanted: Sequence[int] | None = None  # of these, how many each rank gathers once they are balanced; None: as held
-    protected: int | None = None  # elements that are never skipped
-    offsets: Sequence[int] | None = None  # ranks that are left out of a chunk, counted from its owner
+    figures: Mapping[str, Any] = field(default_factory=dict)  # Any: a number, or a sequence in rank order
 
     def __post_init__(self) -> None:
-        for name in ("n", "P", "itemsize", "union", "protected"):
-            figure = getattr(self, name)
-            left_out = figure is None and name in ("union", "protected")
-            if not left_out and (isinstance(figure, bool) or not isinstance(figure, int)):
-                raise ValueError(f"{name} of a plan must be a whole number of type int, got {figure!r}")
+        for name, number in (("n", self.n), ("P", self.P), ("itemsize", self.itemsize)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ValueError(f"{name} of a plan must be a whole number of type int, got {number!r}")
         if self.n < 0 or self.P < 1:
             raise ValueError(f"a plan needs n >= 0 elements and P >= 1 ranks, got n = {self.n}, P = {self.P}")
+        if self.P > MOST_RANKS:
+            raise ValueError(f"a plan is for at most {MOST_RANKS:,} ranks, got P = {self.P}")
         if self.itemsize not in (2, 4, 8):
             raise ValueError(f"itemsize must be 2, 4 or 8, the bytes of a gradient's element, got {self.itemsize}")
-        for name in ("selected", "lengths", "outgoing", "held", "wanted"):
-            figures = getattr(self, name)
-            if figures is not None and len(figures) != self.P:
-                raise ValueError(f"{name} needs a figure for each of {self.P} ranks, got {len(figures)}")
         if self.layout and self.layout[-1].span.stop != self.n:
             raise ValueError(f"the layout has {self.layout[-1].span.stop} elements, n is {self.n}; they must agree")
+
+    def by_rank(self, name: str) -> Sequence[Any] | None:  # Any: as `figures`
+        """Return the figures of this name, one for each rank; None where they were not given."""
+        found = self.figures.get(name)
+        if found is not None and len(found) != self.P:
+            raise ValueError(f"{name} needs a figure for each of {self.P} ranks, got {len(found)}")
+        return found
 
     @property
     def value_nbytes(self) -> int:
@@ -133,3 +134,121 @@ class Given:
     def parameters(self) -> tuple[ParameterSpan, ...]:
         """Return the layout, of one parameter where none was given."""
         return self.layout or (ParameterSpan("", Span(0, self.n)),)
+
+
+def planned(
+    given: Given,
+    exchanges: Iterable[Exchange],
+    state_nbytes: int = 0,
+    *,
+    accumulate: bool = True,
+    select: Work = NOTHING,
+    passes_to_select: int = 0,
+    encode: Work = NOTHING,
+    decode: Work = NOTHING,
+) -> Plan:
+    """Return the plan of these exchanges and this work; exchanges without a round are those of one rank, and left out.
+
+    Work is the elements that each kind of kernel processes, and the number of its calls: `accumulate` adds residual and gradient,
+    `select` looks for the largest elements, `encode` makes bytes of values and positions, `decode` values of bytes, also of a rank's
+    own, to know what rounding drops, and "apply" writes result and residual.
+    `passes_to_select`: of n elements, those that selecting reads beside the pass that accumulates.
+    """
+    work = {"select": select, "encode": encode, "decode": decode, "apply": (given.n, 1)}
+    if accumulate:
+        work = {"accumulate": (given.n, 1), **work}
+    work = {kind: each for kind, each in work.items() if each[1]}
+    touched = {kind: elements for kind, (elements, _) in work.items()} | {"select": passes_to_select}
+    passes = given.value_nbytes * sum(_TOUCHES[kind] * elements for kind, elements in touched.items())
+    passes += given.itemsize * (work["apply"][0] + (given.n if accumulate else 0))
+    return Plan(
+        tuple(exchange for exchange in exchanges if exchange.rounds),
+        passes,
+        {kind: elements for kind, (elements, _) in work.items()},
+        {kind: calls for kind, (_, calls) in work.items()},
+        state_nbytes=state_nbytes,
+    )
+
+
+def plus(*parts: Work) -> Work:
+    """Return the sum of works."""
+    return sum(elements for elements, _ in parts), sum(calls for _, calls in parts)
+
+
+# The parts of packets are told as a tally, size in bytes -> how many ranks have a part of this size: near-equal parts have two sizes at any
+# P, so that a form takes a time that does not grow with P.
+Tally = Mapping[int, int]
+
+
+def near_equal(count: int, P: int) -> Tally:
+    """Return the tally of the lengths of `spans(count, P)`."""
+    short, longer = divmod(count, P)
+    return {length: ranks for length, ranks in ((short + 1, longer), (short, P - longer)) if ranks}
+
+
+def tally(sizes: Mapping[int, int] | Iterable[int], nbytes: Callable[[int], int] = int) -> Tally:
+    """Return how many ranks have parts of each size; `nbytes` gives the size of what is tallied or listed."""
+    found: Counter[int] = Counter()
+    for size, ranks in sizes.items() if isinstance(sizes, Mapping) else Counter(sizes).items():
+        found[nbytes(size)] += ranks
+    return found
+
+
+def packet_tally(counts: Sequence[int], lengths: Sequence[int], nbytes: Callable[[int, int], int]) -> Tally:
+    """Return the tally of packets of `counts[r]` elements in spans of `lengths[r]`, whose size `nbytes(count, length)` gives."""
+    found: Counter[int] = Counter()
+    for pair, ranks in Counter(zip(counts, lengths, strict=True)).items():
+        found[nbytes(*pair)] += ranks
+    return found
+
+
+def all_gather_exchange(sizes: Tally) -> Exchange:
+    """Return the all-gather of one part from each rank to all others."""
+    P, total = sum(sizes.values()), _total(sizes)
+    longest, shortest = max(sizes), min(sizes)
+    if P == 1:
+        return Exchange("all_gather", 0, 0, 0, 0)
+    return Exchange("all_gather", (P - 1) * longest, P - 1 if longest else 0, 1, total - shortest)
+
+
+def counts_exchange(P: int, nbytes: int = COUNT_NBYTES) -> Exchange:
+    """Return the all-gather of `nbytes` from each rank."""
+    return all_gather_exchange({nbytes: P})
+
+
+def to_owners_exchange(sizes: Tally) -> Exchange:
+    """Return the all-to-all in which each rank sends to every other the part of this size that is the other's."""
+    P, total = sum(sizes.values()), _total(sizes)
+    full = P - sizes.get(0, 0)
+    if P == 1:
+        return Exchange("all_to_all", 0, 0, 0, 0)
+    return Exchange("all_to_all", total - min(sizes), min(full, P - 1), 1, (P - 1) * max(sizes))
+
+
+def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
+    """Return the all-to-all in which rank r sends `nbytes[r][p]` to rank p; what is its own does not travel."""
+    P = len(nbytes)
+    if P == 1:
+        return Exchange("all_to_all", 0, 0, 0, 0)
+    sent = [[part for p, part in enumerate(row) if p != rank] for rank, row in enumerate(nbytes)]
+    received = [sum(row[p] for rank, row in enumerate(nbytes) if rank != p) for p in range(P)]
+    return Exchange(
+        "all_to_all", max(map(sum, sent)), max(sum(1 for part in row if part) for row in sent), 1, max(received)
+    )
+
+
+def from_one_exchange(nbytes: int, P: int) -> Exchange:
+    """Return the exchange in which one rank sends the same to all others, which send nothing."""
+    return Exchange("all_gather", (P - 1) * nbytes, P - 1 if nbytes else 0, 1 if P > 1 else 0, nbytes if P > 1 else 0)
+
+
+def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
+    """Return the backend's all-reduce of `count` elements, counted as a ring."""
+    # Everybody leaves out two adjacent chunks; the last ones are the shortest.
+    cost = all_reduce_cost(count, element_nbytes, P, max(0, P - 2))
+    # What a rank receives is what its neighbour sends.
+    return Exchange("all_reduce", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
+
+
+def _total(sizes: Tally) -> int:
+    return sum(size * ranks for size, ranks in sizes.items())

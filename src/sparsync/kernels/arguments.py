@@ -1,12 +1,14 @@
-"""What kernels and codecs ask of their arguments, the same for every backend: TypeError or ValueError before anything is written.
+"""What kernels and codecs require of their arguments, the same for every backend: TypeError or ValueError before anything is written.
 
-A check takes about a microsecond a tensor. Positions outside of a vector are found by the kernel that would read or write there.
+A check takes about a microsecond a tensor, so the library's own parts call `operations` without them. Positions outside of a vector are
+found by the kernel that would read or write there.
 """
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,21 @@ POSITIONS = frozenset({torch.int32, torch.int64})
 ROW_STARTS = frozenset({torch.int32})
 BYTES = frozenset({torch.uint8})
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 # Any: whatever the caller gave; that is what is checked here.
+
+
+def checked(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return the operation with its arguments checked, and numbers made an int or a float."""
+    check = _CHECKS[operation.__name__]
+
+    @wraps(operation)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return operation(*check(*args, **kwargs))  # pyright: ignore[reportCallIssue]  # the same ones, converted
+
+    return called
 
 
 def check_vector(x: Any, name: str, dtypes: frozenset[torch.dtype] = FLOATING) -> None:
@@ -107,7 +123,7 @@ def check_sparse(part: Any) -> None:
     check_values(part.index, part.value)
     if integer(part.length, "length") < part.index.numel():
         raise ValueError(
-            f"a sparse vector of length {part.length} has at most so many positions, got {part.index.numel()}"
+            f"a sparse vector of length {part.length} has at most as many positions, got {part.index.numel()}"
         )
 
 
@@ -207,7 +223,7 @@ def _has_memory(x: Tensor) -> bool:
     """Return whether the storage of `x` is there and long enough: torch itself ends the process where it is not."""
     try:
         if not x.numel():
-            # What has no values to give, such as a fake tensor, is a subclass that dispatches by itself.
+            # What has no values to give, such as a fake tensor, is a subclass with its own dispatch.
             plain, own = (getattr(kind, "__torch_dispatch__", None) for kind in (Tensor, type(x)))
             return own is plain and not x.is_meta
         storage = x.untyped_storage()
@@ -215,3 +231,159 @@ def _has_memory(x: Tensor) -> bool:
         return storage.nbytes() >= last * x.element_size() and x.data_ptr() != 0
     except (RuntimeError, NotImplementedError):  # a fake or functional tensor, one on the meta device, or a sparse one
         return False
+
+
+# The checks of each operation return its arguments, as they are passed on.
+
+
+def _accumulate(residual: Any, grad: Any, out: Any) -> tuple[Any, ...]:
+    check_sum(residual, grad, out)
+    return residual, grad, out
+
+
+def _accumulate_top_k(residual: Any, grad: Any, k: Any, out: Any, bound: Any = None) -> tuple[Any, ...]:
+    check_sum(residual, grad, out)
+    return residual, grad, count(k, residual.numel()), out, _bound(bound)
+
+
+def _accumulate_top_k_nonzero(
+    residual: Any, grad: Any, k: Any, out: Any, skip: Any = None, bound: Any = None
+) -> tuple[Any, ...]:
+    check_sum(residual, grad, out)
+    k = at_most(k, residual.numel())
+    check_span(skip, residual.numel())
+    return residual, grad, k, out, skip, _bound(bound)
+
+
+def _accumulate_top_k_of_rows(
+    residual: Any, grad: Any, regions: Any, counts: Any, out: Any, bounds: Any
+) -> tuple[Any, ...]:
+    check_sum(residual, grad, out)
+    check_sequences(regions=regions, counts=counts, bounds=bounds)
+    if not len(regions) == len(counts) == len(bounds):
+        raise ValueError(
+            f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
+        )
+    for rows in regions:
+        check_rows(rows)
+        check_one_device(("residual", residual), ("starts", rows.starts))
+    counts = [count(k, rows.length) for rows, k in zip(regions, counts, strict=True)]
+    return residual, grad, regions, counts, out, [_bound(bound) for bound in bounds]
+
+
+def _vector(x: Any) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    return (x,)
+
+
+def _select_ge(x: Any, threshold: Any) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    return x, real(threshold, "threshold")
+
+
+def _top_k(x: Any, k: Any, bound: Any = None) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    return x, count(k, x.numel()), _bound(bound)
+
+
+def _top_k_nonzero(x: Any, k: Any, skip: Any = None, bound: Any = None) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    k = at_most(k, x.numel())
+    check_span(skip, x.numel())
+    return x, k, skip, _bound(bound)
+
+
+def _top_k_of_rows(x: Any, rows: Any, k: Any, bound: Any = None) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    check_rows(rows)
+    check_one_device(("x", x), ("starts", rows.starts))
+    return x, rows, count(k, rows.length), _bound(bound)
+
+
+def _locate(rows: Any, place: Any) -> tuple[Any, ...]:
+    check_rows(rows)
+    check_vector(place, "place", POSITIONS)
+    check_one_device(("starts", rows.starts), ("place", place))
+    return rows, place
+
+
+def _argtopk(magnitude: Any, k: Any) -> tuple[Any, ...]:
+    check_vector(magnitude, "magnitude")
+    return magnitude, count(k, magnitude.numel())
+
+
+def _scatter_add_(out: Any, part: Any) -> tuple[Any, ...]:
+    check_vector(out, "out")
+    check_sparse(part)
+    check_one_device(("out", out), ("index", part.index))
+    return out, part
+
+
+def _at(x: Any, index: Any) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    check_vector(index, "index", POSITIONS)
+    check_one_device(("x", x), ("index", index))
+    return x, index
+
+
+def _put_(x: Any, index: Any, value: Any) -> tuple[Any, ...]:
+    check_vector(x, "x")
+    check_values(index, value)
+    check_one_device(("x", x), ("index", index))
+    return x, index, value
+
+
+def _move_put_(to: Any, source: Any, kept: Any, written: Any) -> tuple[Any, ...]:
+    check_move(to, source)
+    check_sequences(kept=kept, written=written)
+    for part in (*kept, *written):
+        check_sparse(part)
+        check_one_device(("to", to), ("index", part.index))
+    return to, source, kept, written
+
+
+def _parts(parts: Any) -> tuple[Any, ...]:
+    check_parts(parts)
+    return (parts,)
+
+
+def _split(part: Any, regions: Any) -> tuple[Any, ...]:
+    check_sparse(part)
+    check_regions(regions, part.length)
+    return part, regions
+
+
+def _isin(index: Any, others: Any) -> tuple[Any, ...]:
+    check_vector(index, "index", POSITIONS)
+    check_vector(others, "others", POSITIONS)
+    check_one_device(("index", index), ("others", others))
+    return index, others
+
+
+def _bound(bound: Any) -> float | None:
+    return None if bound is None else real(bound, "bound")
+
+
+_CHECKS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "accumulate": _accumulate,
+    "accumulate_top_k": _accumulate_top_k,
+    "accumulate_top_k_nonzero": _accumulate_top_k_nonzero,
+    "accumulate_top_k_of_rows": _accumulate_top_k_of_rows,
+    "all_finite": _vector,
+    "argtopk": _argtopk,
+    "clear_": _at,
+    "coalesce": _parts,
+    "gather": _at,
+    "isin": _isin,
+    "locate": _locate,
+    "merge": _parts,
+    "move_put_": _move_put_,
+    "put_": _put_,
+    "scatter_add_": _scatter_add_,
+    "select_ge": _select_ge,
+    "smallest_magnitude": _vector,
+    "split": _split,
+    "top_k": _top_k,
+    "top_k_nonzero": _top_k_nonzero,
+    "top_k_of_rows": _top_k_of_rows,
+}

@@ -4,7 +4,7 @@
     bitmap      a bit for each position of the span
     elias_fano  the low bits of all positions, then their high parts as ones in a stream
 
-All bit streams begin with the lowest bit of the first byte and are filled up with zeros to whole bytes. How long a packet is depends on k
+All bit streams begin with the lowest bit of the first byte and are padded with zeros to whole bytes. How long a packet is depends on k
 and the span alone. Decoders take any bytes: what comes out ascends inside [0, span), or a RuntimeError says why not.
 """
 
@@ -94,7 +94,7 @@ def packed_bits(span: int) -> int:
 def elias_fano_bits(k: int, span: int) -> int:
     """Return how many low bits the shortest Elias-Fano packet of any `k` positions inside [0, span) separates; the fewest of equals."""
     near = range(MAX_BITS + 1)
-    if k >= 128:  # so many that rounding to bytes moves the best by one bit at most from where 2^bits is the mean gap
+    if k >= 128:  # enough that rounding to bytes moves the best by one bit at most from where 2^bits is the mean gap
         middle = (span // k).bit_length()
         near = range(max(0, middle - 3), min(MAX_BITS, middle + 2) + 1)
     return min(near, key=lambda bits: (_elias_fano_nbytes(k, span, bits), bits))

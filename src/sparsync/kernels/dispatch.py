@@ -12,7 +12,7 @@ asked. The reference takes everything.
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -56,7 +56,6 @@ _REFERENCE: Mapping[str, Kernel] = {
     "means_decode": value_reference.means_decode,
     "means_encode": value_reference.means_encode,
     "merge": sparse_reference.merge,
-    "move_": reference.move_,
     "move_put_": sparse_reference.move_put_,
     "put_": reference.put_,
     "scaled_decode": value_reference.scaled_decode,
@@ -124,6 +123,11 @@ def backends() -> list[str]:
     return [*(f"cpp/{level}" for level in (_cpu.levels() if _cpu else [])), *([TRITON] if _triton() else []), REFERENCE]
 
 
+def why_missing() -> str | None:
+    """Return why the C++ kernels cannot be loaded; None where they are there."""
+    return None if _cpu else _why_missing
+
+
 def backend() -> str:
     """Return the backend for tensors in this machine's memory: "cpp/avx512", "cpp/avx2", "cpp/scalar" or "reference"."""
     if _chosen.name is None:
@@ -152,6 +156,10 @@ def _choose(name: str | None) -> None:
         _cpu.set_level(name.removeprefix("cpp/"))
     _chosen.name = name
     _chosen.kernels = None if name is None else _in_order(name, name != REFERENCE and _triton() is not None)
+    if _triton() is not None:
+        from sparsync.kernels.cuda import launch  # loads Triton
+
+        launch.take_tensors_of_any_device(name == TRITON)
 
 
 @cache
@@ -180,15 +188,6 @@ def _triton_kernels() -> Mapping[str, Kernel] | None:
     except ImportError:
         return None
     return {operation: getattr(cuda, operation) for operation in _REFERENCE if hasattr(cuda, operation)}
-
-
-def takes_on_triton(tensors: Iterable[Tensor]) -> bool:
-    """Return whether `tensors` lie on one GPU, or the interpreter was asked for and they lie on one device, and are plain vectors."""
-    tensors = list(tensors)
-    device = tensors[0].device
-    return (device.type == "cuda" or _chosen.name == TRITON) and all(
-        each.device == device and each.dim() == 1 and each.is_contiguous() and each.numel() < 2**31 for each in tensors
-    )
 
 
 def _resolved(name: str) -> str:

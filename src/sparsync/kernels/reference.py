@@ -76,12 +76,6 @@ def smallest_magnitude(x: Tensor) -> float:
     return float(x.abs().min()) if x.numel() else 0.0  # a host sync
 
 
-def move_(to: Tensor, source: Tensor) -> None:
-    """Copy `source` [n] to `to` and set it to zero."""
-    to.copy_(source)
-    source.zero_()
-
-
 def outside(index: Tensor, n: int) -> str:
     """Return the message of the IndexError for positions `index` [k] of which some lie outside of [0, n)."""
     return f"positions must be in [0, {n}) for {n} elements, got {int(index.min())} to {int(index.max())}"

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsync.kernels import all_finite
+from sparsync.kernels.operations import all_finite
 
 
 def rounded(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsync.core import Span, Sparse
-from sparsync.kernels.reference import accumulate, check_inside, move_, put_, top_k
+from sparsync.kernels.reference import accumulate, check_inside, put_, top_k
 
 
 def magnitude(x: Tensor) -> Tensor:
@@ -45,7 +45,8 @@ def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Seque
     inside = [
         [Sparse(check_inside(part.index, to), part.value, part.length) for part in parts] for parts in (kept, written)
     ]
-    move_(to, source)
+    to.copy_(source)
+    source.zero_()
     for x, parts in zip((to, source), inside, strict=True):
         for part in parts:
             put_(x, part.index, part.value)

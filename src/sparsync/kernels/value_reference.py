@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 BLOCK = 256
 SCALE_NBYTES = 2
-MAX_CODE = {8: 127, 4: 7, 3: 3}  # of so many bits
+MAX_CODE = {8: 127, 4: 7, 3: 3}  # by number of bits
 _NAN = 0x7FC0
 
 
@@ -146,7 +146,7 @@ def _mean_scale(mean: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return `x` in rows of 256, filled up with zeros."""
+    """Return `x` in rows of 256, padded with zeros."""
     return pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 

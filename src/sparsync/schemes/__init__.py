@@ -1,6 +1,5 @@
-"""One scheme a file; `sparsync.base.registry` finds them by name."""
+"""All schemes, one a file, loaded when first used, and how they are found by name. The names are listed in `__init__.pyi`."""
 
-from sparsync.base.registry import describe as describe
-from sparsync.base.registry import get as get
-from sparsync.base.registry import names as names
-from sparsync.base.registry import settings as settings
+from sparsync.lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,23 +1,22 @@
-"""Selective SkipReduce that finds the sensitive parameters by itself: those about which the ranks disagree most.
+"""Selective SkipReduce that finds the sensitive parameters: those about which the ranks disagree most.
 
 The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); measuring the disagreement in the first steps is ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.exchange import all_reduce
-from sparsync.comm.cost import recorded_cost
+from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report
+from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report
 from sparsync.feedback import state_from
-from sparsync.schemes.skip_reduce import Divisor, Form, Mode, SkipReduce
-from sparsync.selection.parameters import Disagreement, square_norms
+from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 
 
 @dataclass
@@ -69,20 +68,22 @@ class AutoProtect(Scheme):
         self.scheme.residual.serve(comm.rank)
         observing = comm.size > 1 and self._observing(bucket)
         protect = [entry.name for entry in bucket.layout] if observing else list(self.protected or ())
+        comm = MeteredComm(comm)
         squares = square_norms(bucket.layout, bucket.grad) if observing else None
         report = self.scheme.reduce_protecting(protect, bucket, comm)
-        cost = report.cost
         if squares is not None:
-            with recorded_cost() as observed:
-                mean_square = all_reduce(squares, comm) / comm.size
-            cost += observed.total
+            mean_square = comm.all_reduce(squares) / comm.size
             self.disagreement.observe(bucket.layout, mean_square, bucket.grad)
-        return self.report(bucket, cost, report.selected, report.union, report.details)
+        return self.report(bucket, comm.sent, report.selected, report.union, report.details)
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        report = self.scheme.send_all(bucket, comm)
+        return self.report(bucket, report.cost, report.selected, report.union, report.details)
 
     def plan(self, given: Given) -> Plan:
-        """Return the plan of a step after those that observe: as many elements are protected as may be, unless `given.protected` says."""
-        protected = int(self.share * given.n) if given.protected is None else given.protected
-        return self.scheme.plan(replace(given, protected=protected))
+        """Return the plan of a step after those that observe: as many elements are protected as may be, or the figure "protected"."""
+        protected = given.figures.get("protected", int(self.share * given.n))
+        return self.scheme.plan(replace(given, figures={**given.figures, "protected": protected}))
 
     @property
     def has_residual(self) -> bool:
@@ -93,9 +94,6 @@ class AutoProtect(Scheme):
 
     def rollback(self, bucket: Bucket) -> None:
         self.scheme.rollback(bucket)
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        self.scheme.rescale_residual(factors)
 
     def shared_text(self, bucket: Bucket) -> str:
         return f"protected: {self.protected}"
@@ -122,3 +120,46 @@ class AutoProtect(Scheme):
             return True
         self.protected = self.disagreement.most(self.share)
         return False
+
+
+@dataclass
+class Disagreement:
+    """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank.
+
+    With g_r the gradient of rank r and g their mean, what a skipping reduction loses of a parameter is in proportion to the mean over
+    ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2. Per element, that is what protecting the parameter gains for what it costs.
+    """
+
+    variance: dict[str, float] = field(default_factory=dict)  # per element, summed over the observed steps
+    elements: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def observe(self, layout: Sequence[ParameterSpan], mean_square: Tensor, mean: Tensor) -> None:
+        """Add one step: `mean_square[i]` is the mean over ranks of |g_r|^2 for parameter i, `mean` [n] the mean gradient."""
+        for entry, square in zip(layout, mean_square.tolist(), strict=True):
+            lost = max(0.0, square - float(entry.span.of(mean).double().square().sum()))
+            count = max(1, len(entry.span))
+            self.variance[entry.name] = self.variance.get(entry.name, 0.0) + lost / count
+            self.elements[entry.name] = len(entry.span)
+            self.steps[entry.name] = self.steps.get(entry.name, 0) + 1
+
+    def most(self, share: float) -> tuple[str, ...]:
+        """Return the parameters of largest variance per element that together make up at most `share` of all elements seen."""
+        budget = share * sum(self.elements.values())
+        chosen: list[str] = []
+        for name in sorted(self.variance, key=lambda name: (-self.variance[name] / self.steps[name], name)):
+            if self.elements[name] <= budget:
+                chosen.append(name)
+                budget -= self.elements[name]
+        return tuple(sorted(chosen))
+
+    def state_dict(self) -> dict[str, Any]:  # Any: plain dicts of numbers
+        return {"variance": dict(self.variance), "elements": dict(self.elements), "steps": dict(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: what state_dict returned
+        self.variance, self.elements, self.steps = (dict(state[key]) for key in ("variance", "elements", "steps"))
+
+
+def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:
+    """Return |g|^2 of each parameter, float64 [parameters]."""
+    return torch.stack([entry.span.of(grad).double().square().sum() for entry in layout])

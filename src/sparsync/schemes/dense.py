@@ -1,20 +1,16 @@
 """Dense reduction: every element of every rank, in full or in 16 bits. The baselines everything else is measured against."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from typing_extensions import Self
 
-from sparsync.base.forms import planned
-from sparsync.base.scheme import Scheme
-from sparsync.base.sharded import ReduceScatterScheme
-from sparsync.collectives.exchange import all_reduce
-from sparsync.collectives.ring import ring_all_reduce_, ring_exchanges
-from sparsync.comm.busiest import all_reduce_exchange
-from sparsync.comm.cost import recorded_cost
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report
+from sparsync.base.scheme import ReduceScatterScheme, Scheme
+from sparsync.collectives.skipping import ring_all_reduce_, ring_exchanges
+from sparsync.comm.metered import MeteredComm
+from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
+from sparsync.core import Bucket, Comm, Report, check_one_of
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
 Form = Literal["native", "ring"]
@@ -31,9 +27,8 @@ class Dense(Scheme):
     form: Form = "native"  # "native": the backend's own all-reduce; "ring": ours, which SkipReduce shortens
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("wire", self.wire, get_args(WireType)), ("form", self.form, get_args(Form))):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        check_one_of("wire", self.wire, WireType)
+        check_one_of("form", self.form, Form)
         self.name = {"gradient": "dense", "bfloat16": "bf16"}.get(self.wire, f"dense_{self.wire}")
 
     @classmethod
@@ -51,16 +46,16 @@ class Dense(Scheme):
         if P == 1:
             return self.report(bucket)
         dtype = grad.dtype if self.wire == "gradient" else getattr(torch, self.wire)
-        with recorded_cost() as cost:
-            if self.form == "ring":
-                total = grad.to(dtype)
-                ring_all_reduce_(total, comm)
-            else:
-                total = all_reduce(grad.to(dtype), comm)
+        comm = MeteredComm(comm)
+        total = grad.to(dtype)
+        if self.form == "ring":
+            ring_all_reduce_(total, comm)
+        else:
+            total = comm.all_reduce(total)
         # Divided before it is rounded to the gradient's type, in which the sum might overflow.
         exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
         torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
-        return self.report(bucket, cost.total)
+        return self.report(bucket, comm.sent)
 
     def plan(self, given: Given) -> Plan:
         nbytes = {"gradient": given.itemsize, "float32": 4}.get(self.wire, 2)

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: top-k of a momentum that every rank accumulates by itself (arXiv 1712.01887).
+"""Deep Gradient Compression: top-k of a momentum that every rank accumulates locally (arXiv 1712.01887).
 
 The momentum is here, so the optimizer is SGD without any; with one it would be applied twice.
 
@@ -13,13 +13,12 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
 from sparsync.base.error_feedback import Update, add_dropped_
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report
+from sparsync.core import Bucket, Comm, Report, count_for
 from sparsync.feedback import Accumulator, ErrorFeedback, state_from
+from sparsync.kernels import operations as kernels
 from sparsync.schemes.topk_allgather import TopK
-from sparsync.selection.density import count_for
 
 _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 
@@ -29,16 +28,16 @@ class DGC(TopK):
     """Send each rank's share `density` of u + residual of largest magnitude to all, where u = momentum * u + gradient is its own momentum.
 
     What is sent leaves the residual, and with `masking` u too. Without momentum and clipping this is TopK with a warm-up. A rollback
-    returns to the residual what was sent, and leaves u as it is. In a world of another size all ranks continue with u of the first.
+    returns to the residual what was sent, and does not change u. In a world of another size all ranks continue with u of the first.
     """
 
     density: float = 0.001  # share of elements each rank sends; the paper's
     momentum: float = 0.9
     masking: bool = True  # forget the momentum of what is sent, which would push it on in an old direction
     warmup_steps: int = 100  # density falls from 25 % to `density` geometrically; 4 epochs in the paper
-    clip: float | None = (
-        None  # largest norm of the mean gradient of a bucket; each rank clips its own to clip / sqrt(P)
-    )
+    # Largest norm of the mean gradient of a bucket. Each rank clips its own to clip * sqrt(P), as the paper clips a P-th of it to
+    # clip / sqrt(P): the norm of a mean of P gradients that have nothing in common.
+    clip: float | None = None
 
     name = "dgc"
     may_send_whole = False  # a step knows what leaves the momentum
@@ -68,7 +67,7 @@ class DGC(TopK):
         report = super().reduce(own, comm)
         bucket.grad.copy_(own.grad)
         if not report.details["overflow"] and not kernels.all_finite(bucket.grad):
-            # The gradient has fewer bits than what was reduced, and its type overflows on all ranks alike.
+            # The gradient has fewer bits than what was reduced, and its type overflows on all ranks.
             super().rollback(own)
             report = replace(report, details={**report.details, "overflow": True})
         if not report.details["overflow"]:
@@ -106,6 +105,14 @@ class DGC(TopK):
         super().rescale_residual(factors)
         self.velocity.rescale(factors)
 
+    def hold_residual(self) -> None:
+        super().hold_residual()
+        self.velocity.hold()
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        super().weigh_step(factors)
+        self.velocity.weigh(factors)
+
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         return {**super().state_dict(), "velocity": self.velocity.state_dict()}
 
@@ -118,4 +125,4 @@ class DGC(TopK):
         if self.clip is None:
             return grad
         norm = grad.norm()  # no host sync
-        return grad * (self.clip / P**0.5 / norm.clamp(min=1e-30)).clamp(max=1.0)
+        return grad * (self.clip * P**0.5 / norm.clamp(min=1e-30)).clamp(max=1.0)

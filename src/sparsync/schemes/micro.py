@@ -13,40 +13,58 @@ code. Differs from the authors' code: small buckets (n < P, density * n < 1) and
 bytes, not 8; the threshold falls again where the union is up to 9 % too small. `bug_compatible=True` takes the last two differences back.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
 from sparsync.base.error_feedback import ByBucket, ErrorFeedbackScheme, Update
-from sparsync.base.forms import NOTHING, PEAK, paired, planned, quantized_work, selected_of
-from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.union_all_reduce import (
-    all_gather_padded,
-    exchange_counts,
-    mean_at,
-    mean_at_exchanges,
-    padding,
+from sparsync.collectives.values import exchange_counts, mean_at, mean_at_plan
+from sparsync.comm.plan import (
+    Exchange,
+    Given,
+    Plan,
+    all_gather_exchange,
+    counts_exchange,
+    near_equal,
+    packet_tally,
+    planned,
 )
-from sparsync.comm.busiest import Tally, all_gather_exchange, counts_exchange, near_equal
-from sparsync.comm.plan import Exchange, Given, Plan
-from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Span, Sparse, raise_if_found_inf, spans
+from sparsync.core import (
+    FOUND_INF,
+    Bucket,
+    Comm,
+    Detail,
+    Span,
+    Sparse,
+    check_density,
+    check_one_of,
+    count_for,
+    phase,
+    raise_if_found_inf,
+    spans,
+)
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
-from sparsync.phases import phase
-from sparsync.selection.budget import budget
-from sparsync.selection.density import check_density, count_for
-from sparsync.selection.partition import BlockCyclic, Partition, by_rank, rotation
-from sparsync.selection.tail_sketch import quotas, sketch
-from sparsync.selection.threshold import ThresholdScaling, select_above
-from sparsync.wire import indices
-from sparsync.wire.values import ValueCodec, Values, check_values
+from sparsync.kernels import operations as kernels
+from sparsync.selection.exclusive import BlockCyclic, Partition, budget, by_rank, quotas, rotation, sketch
+from sparsync.wire import (
+    ValueCodec,
+    Values,
+    check_values,
+    decode_fixed_length,
+    encode_fixed_length,
+    fixed_length_nbytes,
+)
 
 Rule = Literal["quotas", "threshold"]
 SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
+# Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
+_PEAK = 0.6
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ class MiCRO(ErrorFeedbackScheme):
     def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
         """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does with one flat vector.
 
-        Each bucket has a threshold of its own: for theirs, which is one for the model, let there be one bucket.
+        Each bucket has its own threshold: for theirs, one for the model, use one bucket.
         """
         return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
 
@@ -134,15 +152,15 @@ class MiCRO(ErrorFeedbackScheme):
     def planned(self, given: Given) -> Plan:
         chosen = self.selector.planned(given)
         quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        encode, decode = (NOTHING, NOTHING) if quantizer is None else quantized_work(chosen.union, given.P)
+        mean = mean_at_plan(chosen.union, given.dtype, given.P, quantizer)
         return planned(
             given,
-            [*chosen.exchanges, *mean_at_exchanges(chosen.union, given.dtype, given.P, quantizer)],
+            [*chosen.exchanges, *mean.exchanges],
             self.residual_nbytes(given),
             select=(chosen.examined, 1),
             passes_to_select=3 * chosen.examined,  # the partition is copied
-            encode=encode,
-            decode=decode,
+            encode=mean.encode,
+            decode=mean.decode,
         )
 
     def _selector(self) -> Selector:
@@ -153,7 +171,7 @@ class MiCRO(ErrorFeedbackScheme):
             self.bug_compatible,
             self.shared_state("scaling", ThresholdScaling),
             EqualSpans(),
-            PEAK,
+            _PEAK,
         )
 
     def _check(self) -> None:
@@ -163,8 +181,7 @@ class MiCRO(ErrorFeedbackScheme):
             raise ValueError(f"refresh must be in [0, 1], the share of the budget that cycles, got {self.refresh}")
         if isinstance(self.dense, str):
             raise ValueError(f"dense takes a list of parameter names or patterns, got the string {self.dense!r}")
-        if self.rule not in get_args(Rule):
-            raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}")
+        check_one_of("rule", self.rule, Rule)
         if self.rule == "threshold" and (self.refresh or self.dense):
             raise ValueError(
                 f'the published rule "threshold" knows no refresh and no dense parameters, got refresh={self.refresh}, '
@@ -193,6 +210,51 @@ class EqualSpans:
 
     def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
         return
+
+
+@dataclass
+class ThresholdScaling:
+    """A threshold that grows or shrinks by a fixed factor a step, by how many elements the last union had.
+
+    No message is needed: every rank knows K, the size of the last union. `step` counts the steps of this bucket.
+    """
+
+    step: int = 0
+    threshold: float = 0.0
+    union: int = 0  # K of the last step
+
+    def next(self, k: int, bug_compatible: bool) -> float:
+        """Return the threshold of this step for a wanted union of `k`; nothing changes until `accept`.
+
+        1/(2 sqrt(k)) at first; then, with q = K/k, times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for 0.909 < q <= 1 and
+        0.995 below. In the authors' code the third factor is never reached: the second applies down to 0.909.
+        """
+        if self.step == 0:
+            return 1.0 / (2.0 * math.sqrt(k))
+        q = self.union / k
+        if q > 1.1:
+            return self.threshold * 1.005
+        if q > 0.909:
+            return self.threshold * (1.00125 if q > 1.0 or bug_compatible else 0.9987)
+        return self.threshold * 0.995
+
+    def accept(self, threshold: float, union: int) -> None:
+        """End a step that selected `union` elements with `threshold`."""
+        self.step += 1
+        self.threshold = threshold
+        self.union = union
+
+
+def select_above(chunk: Float[Tensor, " m"], threshold: float, step: int) -> Int[Tensor, " k"]:
+    """Return the positions in `chunk` where |x| >= threshold, ascending, int64; where there are none, one that moves with `step`.
+
+    Only an empty chunk gives none.
+    """
+    # A host sync: how many there are depends on the data.
+    index = kernels.select_ge(chunk, threshold).index.long()
+    if index.numel() == 0 and chunk.numel():
+        index = torch.tensor([step % chunk.numel()], device=chunk.device)
+    return index
 
 
 @dataclass
@@ -227,14 +289,33 @@ class ThresholdSelection:
         return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
 
     def planned(self, given: Given) -> PlannedSelection:
-        """Return what one threshold that has found its place selects; what one partition has of it is estimated."""
-        n, P = given.n, given.P
-        union = sum(given.selected) if given.selected is not None else count_for(self.density, n)
-        share = 1 / P if self.largest_share is None else max(1 / P, self.largest_share)
-        examined = max(given.lengths or near_equal(n, P))
-        most = max(given.selected) if given.selected is not None else min(examined, round(share * union))
+        """Return what one threshold that has found its place selects; what one partition has of it is estimated.
+
+        Figures, by rank: the elements "selected", and the "lengths" of the partitions.
+        """
+        n, P, selected = given.n, given.P, given.by_rank("selected")
+        examined = max(given.by_rank("lengths") or near_equal(n, P))
+        if selected is None:
+            union = count_for(self.density, n)
+            most = min(examined, round(max(1 / P, self.largest_share or 0.0) * union))
+        else:
+            union, most = sum(selected), max(selected)
         padded = all_gather_exchange({(8 if self.bug_compatible else 4) * most: P})
         return PlannedSelection([counts_exchange(P), padded], union, examined)
+
+
+def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> Tensor:
+    """Return the selections of all ranks after each other, [K]; `counts[r]` is the length of rank r's. All are padded to the longest."""
+    longest = max(counts)
+    padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
+    gathered = comm.all_gather(padded, [longest] * comm.size)
+    return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
+
+
+def padding(counts: Sequence[int]) -> float:
+    """Return f = P * max(k_r) / K, how much longer padded selections are than the selections; 1 when nothing is selected."""
+    total = sum(counts)
+    return len(counts) * max(counts) / total if total else 1.0
 
 
 def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
@@ -264,38 +345,32 @@ class QuotaSelection:
             levels = sketch(found.value, points[comm.rank]).to(torch.int16)
             if not acc.finite:
                 levels.fill_(FOUND_INF)
-        sketches = torch.stack(all_gather(levels, [len(SAMPLE_POINTS)] * P, comm))  # [P, points]
+        sketches = torch.stack(comm.all_gather(levels, [len(SAMPLE_POINTS)] * P))  # [P, points]
         raise_if_found_inf(sketches.flatten().tolist())
         with phase("select"):
             counts = quotas(sketches, points, mine.free, allowed.open_count)
             own = mine.largest(found, counts[comm.rank])
         with phase("encode"):
-            packet = indices.encode_fixed_length(own.index, mine.lengths[comm.rank])
-        packets = all_gather(packet, list(map(indices.fixed_length_nbytes, counts, mine.lengths)), comm)
+            packet = encode_fixed_length(own.index, mine.lengths[comm.rank])
+        packets = comm.all_gather(packet, list(map(fixed_length_nbytes, counts, mine.lengths)))
         with phase("decode"):
-            places = map(indices.decode_fixed_length, packets, counts, mine.lengths)
+            places = map(decode_fixed_length, packets, counts, mine.lengths)
             positions = list(map(partition.positions, by_rank(range(P), t), places))
             index = torch.cat([mine.known, *positions])
         return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel())
 
     def planned(self, given: Given) -> PlannedSelection:
-        """Return what the budget allows; partitions of mixed rows are taken to hold equally many, unless `given.selected` says."""
+        """Return what the budget allows; partitions of mixed rows are taken to hold equally many.
+
+        Figures, by rank: the elements "selected", and the "lengths" of the partitions.
+        """
         n, P, t = given.n, given.P, given.step or 0
         allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
-        lengths = given.lengths or by_rank(self.partition(n, P).lengths(), t)
-        counts = selected_of(given, allowed.open_count)
-        sizes = packets_of(counts, lengths)
+        lengths = given.by_rank("lengths") or by_rank(self.partition(n, P).lengths(), t)
+        counts = given.by_rank("selected") or [len(span) for span in spans(allowed.open_count, P)]
+        sizes = packet_tally(counts, lengths, fixed_length_nbytes)
         sketches = counts_exchange(P, 2 * len(SAMPLE_POINTS))
         return PlannedSelection([sketches, all_gather_exchange(sizes)], allowed.count, max(lengths))
-
-
-def packets_of(counts: Sequence[int], lengths: Sequence[int], more_nbytes: int = 0) -> Tally:
-    """Return the sizes of packets of `counts[r]` positions in spans of `lengths[r]`, and some bytes more each."""
-    sizes: dict[int, int] = {}
-    for (count, length), ranks in paired(counts, lengths):
-        nbytes = indices.fixed_length_nbytes(count, length) + more_nbytes
-        sizes[nbytes] = sizes.get(nbytes, 0) + ranks
-    return sizes
 
 
 @dataclass(frozen=True)

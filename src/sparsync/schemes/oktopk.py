@@ -14,40 +14,46 @@ sums of all regions survive and are gathered. A rank clears what it contributed 
 The plain constructor differs more, so that traffic has a bound and nothing drifts:
 - Selections are exact in every step. The last threshold only says where to look first, so neither scale nor its changes matter.
 - A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
-- How many survive in each region is computed from a tail sketch of each (`selection.tail_sketch`): exactly k, about the k largest sums.
+- How many survive in each region is computed from a tail sketch of each (`selection.exclusive`): exactly k, about the k largest sums.
 - Regions follow the survivors, whose positions all ranks know, at every step and without traffic.
 - Survivors are balanced such that the most any rank sends is least, where the bound or `imbalance` asks for it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
-from sparsync.base.forms import NOTHING, planned, plus
-from sparsync.base.sharded import ReduceScatterScheme
+from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.sparse_allreduce import Reduced
-from sparsync.comm.busiest import all_reduce_exchange, counts_exchange
-from sparsync.comm.cost import recorded_cost
-from sparsync.comm.plan import Exchange, Given, Plan
-from sparsync.core import FOUND_INF, Bucket, Comm, Detail, Report, Span, Sparse, raise_if_found_inf, spans
+from sparsync.collectives.sparse_allreduce import Control, Reduced, balanced, details, k_largest, uneven
+from sparsync.comm.metered import MeteredComm
+from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, all_reduce_exchange, counts_exchange, planned, plus
+from sparsync.core import (
+    FOUND_INF,
+    Bucket,
+    Comm,
+    Detail,
+    Report,
+    Span,
+    Sparse,
+    check_density,
+    check_one_of,
+    count_for,
+    phase,
+    raise_if_found_inf,
+    spans,
+)
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
+from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.phases import phase
 from sparsync.schemes import oktopk_published
-from sparsync.schemes.oktopk_parts import Control, balanced, balanced_exchanges, details, k_largest, uneven
-from sparsync.selection.density import check_density, count_for
-from sparsync.selection.tail_sketch import quotas, sketch
-from sparsync.wire import raw
-from sparsync.wire.elements import Elements
-from sparsync.wire.values import Values, check_values
+from sparsync.selection.exclusive import quotas, sketch
+from sparsync.wire import Elements, Raw, Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
 WORDS = 2  # of an element on the wire, at most: its position and its value
@@ -87,8 +93,7 @@ class OkTopk(ErrorFeedbackScheme):
         check_values(self.values)
         if self.rule != "exact" and self.values != "float32":
             raise ValueError(f'the published rules send float32 values, got values={self.values!r}; use rule="exact"')
-        if self.rule not in get_args(Rule):
-            raise ValueError(f"rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}")
+        check_one_of("rule", self.rule, Rule)
         if not self.imbalance >= 1:
             raise ValueError(f"imbalance must be at least 1, the largest share over the mean, got {self.imbalance}")
         for name, value, least in (
@@ -131,39 +136,40 @@ class OkTopk(ErrorFeedbackScheme):
     def planned(self, given: Given) -> Plan:
         """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
 
-        Unless `outgoing`, `lengths`, `held` and `wanted` say otherwise, selections are of k elements and spread evenly over regions of
-        equal length. As many sums survive in each; and where `rule` is "exact" and P > 2, one has twice as many, and gives them away.
+        Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
+        once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length. As many sums
+        survive in each; and where `rule` is "exact" and P > 2, one has twice as many, and gives them away.
         """
-        n, P, k = given.n, given.P, count_for(self.density, given.n)
+        n, P, k, dtype = given.n, given.P, count_for(self.density, given.n), given.dtype
         exact = self.rule == "exact"
-        codec = Elements(self.values) if exact else raw
-        sent = most_sent(k, n, P) if exact else k - k // P
-        if given.outgoing is not None:
-            lengths = given.lengths or [len(span) for span in spans(n, P)]
-            split = sparse_allreduce.split_and_reduce_exchanges(given.outgoing, lengths, given.dtype, codec)
-            sent = max(sum(row) for row in given.outgoing)
-        else:
-            split = sparse_allreduce.even_split_exchanges(sent, n, P, given.dtype, codec)
-        held = given.held or [len(span) for span in spans(k, P)]
-        if given.held is None and exact and P > 2 and self.imbalance < _PEAK and k >= P:
-            moved = round((_PEAK - 1) * k / P)
-            nbytes = Elements().nbytes(moved, -(-n // P), given.dtype)
-            everywhere = sparse_allreduce.gather_elements_exchange(held, [n] * P, given.dtype, codec)
-            gathered = [Exchange("all_to_all", nbytes, 1, 1, nbytes), everywhere]
-        else:
-            gathered = balanced_exchanges(held, given.wanted, given, Elements() if exact else raw, codec)
+        codec, exactly = (Elements(self.values), Elements()) if exact else (Raw(), Raw())
+        outgoing, held, wanted = (given.by_rank(name) for name in ("outgoing", "held", "wanted"))
+        lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
         first = []
         if not exact and given.step is not None and given.step % self.region_steps == 0:
             first = [all_reduce_exchange(P - 1, 8, P)]
-        sketch_nbytes = 4 * _SKETCH_WORDS if exact else 4
-        region = max(given.lengths) if given.lengths else -(-n // P)
+        if outgoing is None:
+            sent = most_sent(k, n, P) if exact else k - k // P
+            split = sparse_allreduce.even_split_exchanges(sent, n, P, dtype, codec)
+        else:
+            sent = max(sum(row) for row in outgoing)
+            split = sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, dtype, codec)
+        sketches = counts_exchange(P, 4 * _SKETCH_WORDS if exact else 4)
+        if held is None and exact and P > 2 and self.imbalance < _PEAK and k >= P:
+            held = [len(span) for span in spans(k, P)]
+            moved = exactly.nbytes(round((_PEAK - 1) * k / P), -(-n // P), dtype)
+            gathered = sparse_allreduce.gather_elements_exchange(held, [n] * P, dtype, codec)
+            survivors = [Exchange("all_to_all", moved, 1, 1, moved), gathered]
+        else:
+            held = held or [len(span) for span in spans(k, P)]
+            survivors = sparse_allreduce.survivors_exchanges(held, wanted, lengths, n, dtype, exactly, codec)
         rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
         return planned(
             given,
-            [*first, *split, counts_exchange(P, sketch_nbytes), *gathered],
+            [*first, *split, sketches, *survivors],
             self.residual_nbytes(given),
-            select=(n + region, 2),
-            passes_to_select=region,
+            select=(n + max(lengths), 2),
+            passes_to_select=max(lengths),
             encode=plus((sent, P), (max(held), 1)),
             decode=plus((sent, P), (sum(held), P), rounding),
         )
@@ -197,7 +203,7 @@ class OkTopk(ErrorFeedbackScheme):
             count = top.index.numel()
             levels = sketch(top.value, [min(point, count) for point in points], _SKETCH_BITS)
             words = torch.cat([levels.new_tensor([count if finite else FOUND_INF]), levels])
-        sketches = torch.stack(all_gather(words, [_SKETCH_WORDS] * P, comm))  # [P, words]
+        sketches = torch.stack(comm.all_gather(words, [_SKETCH_WORDS] * P))  # [P, words]
         # A host sync: the lengths of the next messages depend on it.
         counts: list[int] = sketches[:, 0].tolist()
         raise_if_found_inf(counts)
@@ -269,7 +275,7 @@ def _times(threshold: float | None, factor: float | None) -> float | None:
 
 
 class OkTopkReduceScatter(ReduceScatterScheme):
-    """Split-and-reduce by itself, with the chunks for regions: each rank sends its k (P-1)/P largest elements outside its own.
+    """Split-and-reduce only, with the chunks as regions: each rank sends its k (P-1)/P largest elements outside its own.
 
     Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
     the sum of residuals over ranks + P x the mean. Where any rank meets NaN or Inf, all ranks get NaN and residuals stay as they were.
@@ -293,12 +299,12 @@ class OkTopkReduceScatter(ReduceScatterScheme):
         if not acc.finite:
             mine = _nan_for_each_owner(acc.values, own)
         region = own.of(acc.values).clone()
-        with recorded_cost() as cost:
-            reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
+        comm = MeteredComm(comm)
+        reduced = sparse_allreduce.split_and_reduce_(region, mine, chunks, comm, codec)
         share = P if average else 1
         out.copy_(rounded(region / share, out.dtype))
         if not kernels.all_finite(out) or not kernels.all_finite(mine.value):
-            return self.found_inf(bucket, out, cost.total)
+            return self.found_inf(bucket, out, comm.sent)
         with phase("apply"):
             acc.keep()
             own.of(acc.residual).zero_()
@@ -311,7 +317,7 @@ class OkTopkReduceScatter(ReduceScatterScheme):
         sent = mine.index.numel()
         received = sum(reduced.incoming) - reduced.incoming[comm.rank]
         found: dict[str, Detail] = {"sent_count": sent, "received_count": received, "overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, cost.total, details=found)
+        return Report(self.name, bucket.key, bucket.step, n, sent + m, n, comm.sent, details=found)
 
 
 def _nan_for_each_owner(acc: Tensor, own: Span) -> Sparse:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.exchange import all_gather, all_reduce
+from sparsync.collectives.sparse_allreduce import Control, balanced, details, k_largest, uneven
 from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
-from sparsync.schemes.oktopk_parts import Control, balanced, details, k_largest, uneven
-from sparsync.wire import raw
+from sparsync.kernels import operations as kernels
+from sparsync.wire import Raw
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
     regions = sparse_allreduce.regions_of(boundaries, n)
     region = x.new_zeros(len(regions[rank]))
-    reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, raw)
+    reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, Raw())
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
     global_threshold = control.global_threshold
     evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
@@ -48,13 +47,13 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     finite = acc.finite and kernels.all_finite(region)
     size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=x.device)
     # A host sync: buffer sizes depend on it.
-    held: list[int] = torch.cat(all_gather(size, [1] * P, comm)).tolist()
+    held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()
     raise_if_found_inf(held)
     # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
     kept = Sparse(kept.index + regions[rank].start, kept.value, n)
     wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, settings.imbalance) else held
-    kept, places = balanced(kept, held, wanted, regions, comm, raw)
-    survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, raw)
+    kept, places = balanced(kept, held, wanted, regions, comm, Raw())
+    survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
     if evaluate:
         survivors = k_largest(survivors, k)
         global_threshold = smallest_magnitude(survivors.value)
@@ -84,7 +83,7 @@ def _boundaries(mine: Sparse, control: Control, region_steps: int, comm: Comm) -
         return control.boundaries or sparse_allreduce.equal_boundaries(n, P)
     wanted = sparse_allreduce.balanced_boundaries(mine.index, n, P)
     # int64, because n * P may exceed an int32.
-    total = all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device), comm)
+    total = comm.all_reduce(torch.tensor(wanted, dtype=torch.int64, device=mine.index.device))
     return (total // P).tolist()
 
 

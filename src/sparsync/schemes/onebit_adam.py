@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.collectives.exchange import all_reduce
-from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
-from sparsync.comm.cost import recorded_cost
+from sparsync.collectives.values import quantized_all_reduce
+from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Report
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
+from sparsync.kernels import operations as kernels
 from sparsync.schemes.quantized import planned_quantized
-from sparsync.wire.values import ValueCodec
+from sparsync.wire import ValueCodec
 
 _SIGNS = ValueCodec("sign")
 
@@ -92,6 +91,10 @@ class OneBitAdam(ErrorFeedbackScheme):
     def has_momentum(self) -> bool:
         return True
 
+    @property
+    def writes_steps(self) -> bool:
+        return True
+
     def planned(self, given: Given) -> Plan:
         """Return the plan of a step after the warm-up; one of the warm-up is that of Dense."""
         wide = replace(given, itemsize=given.value_nbytes)
@@ -114,6 +117,12 @@ class OneBitAdam(ErrorFeedbackScheme):
         super().reset_shared_state()
         self._forget()
 
+    def hold_residual(self) -> None:
+        return
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        """Do nothing: the whole step is in the momentum, of which the residual is a part, and comes with it."""
+
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         moments = {"first": self.first.state_dict(), "second": self.second.state_dict()}
         return {**super().state_dict(), **moments, "steps": dict(self.steps)}
@@ -132,8 +141,8 @@ class OneBitAdam(ErrorFeedbackScheme):
 
     def _warm_up(self, m: Tensor, v: Tensor, bucket: Bucket, comm: Comm) -> tuple[Report, bool]:
         """Update both moments [n] by the mean gradient, unless squares are not finite; return the report and whether they are."""
-        with recorded_cost() as cost:
-            mean = all_reduce(bucket.grad, comm).to(m.dtype) / comm.size
+        comm = MeteredComm(comm)
+        mean = comm.all_reduce(bucket.grad).to(m.dtype) / comm.size
         square = v.mul(self.beta2).addcmul_(mean, mean, value=1 - self.beta2)
         finite = kernels.all_finite(square)
         if finite:
@@ -141,4 +150,4 @@ class OneBitAdam(ErrorFeedbackScheme):
             v.copy_(square)
         else:
             bucket.grad.fill_(torch.nan)
-        return self.report(bucket, cost.total, details={"warmup": True, "overflow": not finite}), finite
+        return self.report(bucket, comm.sent, details={"warmup": True, "overflow": not finite}), finite

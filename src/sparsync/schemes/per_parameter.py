@@ -1,6 +1,6 @@
 """Several schemes in one: parameters are dealt out by name, and each scheme reduces its own, as if they were a bucket."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, SpanSet, laid_out, matches
 from sparsync.feedback import state_from
-from sparsync.selection.parameters import SpanSet, matches
 
 
 @dataclass
@@ -19,7 +18,7 @@ class PerParameter(Scheme):
     """Reduce each parameter by the first scheme whose pattern its name matches, and by `default` where there is none.
 
     For example `PerParameter(MiCRO(0.01), {"embedding.*": MiCRO(0.001), "*norm*": Dense()})`. A residual stays with its scheme, so
-    leave the patterns as they are when training goes on. Where a scheme finds NaN or Inf the step will be skipped, so the others roll
+    do not change the patterns when training continues. Where a scheme finds NaN or Inf the step will be skipped, so the others roll
     back what they have written.
     Raises ValueError for an empty pattern or one scheme object in two places, whose states would mix.
     """
@@ -37,9 +36,15 @@ class PerParameter(Scheme):
             raise ValueError("a scheme stands in two places of patterns; make one for each, states must not mix")
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        return self._reduced(bucket, lambda scheme, inner: scheme.reduce(inner, comm))
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        return self._reduced(bucket, lambda scheme, inner: scheme.send_all(inner, comm))
+
+    def _reduced(self, bucket: Bucket, reduce: Callable[[Scheme, Bucket], Report]) -> Report:
         layouts = self._layouts(bucket.layout)
         own = {key: self._bucket_of(bucket, key, layout) for key, layout in layouts.items()}
-        reports = {key: self._schemes[key].reduce(inner, comm) for key, inner in own.items()}
+        reports = {key: reduce(self._schemes[key], inner) for key, inner in own.items()}
         for key, layout in layouts.items():
             SpanSet.of(layout).put_(bucket.grad, own[key].grad)
         details: dict[str, Detail] = {f"{key or 'default'} density": report.density for key, report in reports.items()}
@@ -87,22 +92,22 @@ class PerParameter(Scheme):
     def has_momentum(self) -> bool:
         return any(scheme.has_momentum for scheme in self._schemes.values())
 
+    @property
+    def writes_steps(self) -> bool:
+        return any(scheme.writes_steps for scheme in self._schemes.values())
+
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         found: Tensor | None = None
         for key, layout in self._layouts(bucket.layout).items():
             own = self._schemes[key].unsent(self._bucket_of(bucket, key, layout), comm)
             if own is not None:
-                found = torch.zeros_like(bucket.grad) if found is None else found
+                found = torch.zeros_like(bucket.grad, dtype=own.dtype) if found is None else found
                 SpanSet.of(layout).put_(found, own)
         return found
 
     def rollback(self, bucket: Bucket) -> None:
         for key, layout in self._layouts(bucket.layout).items():
             self._schemes[key].rollback(self._bucket_of(bucket, key, layout))
-
-    def rescale_residual(self, factors: Mapping[str, float]) -> None:
-        for scheme in self._schemes.values():
-            scheme.rescale_residual(factors)
 
     def config_fingerprint(self) -> str:
         patterns = {pattern: scheme.config_fingerprint() for pattern, scheme in self.patterns.items()}

@@ -12,23 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.base.forms import planned, plus, quantized_work
-from sparsync.collectives.exchange import all_reduce
-from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
-from sparsync.collectives.union_all_reduce import mean_at_exchanges
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, ParameterSpan, Span, generator
+from sparsync.collectives.values import mean_at_plan, quantized_all_reduce
+from sparsync.comm.plan import Given, Plan, planned, plus
+from sparsync.core import Bucket, Comm, ParameterSpan, Span, SpanSet, check_one_of, generator, phase
 from sparsync.feedback import Accumulator, Residuals, state_from
-from sparsync.phases import phase
-from sparsync.selection.parameters import SpanSet
-from sparsync.wire.values import ValueCodec
+from sparsync.wire import ValueCodec
 
 Factors = Literal["float32", "int8", "int4"]
 
@@ -46,7 +41,7 @@ class PowerSGD(ErrorFeedbackScheme):
 
     rank: int = 4  # columns of the factors; 1 to 4 in the paper
     factors: Factors = "float32"  # how both factors, and what is sent whole, travel
-    # A matrix a x b is factored where a b is at least so many times rank (a + b), and sent whole where it is not.
+    # A matrix a x b is factored if a b is at least this many times rank (a + b), and sent whole otherwise.
     least_saving: float = 2.0
     seed: int = 0  # of the first q; the same on every rank
     residuals: Residuals = "float32"
@@ -57,8 +52,7 @@ class PowerSGD(ErrorFeedbackScheme):
         super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, the columns of the factors, got {self.rank}")
-        if self.factors not in get_args(Factors):
-            raise ValueError(f"factors must be one of {', '.join(get_args(Factors))}, got {self.factors!r}")
+        check_one_of("factors", self.factors, Factors)
         if self.least_saving <= 0:
             raise ValueError(
                 f"least_saving must be above 0, how many times shorter factors are than their matrix, got {self.least_saving}"
@@ -112,18 +106,14 @@ class PowerSGD(ErrorFeedbackScheme):
         left = whole + sum(count * a * r for count, a, _, r in shapes)
         right = sum(count * b * r for count, _, b, r in shapes)
         quantizer = None if self.factors == "float32" else ValueCodec(self.factors)
-        exchanges = mean_at_exchanges(left, given.dtype, P, quantizer)
-        works = [quantized_work(left, P)] if quantizer else []
-        if shapes:
-            exchanges += mean_at_exchanges(right, given.dtype, P, quantizer)
-            works += [quantized_work(right, P)] if quantizer else []
+        means = [mean_at_plan(count, given.dtype, P, quantizer) for count in ([left, right] if shapes else [left])]
         matrices = sum(count * a * b for count, a, b, _ in shapes)
         made = planned(
             given,
-            exchanges,
+            [exchange for mean in means for exchange in mean.exchanges],
             self.residual_nbytes(given) + right * given.value_nbytes,
-            encode=plus(*(encode for encode, _ in works)),
-            decode=plus(*(decode for _, decode in works)),
+            encode=plus(*(mean.encode for mean in means)),
+            decode=plus(*(mean.decode for mean in means)),
         )
         # Four products with each matrix: two read it, one writes, one reads and writes.
         kernels = {**made.kernels, "multiply": sum(4 * count * a * b * r for count, a, b, r in shapes)}
@@ -152,7 +142,7 @@ class PowerSGD(ErrorFeedbackScheme):
     def _mean(self, value: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
         """Return the mean of `value` [k] over ranks and what rounding dropped of this rank's, [k]."""
         if self.factors == "float32":
-            return all_reduce(value, comm) / comm.size, torch.zeros_like(value)
+            return comm.all_reduce(value) / comm.size, torch.zeros_like(value)
         return quantized_all_reduce(value, comm, ValueCodec(self.factors))
 
     def _right(self, group: "_Group", like: Tensor) -> Tensor:
@@ -233,7 +223,7 @@ def _as_matrix(entry: ParameterSpan) -> tuple[int, int]:
 
 
 def _flat(stack: Tensor) -> Tensor:
-    """Return the columns of thin matrices [count, a, r] one after the other: each has a scale of its own."""
+    """Return the columns of thin matrices [count, a, r] one after the other: each has its own scale."""
     return stack.mT.reshape(-1)
 
 

@@ -8,31 +8,30 @@ are rules of this kind with a residual in 8 bits or with rotations; neither is n
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.base.forms import planned, quantized_work
-from sparsync.collectives.quantized_all_reduce import quantized_all_reduce, quantized_all_reduce_exchanges
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm
+from sparsync.collectives.values import quantized_all_reduce, quantized_all_reduce_plan
+from sparsync.comm.plan import Given, Plan, planned
+from sparsync.core import Bucket, Comm, spans
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.wire.values import ValueCodec, Values
+from sparsync.wire import ValueCodec, Values
 
 Bits = Literal["int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"]
 
 
 def planned_quantized(given: Given, values: Values, state_nbytes: int) -> Plan:
     """Return the plan of a quantized all-reduce of all elements with error feedback."""
-    exchanges = quantized_all_reduce_exchanges(given.n, given.dtype, given.P, ValueCodec(values))
-    encode, decode = quantized_work(given.n, given.P)
-    return planned(given, exchanges, state_nbytes, encode=encode, decode=decode)
+    mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values))
+    return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
 
 
 @dataclass
 class Quantized(ErrorFeedbackScheme):
     """Write the mean of all elements, rounded twice on its way, and keep what both roundings dropped.
 
-    Formats are those of `wire.values.ValueCodec`, with a scale for each block of 256. NaN and Inf show on every rank as NaN in their block.
+    Formats are those of `wire.ValueCodec`, with a scale for each block of 256. NaN and Inf show on every rank as NaN in their block.
     """
 
     values: Bits = "int8"
@@ -60,6 +59,12 @@ class Quantized(ErrorFeedbackScheme):
 
     def planned(self, given: Given) -> Plan:
         return planned_quantized(given, self.values, self.residual_nbytes(given))
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
+        """Return this rank's residual, [n]; in its own chunk, where it holds what rounding dropped of all ranks' sum, a P-th of it."""
+        share = self.feedback.residual(bucket, comm.rank).clone()
+        spans(share.numel(), comm.size)[comm.rank].of(share).div_(comm.size)
+        return share
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
         mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))

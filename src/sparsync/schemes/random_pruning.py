@@ -2,26 +2,22 @@
 
 The study that SkipReduce's coarse chunks are compared with (thesis "Skip-Reduce", KAIST 2023, and doi 10.1145/3725843.3756092): it
 tells how much gradient may be dropped, but a ring still carries every chunk, so it saves no traffic at all.
-Differs from the authors' code: the draws come from a generator of their own, not from torch's global one.
+Differs from the authors' code: the draws come from a separate generator, not from torch's global one.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.forms import planned
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.exchange import all_reduce
-from sparsync.comm.busiest import all_reduce_exchange
-from sparsync.comm.cost import recorded_cost
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report, generator
+from sparsync.comm.metered import MeteredComm
+from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
+from sparsync.core import Bucket, Comm, Divisor, Report, check_one_of, generator
 
 Mode = Literal["complementary", "independent"]
-Divisor = Literal["contributors", "ranks"]
 
 
 @dataclass
@@ -39,12 +35,8 @@ class RandomPruning(Scheme):
     def __post_init__(self) -> None:
         if not 0 <= self.drop < 1:
             raise ValueError(f"drop must be in [0, 1), the share of ranks each element loses, got {self.drop}")
-        for name, value, allowed in (
-            ("mode", self.mode, get_args(Mode)),
-            ("divide_by", self.divide_by, get_args(Divisor)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        check_one_of("mode", self.mode, Mode)
+        check_one_of("divide_by", self.divide_by, Divisor)
 
     @classmethod
     def published(cls, drop: float = 0.5, seed: int = 0) -> Self:
@@ -56,12 +48,12 @@ class RandomPruning(Scheme):
         if P == 1:
             return self.report(bucket)
         masks = [self._mask(bucket, rank, P) for rank in range(P)]  # every rank knows every mask
-        with recorded_cost() as cost:
-            total = all_reduce(grad.masked_fill(~masks[comm.rank], 0.0), comm)
+        comm = MeteredComm(comm)
+        total = comm.all_reduce(grad.masked_fill(~masks[comm.rank], 0.0))
         contributors = torch.stack(masks).sum(dim=0)  # [n]
         grad.copy_(total / (contributors.clamp(min=1) if self.divide_by == "contributors" else P))
         selected, union = int(masks[comm.rank].sum()), int((contributors > 0).sum())
-        return self.report(bucket, cost.total, selected, union)
+        return self.report(bucket, comm.sent, selected, union)
 
     def plan(self, given: Given) -> Plan:
         return planned(given, [all_reduce_exchange(given.n, given.itemsize, given.P)], accumulate=False)

@@ -16,46 +16,52 @@ Differs from the paper and the authors' code:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.forms import planned
-from sparsync.base.scheme import Scheme
-from sparsync.base.sharded import ReduceScatterScheme, parameter_of
-from sparsync.collectives.direct import (
-    direct_all_reduce_,
-    direct_all_reduce_cost_in_messages,
-    direct_exchanges,
-)
-from sparsync.collectives.exchange import all_gather
-from sparsync.collectives.hierarchical import hierarchical_all_reduce_, hierarchical_exchanges
-from sparsync.collectives.reduce_scatter import reduce_scatter, skips
-from sparsync.collectives.ring import ring_all_reduce_, ring_all_reduce_cost, ring_exchanges
-from sparsync.collectives.skip_plan import (
+from sparsync.base.scheme import ReduceScatterScheme, Scheme, parameter_of
+from sparsync.collectives.skipping import (
     SkipPlan,
+    direct_all_reduce_,
+    direct_exchanges,
     first_offsets,
+    hierarchical_all_reduce_,
+    hierarchical_exchanges,
     random_offsets,
     random_shift,
+    reduce_scatter,
+    ring_all_reduce_,
+    ring_exchanges,
     rotating_offsets,
     skip_count,
+    skips,
 )
-from sparsync.comm.cost import recorded_cost
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, ParameterSpan, Report, Span, spans
-from sparsync.feedback import ErrorFeedback, check_state_of, state_from
+from sparsync.comm.metered import MeteredComm
+from sparsync.comm.plan import Given, Plan, planned
+from sparsync.core import (
+    Bucket,
+    Comm,
+    Detail,
+    Divisor,
+    ParameterSpan,
+    Report,
+    Span,
+    SpanSet,
+    check_one_of,
+    matches,
+    spans,
+)
+from sparsync.feedback import Accumulator, ErrorFeedback, check_state_of, state_from
+from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.selection.parameters import SpanSet, matches
 
 Mode = Literal["random", "naive"]
-Divisor = Literal["contributors", "ranks"]
 Form = Literal["ring", "direct"]
 
 _ALL_REDUCE = {"ring": ring_all_reduce_, "direct": direct_all_reduce_}
-_COST_BETWEEN_NODES = {"ring": ring_all_reduce_cost, "direct": direct_all_reduce_cost_in_messages}
 
 
 @dataclass
@@ -84,13 +90,12 @@ class SkipReduce(Scheme):
             raise ValueError(f"skip must be a count in [0, P-1] or a share in [0, 1), got {self.skip}")
         if isinstance(self.protect, str):
             raise ValueError(
-                f"protect takes a list of parameter names or patterns, got {self.protect!r}; AutoProtect finds them by itself"
+                f"protect takes a list of parameter names or patterns, got {self.protect!r}; AutoProtect finds them"
             )
-        for name, value, kind in (("mode", self.mode, Mode), ("form", self.form, Form)):
-            if value not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        if self.divide_by not in (None, *get_args(Divisor)):
-            raise ValueError(f"divide_by must be one of {', '.join(get_args(Divisor))}, got {self.divide_by!r}")
+        check_one_of("mode", self.mode, Mode)
+        check_one_of("form", self.form, Form)
+        if self.divide_by is not None:
+            check_one_of("divide_by", self.divide_by, Divisor)
         if self.feedback and self.divide_by == "contributors":
             raise ValueError(
                 'divide_by="contributors" with feedback=True counts what was left out twice: once in the smaller divisor and again '
@@ -116,67 +121,66 @@ class SkipReduce(Scheme):
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         return self.reduce_protecting(self.protect, bucket, comm)
 
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        return self.reduce_protecting(["*"], bucket, comm)
+
     def reduce_protecting(self, protect: Sequence[str], bucket: Bucket, comm: Comm) -> Report:
         """Reduce as `reduce` does, with these parameters never skipped."""
-        n, plan = bucket.grad.numel(), self._plan(bucket, comm)
-        acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
-        sent, unit = bucket.grad, 1
-        if acc is not None and acc.values is not sent:
-            # In 16 bits, shares of the mean, whose sums overflow no sooner than the mean does.
-            unit = comm.size
-            sent.copy_(rounded(acc.values / unit, sent.dtype))
+        n, P, comm = bucket.grad.numel(), comm.size, MeteredComm(comm)
+        plan = self._skip_plan(bucket, P)
         names = {entry.name for entry in bucket.layout if matches(entry.name, protect)}
         dense = SpanSet.of(entry for entry in bucket.layout if entry.name in names)
         skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
-        order = _by_chunk(dense, skipping, self.node_size, max(1, comm.size // self.node_size))
-        mine = order.take(sent)
-        # What rounding to the gradient's type drops, and then what is left out. Without rounding zero, but NaN where `mine` is not finite.
-        dropped = omitted = None
-        if acc is not None:
-            omitted = mine - mine if sent is acc.values else torch.zeros_like(mine, dtype=acc.values.dtype)
-            dropped = None if sent is acc.values else lacking(order.take(acc.values), mine, unit)
-        with recorded_cost() as cost:
-            self._all_reduce_(mine, comm, plan, omitted, len(dense))
+        order = _by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
+        acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
+        sent, shares = bucket.grad, 1
+        if acc is not None and acc.values.dtype != sent.dtype:
+            # In 16 bits, shares of the mean, whose sums overflow no sooner than the mean does.
+            shares = P
+            sent.copy_(rounded(acc.values / shares, sent.dtype))
+        mine = order.take(sent)  # [n], in the order of the chunks
+        unsent = _Unsent(acc, order, mine, shares) if acc is not None else None
+        self._all_reduce_(mine, comm, plan, unsent.omitted if unsent else None, len(dense))
         order.put_(sent, mine)
-        if comm.size > 1:
-            by_ranks, count = self.divide_by == "ranks" or self.feedback, comm.size // unit
+        if P > 1:
+            by_ranks, count = self.divide_by == "ranks" or self.feedback, P // shares
             _divide_(sent, dense.spans, count)
-            _divide_(sent, skipping.spans, count if by_ranks else comm.size - plan.skip * self.node_size)
+            _divide_(sent, skipping.spans, count if by_ranks else P - plan.skip * self.node_size)
         details: dict[str, Detail] = {"skip": plan.skip, "shift": plan.shift, "protected": len(dense)}
-        if acc is not None and omitted is not None:
+        if unsent is not None:
             # A host sync; the same on all ranks.
-            details["overflow"] = not kernels.all_finite(bucket.grad)
+            details["overflow"] = not kernels.all_finite(sent)
             if not details["overflow"]:
-                omitted = omitted if dropped is None else lacking(dropped, -omitted, unit)
-                if not kernels.all_finite(omitted):  # seldom, and it takes more memory
-                    omitted = torch.where(omitted.isfinite(), omitted, order.take(acc.residual))
-                order.put_(acc.residual, omitted)
+                unsent.keep()
         left_out = self._left_out(plan, len(skipping), comm)
-        return self.report(bucket, cost.total, selected=n - left_out, union=n, details=details)
+        return self.report(bucket, comm.sent, selected=n - left_out, union=n, details=details)
 
     def plan(self, given: Given) -> Plan:
-        """Return the plan of a step. Offsets that are drawn (the direct form) are those of a ring, unless `given.offsets` says otherwise.
+        """Return the plan of a step. Figures: how many elements are "protected", and the "offsets" that are drawn in the direct form.
 
-        Where P divides both the protected elements and the others, all sets of offsets send the same.
+        Without them, offsets are those of a ring; where P divides both the protected elements and the others, all sets send the same.
         """
-        P, skip = given.P, self._skip(given.P)
-        names = (entry for entry in given.layout if matches(entry.name, self.protect))
-        always = sum(len(entry.span) for entry in names) if given.protected is None else given.protected
-        offsets = first_offsets(skip) if given.offsets is None else given.offsets
+        n, P, nbytes = given.n, given.P, given.itemsize
+        named = sum(len(entry.span) for entry in given.layout if matches(entry.name, self.protect))
+        always = given.figures.get("protected", named)
+        offsets = given.figures.get("offsets", first_offsets(self._skip(P)))
         if self.node_size > 1 and P > 1:
-            exchanges = hierarchical_exchanges(given.n, given.itemsize, P, self.node_size, self.form, offsets, always)
+            exchanges = hierarchical_exchanges(n, nbytes, P, self.node_size, self.form, offsets, always)
         elif self.form == "ring":
-            exchanges = ring_exchanges(given.n, given.itemsize, P, skip, always)
+            exchanges = ring_exchanges(n, nbytes, P, len(offsets), always)
         else:
-            exchanges = direct_exchanges(given.n, given.itemsize, P, offsets, always)
-        return planned(given, exchanges, given.n * given.value_nbytes * self.feedback, accumulate=self.feedback)
+            exchanges = direct_exchanges(n, nbytes, P, offsets, always)
+        return planned(given, exchanges, n * given.value_nbytes * self.feedback, accumulate=self.feedback)
 
     @property
     def has_residual(self) -> bool:
         return self.feedback
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
-        return self.residual.residual(bucket, comm.rank) if self.feedback else None
+        if not self.feedback:
+            return None
+        # A rank that is left out with its node holds the node's sum.
+        return self.residual.residual(bucket, comm.rank) / (self.node_size if comm.size > 1 else 1)
 
     def rollback(self, bucket: Bucket) -> None:
         if self.feedback:
@@ -184,6 +188,12 @@ class SkipReduce(Scheme):
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.residual.rescale(factors)
+
+    def hold_residual(self) -> None:
+        self.residual.hold()
+
+    def weigh_step(self, factors: Mapping[str, float]) -> None:
+        self.residual.weigh(factors)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         return {"scheme": self.name, "residual": self.residual.state_dict()}
@@ -200,11 +210,11 @@ class SkipReduce(Scheme):
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return SkipReduceScatter(self)
 
-    def _plan(self, bucket: Bucket, comm: Comm) -> SkipPlan:
+    def _skip_plan(self, bucket: Bucket, P: int) -> SkipPlan:
         """Return who is left out at this step; drawn from what all ranks know."""
-        if comm.size == 1:
+        if P == 1:
             return SkipPlan()
-        nodes, skip = comm.size // self.node_size, self._skip(comm.size)
+        nodes, skip = P // self.node_size, self._skip(P)
         if self.mode == "naive":
             return SkipPlan(first_offsets(skip), 0)
         shift = random_shift(nodes, self.seed, bucket.key, bucket.step)
@@ -223,7 +233,7 @@ class SkipReduce(Scheme):
         return skip_count(self.skip, nodes, "ranks" if self.node_size == 1 else "nodes")
 
     def _left_out(self, plan: SkipPlan, count: int, comm: Comm) -> int:
-        """Return how many of `count` elements lose this rank, by itself or with its whole node."""
+        """Return how many of `count` elements lose this rank, alone or with its whole node."""
         if comm.size == 1:
             return 0
         node, nodes = comm.rank // self.node_size, comm.size // self.node_size
@@ -237,8 +247,28 @@ class SkipReduce(Scheme):
         if self.node_size == 1:
             _ALL_REDUCE[self.form](x, comm, plan, omitted, always)
         else:
-            between = _ALL_REDUCE[self.form], _COST_BETWEEN_NODES[self.form]
-            hierarchical_all_reduce_(x, comm, self.node_size, plan, *between, omitted, always)
+            hierarchical_all_reduce_(x, comm, self.node_size, plan, _ALL_REDUCE[self.form], omitted, always)
+
+
+class _Unsent:
+    """What this rank holds back of one step, [n] in the order of the chunks: what sums left out, and what rounding dropped."""
+
+    def __init__(self, acc: Accumulator, order: SpanSet, sent: Tensor, shares: int) -> None:
+        """`sent` [n] is acc / `shares`, rounded where its type is narrower."""
+        narrow = sent.dtype != acc.values.dtype
+        own = order.take(acc.values) if narrow else sent
+        self.omitted = torch.zeros_like(own)  # filled by the all-reduce
+        self._dropped = lacking(own, sent, shares) if narrow else None
+        self._finite = None if acc.finite else own.isfinite()
+        self._residual, self._order, self._shares = acc.residual, order, shares
+
+    def keep(self) -> None:
+        """Make it the residual, unless a contribution that was left out, or a sum of some, is not finite."""
+        held = self.omitted if self._dropped is None else lacking(self._dropped, -self.omitted, self._shares)
+        if self._finite is not None or not kernels.all_finite(held):  # seldom, and it takes more memory
+            usable = held.isfinite() if self._finite is None else held.isfinite() & self._finite
+            held = torch.where(usable, held, self._order.take(self._residual))
+        self._order.put_(self._residual, held)
 
 
 class SkipReduceScatter(ReduceScatterScheme):
@@ -274,13 +304,13 @@ class SkipReduceScatter(ReduceScatterScheme):
         sent = bucket.grad if acc is None else rounded(acc.values, out.dtype)
         # Sums in which a residual is are formed in its type.
         total = out if acc is None or acc.values.dtype == out.dtype else torch.empty_like(out, dtype=acc.values.dtype)
-        with recorded_cost() as cost:
-            if acc is not None:
-                flag = torch.tensor([not acc.finite], dtype=torch.int32, device=out.device)
-                # A host sync: all ranks must decide the same.
-                if bool(torch.cat(all_gather(flag, [1] * P, comm)).any()):
-                    return self.found_inf(bucket, out, cost.total)
-            reduce_scatter(sent, total, comm, plan, always)
+        comm = MeteredComm(comm)
+        if acc is not None:
+            flag = torch.tensor([not acc.finite], dtype=torch.int32, device=out.device)
+            # A host sync: all ranks must decide the same.
+            if bool(torch.cat(comm.all_gather(flag, [1] * P)).any()):
+                return self.found_inf(bucket, out, comm.sent)
+        reduce_scatter(sent, total, comm, plan, always)
         by_ranks = config.divide_by == "ranks" or config.feedback
         _divide_chunk_(total, always, P, P, average)
         _divide_chunk_(total, others, P if by_ranks else P - plan.skip, P, average)
@@ -297,7 +327,7 @@ class SkipReduceScatter(ReduceScatterScheme):
                 own.of(acc.residual).add_(total - out.to(total.dtype), alpha=P if average else 1)
         lost = sum(len(span) for chunk in left_out for span in chunk)
         details = {"skip": plan.skip, "offsets": str(list(plan.offsets)), "protected": P * sum(map(len, always))}
-        return Report(self.name, bucket.key, bucket.step, n, n - lost, n, cost.total, details=details)
+        return Report(self.name, bucket.key, bucket.step, n, n - lost, n, comm.sent, details=details)
 
     def _plan(self, bucket: Bucket, P: int) -> SkipPlan:
         """Return who is left out at this step; drawn from what all ranks know."""
@@ -318,7 +348,7 @@ class SkipReduceScatter(ReduceScatterScheme):
 def _by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> SpanSet:
     """Return all elements in the order of the chunks: the share of each in `dense`, then that in `skipping`, so that a message is one span.
 
-    Each of both is cut as a vector of its own: first for the ranks of a node, then for the nodes.
+    Each of both is cut as a separate vector: first for the ranks of a node, then for the nodes.
     """
     found: list[Span] = []
     for place in range(node_size):

@@ -1,43 +1,53 @@
-"""SparseLoCo's compressor: the largest elements of each tile of 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706).
+"""SparseLoCo's compressor: the largest elements of each tile of up to 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706).
 
-The paper exchanges the change of weights over 30 local steps; this is what it does to one such change, or to a gradient.
+The paper exchanges the change of weights over 30 local steps; this is what it does to one such change, or to a gradient. Tiles and
+counts are those of the authors' program: the sides of a tile are the largest divisors, up to 64, of those of its matrix, and a rank
+sends 64 elements of each tile, or all of a smaller one. So vectors are sent whole.
 
-Differs from the paper: positions travel in Elias-Fano code, about 2 + log2(1/d) bits, not in 12; the four means are those of a
-parameter; a smaller tile sends the same share; and no rank's update is clipped to the median norm of all. `divide_by="ranks"` with
-`decay=1.0` makes it an error feedback that conserves what comes in.
+Differs from the paper: positions travel in Elias-Fano code, not in 12 bits each; no rank's update is clipped to the median norm of all;
+and the program cuts its four bins half a bin lower, at -2.25, -0.75 and 0.75 standard deviations. `divide_by="ranks"` with `decay=1.0`
+makes it an error feedback that conserves what comes in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import Self
 
-from sparsync import kernels
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Sparse
+from sparsync.core import Bucket, Comm, Divisor, Sparse, check_one_of, phase
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.phases import phase
-from sparsync.schemes.tile_parts import Divisor, check_divisor, mean_of_selections, planned_in_tiles
-from sparsync.selection.density import check_density
-from sparsync.selection.tiles import SIZE, selected_in_tiles, tiles_of
-from sparsync.wire.bin_means import BinMeans
-from sparsync.wire.values import ValueCodec, Values
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.rounding import rounded
+from sparsync.schemes.tile_parts import (
+    ShareCodec,
+    check_per_tile,
+    mean_of_selections,
+    planned_in_tiles,
+)
+from sparsync.selection.tiles import selected_in_tiles, tiles_of
+from sparsync.wire import ValueCodec, Values
 
 TileValues = Literal["bins"] | Values
+BINS = 4
+WIDTH = 1.5  # of a bin, in standard deviations of the group: all four span 6
+_MEAN_NBYTES = 4
 
 
 @dataclass
 class SparseLoCo(ErrorFeedbackScheme):
-    """Send the share `density` of each tile, of largest magnitude, to all; the mean at a position is that of the ranks that sent it.
+    """Send `per_tile` elements of each tile, of largest magnitude, to all; the mean at a position is that of the ranks that sent it.
 
     NaN or Inf on any rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
     """
 
-    density: float = 64 / SIZE  # share of each tile that a rank sends, rounded up; the paper's
+    per_tile: int = 64  # elements that a rank sends of each tile, or all of a smaller one; the paper's
     # Share of the residual that joins the next gradient, by which a rule with local steps forgets what is out of date; the paper's.
     decay: float = 0.95
     values: TileValues = "bins"  # "bins": in 2 bits; or another format
@@ -48,35 +58,33 @@ class SparseLoCo(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density(self.density)
-        check_divisor(self.divide_by)
+        check_per_tile(self.per_tile)
+        check_one_of("divide_by", self.divide_by, Divisor)
         allowed = ("bins", *get_args(Values))
         if self.values not in allowed:
             raise ValueError(f"values must be one of {', '.join(allowed)}, got {self.values!r}")
         self._sent: dict[str, Sparse] = {}  # what this rank sent in the last step of each bucket
 
     @classmethod
-    def published(cls, density: float = 64 / SIZE) -> Self:
+    def published(cls, per_tile: int = 64) -> Self:
         """Return the same: the published rule is the plain setting."""
-        return cls(density=density)
+        return cls(per_tile=per_tile)
 
     def planned(self, given: Given) -> Plan:
-        counts, tiles = selected_in_tiles(given.parameters, self.density)
-        codec = BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
-        return planned_in_tiles(given, sum(counts), tiles * SIZE, codec, self.residual_nbytes(given))
+        counts = selected_in_tiles(given.parameters, self.per_tile)
+        return planned_in_tiles(given, sum(counts), self._codec(counts), self.residual_nbytes(given))
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         n, tiles, values = bucket.grad.numel(), tiles_of(bucket.layout), acc.values
-        codec = BinMeans(tiles.parameter_counts(self.density)) if self.values == "bins" else ValueCodec(self.values)
+        codec = self._codec(selected_in_tiles(bucket.layout, self.per_tile))
         with phase("select"):
             cut = tiles.take(values)
-            index = tiles.largest(cut, self.density)
-            own = Sparse(index.to(torch.int32), kernels.gather(cut.view(-1), index), cut.numel())
+            index = tiles.largest(cut, self.per_tile)
+            own = Sparse(index.to(torch.int32), kernels.gather(cut, index), n)
         mean, error = mean_of_selections(own, codec, self.divide_by, comm)
-        place, inside = tiles.places(own.index)
-        place, error = place[inside], error[inside]
-        sent = own.value[inside] - error
-        union = _ascending(*tiles.places(mean.index), mean.value, n)
+        place, sent = tiles.places(own.index), own.value - error
+        found, order = tiles.places(mean.index).sort()
+        union = Sparse(found.to(torch.int32), mean.value[order], n)
         if self.divide_by == "contributors":
             # What its type drops is of a mean over senders, which no residual holds.
             union = replace(union, value=union.value.to(bucket.grad.dtype))
@@ -96,8 +104,64 @@ class SparseLoCo(ErrorFeedbackScheme):
         super().load_state_dict(state)
         self._sent = {}
 
+    def _codec(self, counts: Sequence[int]) -> ShareCodec:
+        return BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
 
-def _ascending(place: Tensor, inside: Tensor, value: Tensor, n: int) -> Sparse:
-    """Return the elements at the places that are inside, in the order of the bucket."""
-    found, order = place[inside].sort()
-    return Sparse(found.to(torch.int32), value[inside][order], n)
+
+@dataclass(frozen=True)
+class BinMeans:
+    """Values in 2 bits: the number of a bin, and for each group of values the mean of each bin.
+
+    Packets hold values in groups of `counts` values each: the means of four bins, float32, for each group, then 2 bits a value.
+
+    Bins are cut at the group's mean and 1.5 of its standard deviations on either side. A group with NaN or Inf is decoded as NaN.
+    """
+
+    counts: tuple[int, ...]
+
+    exact = False  # decoding gives back the mean of a bin
+
+    def encode(self, value: Tensor) -> Tensor:
+        """Return the packet, uint8, of `value` [k]."""
+        group, count = _groups(self.counts)
+        group, count = group.to(value.device), count.to(value.device)
+        wide = value.double()  # in which sums over groups depend on no order that matters
+        total = torch.zeros_like(count).index_add_(0, group, wide)
+        centre = total / count
+        off = wide - centre[group]
+        deviation = (torch.zeros_like(count).index_add_(0, group, off * off) / count).sqrt()
+        finite = deviation.isfinite()[group]
+        place = off / (WIDTH * deviation[group]).clamp(min=torch.finfo(torch.float32).tiny)
+        code = torch.where(finite, place.clamp(-BINS / 2, BINS / 2 - 1).floor() + BINS / 2, 0.0).long()
+        bin = BINS * group + code
+        held = torch.zeros(BINS * len(self.counts), dtype=torch.float64, device=value.device)
+        sums, members = held.index_add(0, bin, wide), held.index_add(0, bin, torch.ones_like(wide))
+        means = rounded(sums / members.clamp(min=1), torch.float32)
+        means[~means.isfinite()] = torch.nan
+        pairs = pad(code.to(torch.uint8), (0, -code.numel() % 4)).view(-1, 4)
+        packed = pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
+        return torch.cat([means.view(torch.uint8), packed])
+
+    def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+        """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
+        if packet.numel() != self.nbytes(k, dtype):
+            raise RuntimeError(
+                f"{k} values in {len(self.counts)} groups take {self.nbytes(k, dtype)} bytes, the packet has {packet.numel()}; "
+                "sender and receiver must agree on the layout"
+            )
+        head = BINS * _MEAN_NBYTES * len(self.counts)
+        means = packet[:head].clone().view(torch.float32).to(dtype)
+        shifts = torch.arange(0, 8, 2, device=packet.device, dtype=torch.uint8)
+        code = ((packet[head:, None] >> shifts) & 3).view(-1)[:k]
+        return means[BINS * _groups(self.counts)[0].to(packet.device) + code]
+
+    def nbytes(self, k: int, dtype: torch.dtype) -> int:  # as other codecs
+        """Return the bytes of `k` values."""
+        return BINS * _MEAN_NBYTES * len(self.counts) + -(-k // 4)
+
+
+@lru_cache(maxsize=256)
+def _groups(counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the group of each value, int64 [k], and the size of each group, float64."""
+    sizes = torch.tensor(counts, dtype=torch.int64)
+    return torch.repeat_interleave(sizes), sizes.double()

@@ -1,26 +1,20 @@
 """What SparseLoCo and DeMo share: the mean, position by position, of what ranks have selected, over all ranks or over the senders."""
 
 from dataclasses import replace
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparsync import kernels
-from sparsync.base.forms import planned
-from sparsync.collectives.exchange import all_gather
-from sparsync.comm.busiest import all_gather_exchange
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Comm, Sparse
+from sparsync.comm.plan import Given, Plan, all_gather_exchange, planned
+from sparsync.core import Comm, Divisor, Sparse, phase
+from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking
-from sparsync.phases import phase
-from sparsync.wire import indices
-
-Divisor = Literal["contributors", "ranks"]
+from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 
 class ShareCodec(Protocol):
-    """Bytes of values and back; `wire.values.ValueCodec` or `wire.bin_means.BinMeans`."""
+    """Bytes of values and back; `wire.ValueCodec` or `sparse_loco.BinMeans`."""
 
     @property
     def exact(self) -> bool: ...
@@ -40,16 +34,15 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
     Bytes sent per rank: P-1 times the packet of its own elements
     """
     k, n, dtype, P = own.index.numel(), own.length, own.value.dtype, comm.size
-    head = indices.fixed_length_nbytes(k, n)
+    head = fixed_length_nbytes(k, n)
     with phase("encode"):
         # Rounded values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
         values = codec.encode(own.value if codec.exact else own.value / P)
-        packet = torch.cat([indices.encode_fixed_length(own.index, n), values])
-    packets = all_gather(packet, [packet.numel()] * P, comm)
+        packet = torch.cat([encode_fixed_length(own.index, n), values])
+    packets = comm.all_gather(packet, [packet.numel()] * P)
     with phase("decode"):
         gathered = [
-            Sparse(indices.decode_fixed_length(each[:head], k, n), codec.decode(each[head:], k, dtype), n)
-            for each in packets
+            Sparse(decode_fixed_length(each[:head], k, n), codec.decode(each[head:], k, dtype), n) for each in packets
         ]
         union = kernels.coalesce(gathered)  # in rank order, so the same bits on every rank
         share = 1 if codec.exact else P
@@ -61,21 +54,23 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
         return mean, lacking(own.value, codec.decode(values, k, dtype), share)
 
 
-def planned_in_tiles(given: Given, k: int, length: int, codec: ShareCodec, state_nbytes: int) -> Plan:
-    """Return the plan of a step that selects `k` of `length` elements in tiles and exchanges them by `mean_of_selections`."""
-    nbytes = indices.fixed_length_nbytes(k, length) + codec.nbytes(k, given.dtype)
+def planned_in_tiles(given: Given, k: int, codec: ShareCodec, state_nbytes: int) -> Plan:
+    """Return the plan of a step that selects `k` of n elements in tiles and exchanges them by `mean_of_selections`."""
+    nbytes = fixed_length_nbytes(k, given.n) + codec.nbytes(k, given.dtype)
     return planned(
         given,
         [all_gather_exchange({nbytes: given.P})],
         state_nbytes,
-        select=(length, 1),
-        passes_to_select=3 * length,  # tiles are copied
+        select=(given.n, 1),
+        passes_to_select=3 * given.n,  # tiles are copied
         encode=(k, 1),
         decode=((given.P + 1) * k, given.P + 1),
     )
 
 
-def check_divisor(divide_by: str) -> None:
-    """Raise ValueError unless `divide_by` names a divisor."""
-    if divide_by not in get_args(Divisor):
-        raise ValueError(f"divide_by must be one of {', '.join(get_args(Divisor))}, got {divide_by!r}")
+def check_per_tile(per_tile: object) -> None:
+    """Raise ValueError unless `per_tile` is a number of elements."""
+    if not isinstance(per_tile, int) or isinstance(per_tile, bool) or per_tile < 1:
+        raise ValueError(
+            f"per_tile must be a whole number of at least 1, what a rank sends of each tile, got {per_tile!r}"
+        )

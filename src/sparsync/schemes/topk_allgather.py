@@ -4,17 +4,18 @@ The selections of P ranks overlap little, so up to P * k elements of the result 
 with P. Differs from the paper: nothing of note; NaN and Inf are passed on without touching the residual.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm
+from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, Tally, all_gather_exchange, planned, plus, tally
+from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, phase
 from sparsync.feedback import Accumulator, Residuals
-from sparsync.schemes.gathered_selections import gather_selections, gather_selections_planned
-from sparsync.selection.density import check_density, count_for
-from sparsync.wire.values import Values, check_values
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.rounding import lacking
+from sparsync.wire import Elements, Values, check_values
 
 
 @dataclass
@@ -53,3 +54,55 @@ class TopK(ErrorFeedbackScheme):
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         own = acc.top_k(self.count(bucket))  # [k]
         return gather_selections(own, [own.index.numel()] * comm.size, self.values, bucket, comm)
+
+
+def gather_selections(
+    own: Sparse,
+    counts: Sequence[int],
+    values: Values,
+    bucket: Bucket,
+    comm: Comm,
+    details: Mapping[str, Detail] | None = None,
+    commit: Callable[[], None] = lambda: None,
+) -> Update:
+    """Return the update in which the mean is the sum of all ranks' selections divided by P, and each rank clears its own.
+
+    `counts[r]`, how many elements rank r selected, are known to all; `values` says how values travel.
+    Exchanges: one all-gather. Bytes sent per rank: P-1 times the packet of its own selection.
+    """
+    n, P, dtype, k = bucket.grad.numel(), comm.size, own.value.dtype, own.index.numel()
+    codec = Elements(values)
+    with phase("encode"):
+        # Quantized values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
+        packet = codec.encode(own if codec.exact else Sparse(own.index, own.value / P, n))
+    packets = comm.all_gather(packet, [codec.nbytes(count, n, dtype) for count in counts])
+    with phase("decode"):
+        gathered = [codec.decode(each, count, n, dtype) for each, count in zip(packets, counts, strict=True)]
+        # In rank order, so the same bits on every rank.
+        union = kernels.coalesce(gathered)
+    found, note = dict(details or {}), commit
+    if codec.exact:
+        return Update(Sparse(union.index, union.value.div_(P), n), own.index, k, details=found, commit=note)
+    error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
+    return Update(union, own.index, k, [Sparse(own.index, error, n)], found, note)
+
+
+def gather_selections_planned(
+    given: Given, counts: Tally, values: Values, state_nbytes: int, first: Sequence[Exchange] = (), passes: int = 0
+) -> Plan:
+    """Return the plan of `gather_selections` by ranks of which so many select so many elements, after the exchanges `first`.
+
+    `passes`: as often all n elements are read to find them.
+    """
+    codec, n, total = Elements(values), given.n, sum(count * ranks for count, ranks in counts.items())
+    sizes = tally(counts, lambda count: codec.nbytes(count, n, given.dtype))
+    encode = (max(counts), 1)
+    return planned(
+        given,
+        [*first, all_gather_exchange(sizes)],
+        state_nbytes,
+        select=(n, 1),
+        passes_to_select=passes * n,
+        encode=encode,
+        decode=plus((total, given.P), NOTHING if codec.exact else encode),
+    )

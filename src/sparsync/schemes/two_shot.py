@@ -1,40 +1,48 @@
-"""TwoShot: an all-reduce of the largest elements, or of all, in few bits and two exchanges, without a control message.
+"""TwoShot: an all-reduce of the largest elements, or of all, in few bits and two exchanges.
 
 Every rank owns a region of the vector. It sends each other region's largest elements, rounded, to the region's owner. The owner adds
 them to all of its own elements, and sends the largest sums, rounded, to all. What a sender's rounding drops stays in the sender's
 residual, and what the owner does not send in the owner's: no mass is lost. How many elements travel is known beforehand. Regions take
-their rows from all over the vector in a hashed order, so that layers of different scale load the owners alike.
+their rows from all over the vector in a hashed order, so that layers of different scale load all owners equally.
 
 The two exchanges are those of SparseReduceScatter and all-gather in Ok-Topk (arXiv 2201.07598) and of a quantized all-reduce; the fixed
 counts and the owner's residual are our own. Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsync import kernels
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update
-from sparsync.base.forms import NOTHING, planned, plus
-from sparsync.base.sharded import ReduceScatterScheme
-from sparsync.collectives.exchange import all_gather, all_to_all
-from sparsync.collectives.quantized_all_reduce import quantized_all_reduce
-from sparsync.comm.busiest import all_gather_exchange, tally, to_owners_exchange
-from sparsync.comm.cost import recorded_cost
-from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, Report, Rows, Span, Sparse, spans
+from sparsync.base.scheme import ReduceScatterScheme
+from sparsync.collectives.values import quantized_all_reduce
+from sparsync.comm.metered import MeteredComm
+from sparsync.comm.plan import NOTHING, Given, Plan, all_gather_exchange, planned, plus, tally, to_owners_exchange
+from sparsync.core import (
+    Bucket,
+    Comm,
+    Detail,
+    Divisor,
+    Report,
+    Rows,
+    Span,
+    Sparse,
+    check_density,
+    check_one_of,
+    count_for,
+    phase,
+    spans,
+)
 from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
-from sparsync.phases import phase
 from sparsync.schemes.quantized import planned_quantized
-from sparsync.schemes.tile_parts import Divisor, check_divisor
-from sparsync.selection.density import check_density, count_for
-from sparsync.selection.partition import BlockCyclic, Contiguous, Partition
-from sparsync.wire.elements import Elements
-from sparsync.wire.values import ValueCodec, Values, check_values
+from sparsync.selection.exclusive import BlockCyclic, Contiguous
+from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 
 @dataclass
@@ -66,7 +74,7 @@ class TwoShot(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
-        check_divisor(self.divide_by)
+        check_one_of("divide_by", self.divide_by, Divisor)
         self._lost: dict[
             str, Sparse
         ] = {}  # what the own region lost in the last step of each bucket, where that is not P * mean
@@ -76,50 +84,28 @@ class TwoShot(ErrorFeedbackScheme):
         if self.density == 1.0:
             mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
-        n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
-        regions = BlockCyclic(n, P)
-        rows = [regions.rows(p, bucket.grad.device) for p in range(P)]
-        counts = [count_for(self.density, each.length) for each in rows]
-        others = [p for p in range(P) if p != rank and rows[p].length]
-        packets = [torch.empty(0, dtype=torch.uint8, device=bucket.grad.device)] * P
-        chosen = acc.top_k_of_rows([rows[p] for p in others], [counts[p] for p in others], "sent")
-        replaced: list[Sparse] = []
-        for p, part in zip(others, chosen, strict=True):
-            packets[p], error = _rounded(part, codec)
-            replaced.append(_located(rows[p], error, n))
-        dtype, own, count = acc.values.dtype, rows[rank], counts[rank]
-        nbytes = [codec.nbytes(k, each.length, dtype) for k, each in zip(counts, rows, strict=True)]
-        received = all_to_all(packets, [nbytes[rank] if source != rank else 0 for source in range(P)], comm)
-        contributors = acc.values.new_ones(own.length) if self.divide_by == "contributors" else None
-        with phase("decode"):
-            for source, packet in enumerate(received):
-                if source != rank:
-                    arrived = codec.decode(packet, count, own.length, dtype)
-                    kernels.scatter_add_(acc.values, _located(own, arrived, n))
-                    if contributors is not None:
-                        kernels.scatter_add_(contributors, replace(arrived, value=torch.ones_like(arrived.value)))
-        (top,) = acc.top_k_of_rows([own], [count], "sums")
-        divisor = P if contributors is None else kernels.gather(contributors, top.index)
-        with phase("encode"):
-            # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
-            packet = codec.encode(Sparse(top.index, top.value / divisor, own.length))
-        gathered = all_gather(packet, nbytes, comm)
-        with phase("decode"):
-            parts = [
-                _located(each, codec.decode(packet, k, each.length, dtype), n)
-                for packet, k, each in zip(gathered, counts, rows, strict=True)
-            ]
-            if contributors is not None:
-                # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
-                parts = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in parts]
-            error = lacking(top.value, parts[rank].value, divisor)
-            replaced.append(Sparse(parts[rank].index, error, n))
+        n, rank = bucket.grad.numel(), comm.rank
+        regions = _regions_of(n, comm.size, self.density, self.values, acc.residual.device, acc.values.dtype)
+        packets, kept = scatter_top_k(acc, regions, comm)
+        senders = acc.values.new_ones(regions.rows[rank].length) if self.divide_by == "contributors" else None
+        add_(acc.values, packets, regions, rank, senders)
+        (top,) = acc.top_k_of_rows([regions.rows[rank]], [regions.counts[rank]], "sums")
+        divisor = comm.size if senders is None else kernels.gather(senders, top.index)
+        # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
+        mean = gather(replace(top, value=top.value / divisor), regions, comm)
+        if senders is not None:
+            # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
+            mean = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in mean]
+        own = mean[rank]
+        error = lacking(top.value, own.value, divisor)
+        kept.append(Sparse(own.index, error, n))
 
         def commit() -> None:
-            if contributors is not None:
-                self._lost[bucket.key] = Sparse(parts[rank].index, top.value - error, n)
+            if senders is not None:
+                self._lost[bucket.key] = Sparse(own.index, top.value - error, n)
 
-        return Update(parts, None, sum(counts) - count + own.length, commit=commit, replaced=replaced)
+        selected = sum(regions.counts) - regions.counts[rank] + regions.rows[rank].length
+        return Update(mean, None, selected, commit=commit, replaced=kept)
 
     def planned(self, given: Given) -> Plan:
         if self.density == 1.0:
@@ -139,9 +125,13 @@ class TwoShot(ErrorFeedbackScheme):
             decode=plus(rounding, ((P - 1) * own, P - 1), (total, P)),
         )
 
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        self._lost.pop(bucket.key, None)  # P * mean is what is lost this time
+        return super().send_all(bucket, comm)
+
     def rollback(self, bucket: Bucket) -> None:
         lost = self._lost.pop(bucket.key, None)
-        if lost is None or bucket.grad.numel() < self.dense_below:
+        if lost is None:
             super().rollback(bucket)
         else:
             kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
@@ -153,7 +143,9 @@ class TwoShot(ErrorFeedbackScheme):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
         n, P = bucket.grad.numel(), comm.size
-        regions, residual = _regions(n, P, self.density), self.feedback.residual(bucket, comm.rank).clone()
+        residual = self.feedback.residual(bucket, comm.rank).clone()
+        # Adjacent ones where all elements travel, and no position does.
+        regions = BlockCyclic(n, P) if self.density < 1 else Contiguous(spans(n, P))
         regions.put_(residual, comm.rank, regions.of(residual, comm.rank) / P)
         return residual
 
@@ -165,30 +157,73 @@ class TwoShot(ErrorFeedbackScheme):
         return TwoShotReduceScatter(self)
 
 
-def _regions(n: int, P: int, density: float) -> Partition:
-    """Return the regions of the owners; adjacent ones where all elements travel and no position does."""
-    return BlockCyclic(n, P) if density < 1 else Contiguous(spans(n, P))
+@dataclass(frozen=True)
+class _Regions:
+    """The region of each rank, and what travels of it; the same on all ranks."""
+
+    n: int
+    rows: Sequence[Rows]
+    counts: Sequence[int]  # how many elements of it travel, in either exchange
+    nbytes: Sequence[int]  # of their packet
+    codec: Elements
+
+    def in_whole(self, p: int, part: Sparse) -> Sparse:
+        """Return elements of region `p` as elements of the vector."""
+        return Sparse(kernels.locate(self.rows[p], part.index), part.value, self.n)
 
 
-def _located(rows: Rows, part: Sparse, n: int) -> Sparse:
-    """Return elements of rows as elements of the vector of `n`."""
-    return Sparse(kernels.locate(rows, part.index), part.value, n)
+@lru_cache(maxsize=256)
+def _regions_of(n: int, P: int, density: float, values: Values, device: torch.device, dtype: torch.dtype) -> _Regions:
+    partition, codec = BlockCyclic(n, P), Elements(values)
+    rows = [partition.rows(p, device) for p in range(P)]
+    counts = [count_for(density, each.length) for each in rows]
+    nbytes = [codec.nbytes(count, each.length, dtype) for count, each in zip(counts, rows, strict=True)]
+    return _Regions(n, rows, counts, nbytes, codec)
 
 
-def _rounded(part: Sparse, codec: Elements) -> tuple[Tensor, Sparse]:
-    """Return the packet of `part`, and what rounding drops of each element."""
+def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list[Tensor], list[Sparse]]:
+    """Send the largest elements of each other region to its owner; return the packets for the own one, and what rounding drops."""
+    codec, rank, rows = regions.codec, comm.rank, regions.rows
+    others = [p for p in range(comm.size) if p != rank and rows[p].length]
+    chosen = acc.top_k_of_rows([rows[p] for p in others], [regions.counts[p] for p in others], "sent")
+    packets = [torch.empty(0, dtype=torch.uint8, device=acc.residual.device)] * comm.size
+    dropped: list[Sparse] = []
+    for p, part in zip(others, chosen, strict=True):
+        with phase("encode"):
+            packets[p] = codec.encode(part)
+            sent = part.value
+            if not codec.exact:
+                sent = codec.decode_values(packets[p], part.index.numel(), part.length, sent.dtype)
+        dropped.append(regions.in_whole(p, replace(part, value=part.value - sent)))
+    return comm.all_to_all(packets, [(source != rank) * regions.nbytes[rank] for source in range(comm.size)]), dropped
+
+
+def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
+    """Add what other ranks sent of this rank's region to `values` [n], and one to `senders`, if given, where each did."""
+    own, count = regions.rows[rank], regions.counts[rank]
+    with phase("decode"):
+        for source, packet in enumerate(packets):
+            if source != rank:
+                arrived = regions.codec.decode(packet, count, own.length, values.dtype)
+                kernels.scatter_add_(values, regions.in_whole(rank, arrived))
+                if senders is not None:
+                    kernels.scatter_add_(senders, replace(arrived, value=torch.ones_like(arrived.value)))
+
+
+def gather(own: Sparse, regions: _Regions, comm: Comm) -> list[Sparse]:
+    """Send elements of the own region to all, and return those of each region."""
     with phase("encode"):
-        packet = codec.encode(part)
-        decoded = (
-            part.value
-            if codec.exact
-            else codec.decode_values(packet, part.index.numel(), part.length, part.value.dtype)
-        )
-        return packet, Sparse(part.index, part.value - decoded, part.length)
+        packet = regions.codec.encode(own)
+    packets = comm.all_gather(packet, regions.nbytes)
+    with phase("decode"):
+        return [
+            regions.in_whole(p, regions.codec.decode(packet, count, rows.length, own.value.dtype))
+            for p, (packet, count, rows) in enumerate(zip(packets, regions.counts, regions.rows, strict=True))
+        ]
 
 
 class TwoShotReduceScatter(ReduceScatterScheme):
-    """The first exchange by itself, with the chunks for regions: each rank sends the share `density` of every other chunk.
+    """The first exchange only, with the chunks as regions: each rank sends the share `density` of every other chunk.
 
     Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
     the sum of residuals over ranks + P x the mean. Where any rank's gradient holds NaN or Inf, all ranks get NaN and residuals stay as they
@@ -213,15 +248,15 @@ class TwoShotReduceScatter(ReduceScatterScheme):
         packets = [codec.encode(each) for each in chosen]
         packets.insert(comm.rank, packets[0].new_empty(0) if packets else torch.empty(0, dtype=torch.uint8))
         region, size = own.of(acc.values).clone(), codec.nbytes(count, m, dtype)
-        with recorded_cost() as cost:
-            received = all_to_all(packets, [size if source != comm.rank else 0 for source in range(P)], comm)
+        comm = MeteredComm(comm)
+        received = comm.all_to_all(packets, [size if source != comm.rank else 0 for source in range(P)])
         for source, packet in enumerate(received):
             if source != comm.rank:
                 kernels.scatter_add_(region, codec.decode(packet, count, m, dtype))
         share = P if average else 1
         out.copy_(rounded(region / share, out.dtype))
         if not acc.finite or not kernels.all_finite(out):
-            return self.found_inf(bucket, out, cost.total)
+            return self.found_inf(bucket, out, comm.sent)
         with phase("apply"):
             acc.keep()
             for owner, each in zip(others, chosen, strict=True):
@@ -230,4 +265,4 @@ class TwoShotReduceScatter(ReduceScatterScheme):
             # What rounding to its type drops.
             own.of(acc.residual).copy_(lacking(region, out, share))
         details: dict[str, Detail] = {"overflow": False}
-        return Report(self.name, bucket.key, bucket.step, n, count * (P - 1) + m, n, cost.total, details=details)
+        return Report(self.name, bucket.key, bucket.step, n, count * (P - 1) + m, n, comm.sent, details=details)

@@ -1,19 +1,18 @@
-"""Tiles of 64 x 64 elements that cover the matrices of a bucket, and the largest elements of each tile.
+"""Tiles that cover the parameters of a bucket, and the largest elements of each tile.
 
-A tensor of more than one dimension counts as a matrix of its first one and the rest. Vectors, and parameters whose shape the bucket does
-not tell, are rows of 64; what is left of them is a tile of one row. Where a matrix is no multiple of 64, its last tiles are smaller.
+The sides of a tile are the largest divisors, up to 64, of those of its matrix, so that all tiles of a matrix are equal. A vector is a
+matrix of one row, and a tensor of more than two dimensions one of its first dimension and the rest. A parameter whose shape the bucket
+does not tell is cut into tiles of 64 x 64; what is left of it are two tiles: whole rows of 64, and the rest.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from sparsync.core import ParameterSpan
+from sparsync.core import ParameterSpan, Span
 
 SIDE = 64
 SIZE = SIDE * SIDE
@@ -21,154 +20,157 @@ SIZE = SIDE * SIDE
 
 @dataclass(frozen=True)
 class Block:
-    """A matrix of rows x columns elements from `start` on, and its tiles, row by row, from number `first` on."""
+    """A matrix of rows x columns elements from `start` on in the bucket, cut into tiles of `side` = (rows, columns)."""
 
     start: int
     rows: int
     columns: int
-    first: int
-    vector: bool  # rows are pieces of a vector, not of a matrix
+    side: tuple[int, int]
+
+    def __len__(self) -> int:
+        return self.rows * self.columns
 
     @property
-    def high(self) -> int:
-        """The number of tiles that lie one below the other."""
-        return -(-self.rows // SIDE)
+    def tiles(self) -> int:
+        """The number of tiles."""
+        return len(self) // (self.side[0] * self.side[1])
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return the view of `x` [n] on this matrix, tile by tile: [high, wide, rows and columns of a tile]."""
+        high, wide = self.side
+        matrix = x[self.start : self.start + len(self)]
+        return matrix.view(self.rows // high, high, self.columns // wide, wide).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All tiles of one size, which are worked on together: `span` is their place in the vector of `Tiles.take`."""
+
+    side: tuple[int, int]
+    blocks: tuple[Block, ...]
+    span: Span
 
     @property
-    def wide(self) -> int:
-        """The number of tiles that lie beside each other."""
-        return -(-self.columns // SIDE)
+    def size(self) -> int:
+        """The number of elements of a tile."""
+        return self.side[0] * self.side[1]
 
-    def of(self, x: Tensor) -> Tensor:
-        """Return the view of `x` [n] on this matrix, [rows, columns]."""
-        return x[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+    def of(self, tiles: Tensor) -> Tensor:
+        """Return the view of `tiles` [n] on this group, [tiles, rows, columns]."""
+        return self.span.of(tiles).view(-1, *self.side)
 
-    def tiles(self, tiles: Tensor) -> Tensor:
-        """Return the view of `tiles` [count, 64, 64] on those of this matrix, [high, 64, wide, 64]."""
-        own = tiles[self.first : self.first + self.high * self.wide]
-        return own.view(self.high, self.wide, SIDE, SIDE).transpose(1, 2)
+    def parts(self, tiles: Tensor) -> list[Tensor]:
+        """Return the view of `tiles` [n] on each block, as `Block.cut` has it."""
+        parts = self.of(tiles).split([block.tiles for block in self.blocks])
+        return [
+            part.view(block.rows // self.side[0], -1, *self.side)
+            for part, block in zip(parts, self.blocks, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The tiles of one layout."""
+    """The tiles of one layout. They are a vector of the bucket's n elements in another order, tile after tile."""
 
-    blocks: tuple[Block, ...]
-    count: int
-    rows: Tensor  # [count] how many rows each tile really has
-    columns: Tensor  # [count]
-    vector: Tensor  # [count] bool
-    starts: Tensor  # [count] where its first element lies in the bucket
-    strides: Tensor  # [count] from one of its rows to the next, in the bucket
-    parameters: tuple[int, ...]  # the number of tiles of each parameter that has any
+    groups: tuple[Group, ...]
+    firsts: Tensor  # [groups] where each group begins in that vector
+    sides: Tensor  # [groups, 2]
+    numbers: Tensor  # [groups + 1] the number of its first tile; the last is how many there are
+    starts: Tensor  # [tiles] where the first element of each tile lies in the bucket
+    strides: Tensor  # [tiles] from one of its rows to the next, in the bucket
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the tiles of `x` [n], copied: [count, 64, 64], zero beyond the edges."""
-        tiles = x.new_empty(self.count, SIDE, SIDE)
-        for block in self.blocks:
-            missing = (0, block.wide * SIDE - block.columns, 0, block.high * SIDE - block.rows)
-            matrix = pad(block.of(x), missing) if any(missing) else block.of(x)
-            block.tiles(tiles).copy_(matrix.view(block.high, SIDE, block.wide, SIDE))
+        """Return the elements of `x` [n] tile after tile, copied."""
+        tiles = torch.empty_like(x)
+        for group in self.groups:
+            for block, part in zip(group.blocks, group.parts(tiles), strict=True):
+                part.copy_(block.cut(x))
         return tiles
 
     def put_(self, x: Tensor, tiles: Tensor) -> None:
-        """Write `tiles` [count, 64, 64] to their places in `x` [n]; what lies beyond the edges is dropped."""
-        for block in self.blocks:
-            matrix = block.tiles(tiles).reshape(block.high * SIDE, block.wide * SIDE)
-            block.of(x).copy_(matrix[: block.rows, : block.columns])
+        """Write `tiles` [n] to their places in `x` [n]."""
+        for group in self.groups:
+            for block, part in zip(group.blocks, group.parts(tiles), strict=True):
+                block.cut(x).copy_(part)
 
-    def largest(self, tiles: Tensor, density: float) -> Tensor:
-        """Return the positions in `tiles` of the share `density` of each tile of largest magnitude, rounded up: int64, ascending.
+    def largest(self, tiles: Tensor, per_tile: int) -> Tensor:
+        """Return the positions in `tiles` [n] of the `per_tile` elements of largest magnitude of each tile: int64, ascending.
 
-        NaN counts as largest. `counts` says how many they are in each tile.
+        All elements of a tile that has no more. NaN counts as largest.
         """
-        counts = self.counts(density)
-        if not self.count:
-            return torch.empty(0, dtype=torch.int64, device=tiles.device)
-        most = int(counts.max())
-        found = tiles.view(-1, SIZE).abs().topk(most, dim=1).indices  # [count, most], the largest first
-        found += SIZE * torch.arange(self.count, device=found.device)[:, None]
-        if int(counts.min()) < most:
-            found = found[torch.arange(most) < counts[:, None]]
-        return found.flatten().sort().values
+        found = [torch.empty(0, dtype=torch.int64, device=tiles.device)]
+        for group in self.groups:
+            index = group.of(tiles).flatten(1).abs().topk(min(per_tile, group.size), dim=1).indices
+            first = torch.arange(group.span.start, group.span.stop, group.size, device=tiles.device)
+            found.append((index + first[:, None]).flatten())
+        return torch.cat(found).sort().values
 
-    def counts(self, density: float) -> Tensor:
-        """Return how many elements of each tile `largest` finds, int64 [count]: at least one."""
-        return (density * (self.rows * self.columns).double() - 1e-9).ceil().long().clamp(min=1)
-
-    def parameter_counts(self, density: float) -> tuple[int, ...]:
-        """Return how many elements of each parameter `largest` finds, for parameters that have any."""
-        return tuple(int(part.sum()) for part in self.counts(density).split(list(self.parameters)))
-
-    def places(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the positions `index` [k] lie in the bucket, int64, and which of them do: bool [k]; others are beyond an edge."""
-        tile, inside = index.long() // SIZE, index.long() % SIZE
-        row, column = inside // SIDE, inside % SIDE
-        own = [each.to(index.device)[tile] for each in (self.starts, self.strides, self.rows, self.columns)]
-        return own[0] + row * own[1] + column, (row < own[2]) & (column < own[3])
+    def places(self, index: Tensor) -> Tensor:
+        """Return where the positions `index` [k] in the vector of tiles lie in the bucket, int64."""
+        firsts, sides, numbers, starts, strides = (
+            each.to(index.device) for each in (self.firsts, self.sides, self.numbers, self.starts, self.strides)
+        )
+        group = torch.searchsorted(firsts, index.long(), right=True) - 1
+        rows, columns = sides[group].unbind(1)
+        inside = index - firsts[group]
+        tile = numbers[group] + inside // (rows * columns)
+        return starts[tile] + inside % (rows * columns) // columns * strides[tile] + inside % columns
 
 
-def selected_in_tiles(layout: Iterable[ParameterSpan], density: float) -> tuple[list[int], int]:
-    """Return how many elements `Tiles.largest` finds in each parameter that has any, and the number of tiles: without making them."""
-    counts: list[int] = []
-    tiles = 0
-    for entry in layout:
-        kinds = [
-            (high * wide, _share(density, rows * columns))
-            for _, height, width, _ in _matrices(entry)
-            for rows, high in _sides(height)
-            for columns, wide in _sides(width)
-        ]
-        tiles += sum(number for number, _ in kinds)
-        counts += [sum(number * each for number, each in kinds)] if kinds else []
-    return counts, tiles
-
-
-def _share(density: float, elements: int) -> int:
-    return max(1, math.ceil(density * elements - 1e-9))
-
-
-def _sides(length: int) -> list[tuple[int, int]]:
-    """Return the sides of the tiles along an edge of this length, and how many tiles have each."""
-    whole, rest = divmod(length, SIDE)
-    return [(side, number) for side, number in ((SIDE, whole), (rest, 1)) if side * number]
+def selected_in_tiles(layout: Sequence[ParameterSpan], per_tile: int) -> list[int]:
+    """Return how many elements `Tiles.largest` finds in each block, in the order of the vector of tiles: without making them."""
+    blocks = [block for blocks in _by_side(tuple(layout)).values() for block in blocks]
+    return [block.tiles * min(per_tile, block.side[0] * block.side[1]) for block in blocks]
 
 
 @lru_cache(maxsize=256)
 def tiles_of(layout: tuple[ParameterSpan, ...]) -> Tiles:
     """Return the tiles of a bucket with this layout."""
-    blocks: list[Block] = []
-    parameters: list[int] = []
-    first = 0
-    for entry in layout:
-        before = first
-        for start, rows, columns, vector in _matrices(entry):
-            blocks.append(Block(start, rows, columns, first, vector))
-            first += blocks[-1].high * blocks[-1].wide
-        if first > before:
-            parameters.append(first - before)
-    every = [(block, i, j) for block in blocks for i in range(block.high) for j in range(block.wide)]
-    return Tiles(
-        tuple(blocks),
-        first,
-        _numbers(min(SIDE, block.rows - i * SIDE) for block, i, _ in every),
-        _numbers(min(SIDE, block.columns - j * SIDE) for block, _, j in every),
-        _numbers(block.vector for block, _, _ in every).bool(),
-        _numbers(block.start + i * SIDE * block.columns + j * SIDE for block, i, j in every),
-        _numbers(block.columns for block, _, _ in every),
-        tuple(parameters),
+    groups: list[Group] = []
+    every: list[tuple[int, int]] = []  # start and stride of each tile
+    firsts, numbers = [0], [0]
+    for side, blocks in _by_side(layout).items():
+        groups.append(Group(side, tuple(blocks), Span(firsts[-1], firsts[-1] + sum(map(len, blocks)))))
+        firsts.append(groups[-1].span.stop)
+        every += [
+            (block.start + i * block.columns + j, block.columns)
+            for block in blocks
+            for i in range(0, block.rows, side[0])
+            for j in range(0, block.columns, side[1])
+        ]
+        numbers.append(len(every))
+    starts, strides = zip(*every, strict=True) if every else ((), ())
+    sides = torch.tensor([group.side for group in groups], dtype=torch.int64).view(-1, 2)
+    firsts, numbers, starts, strides = (
+        torch.tensor(each, dtype=torch.int64) for each in (firsts, numbers, starts, strides)
     )
+    return Tiles(tuple(groups), firsts[:-1], sides, numbers, starts, strides)
 
 
-def _matrices(entry: ParameterSpan) -> list[tuple[int, int, int, bool]]:
-    """Return the matrices of one parameter: (start, rows, columns, whether it is a vector)."""
+@lru_cache(maxsize=256)
+def _by_side(layout: tuple[ParameterSpan, ...]) -> dict[tuple[int, int], list[Block]]:
+    """Return the blocks of all parameters, those with tiles of one size together."""
+    found: dict[tuple[int, int], list[Block]] = {}
+    for entry in layout:
+        for block in _matrices(entry):
+            found.setdefault(block.side, []).append(block)
+    return found
+
+
+def _matrices(entry: ParameterSpan) -> list[Block]:
     n, start = len(entry.span), entry.span.start
-    if len(entry.shape) > 1 and n:
-        return [(start, entry.shape[0], n // entry.shape[0], False)]
-    whole = n // SIDE * SIDE
-    pieces = [(start, whole // SIDE, SIDE, True), (start + whole, 1, n - whole, True)]
-    return [piece for piece in pieces if piece[1] * piece[2]]
+    if not n:
+        return []
+    if entry.shape:
+        rows = entry.shape[0] if len(entry.shape) > 1 else 1
+        return [Block(start, rows, n // rows, (_side(rows), _side(n // rows)))]
+    high, rest = divmod(n, SIZE)
+    rows, columns = divmod(rest, SIDE)
+    whole, after = Block(start, SIDE * high, SIDE, (SIDE, SIDE)), start + SIZE * high
+    parts = [whole, Block(after, rows, SIDE, (rows, SIDE)), Block(after + SIDE * rows, 1, columns, (1, columns))]
+    return [part for part in parts if len(part)]
 
 
-def _numbers(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+def _side(length: int) -> int:
+    """Return the largest divisor of `length` up to 64."""
+    return next(side for side in range(min(SIDE, length), 0, -1) if length % side == 0)

@@ -1,11 +1,15 @@
 """Checks of steps that were run. One that fails names the invariant, the world, the step, the rank and both values."""
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from sparsync.testing.world import Step, integer_sum, same_bits
+from sparsync.base.scheme import Scheme
+from sparsync.comm.plan import Given
+from sparsync.core import Cost
+from sparsync.testing.world import Step, integer_sum, layout, same_bits
 
 _SCALE = 2.0**-16
 
@@ -30,7 +34,7 @@ def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
 
 
 def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
-    """Check that each report gives the cost that the rank's communicator has counted, and possible numbers of elements."""
+    """Check that each report gives what the rank's communicator has counted, and possible numbers of elements."""
     for step in steps:
         n = step.grads[0].numel()
         for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
@@ -40,7 +44,7 @@ def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
                     step.where(rank),
                     "counted",
                     counted,
-                    "communicate through sparsync.collectives inside recorded_cost() and pass its total to report(); the report's cost is",
+                    "communicate through a MeteredComm around comm and pass what it sent to report(); the report's cost is",
                     report.cost,
                 )
             if report.elements != n:
@@ -48,6 +52,21 @@ def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
             for name, number in (("selected", report.selected), ("union", report.union)):
                 if not 0 <= number <= n:
                     fail(invariant, step.where(rank), f"the report's {name} is", number, "allowed is at most", n)
+
+
+def check_plan(invariant: str, scheme: Scheme, steps: Sequence[Step]) -> None:
+    """Check that the closed form of each step has the rounds that were counted, and one to two times what the busiest rank sends.
+
+    It adds up what the busiest rank of each exchange sends. Where these are different ranks, that is more than any rank sends in all: in a
+    ring of unequal chunks a little, in a tree nearly twice as much.
+    """
+    for step in steps:
+        n, dtype = step.grads[0].numel(), step.grads[0].dtype
+        form = scheme.plan(Given(n, step.size, dtype.itemsize, layout(n), step.number)).cost()
+        most = Cost(*map(max, zip(*map(astuple, step.counted), strict=True)))
+        enough = form.messages >= most.messages and form.nbytes >= most.nbytes
+        if form.steps != most.steps or not enough or form.nbytes > 2 * most.nbytes:
+            fail(invariant, step.where(), "the busiest rank counted", most, "its plan in closed form says", form)
 
 
 def check_conservation(

@@ -1,6 +1,7 @@
 """The invariants, by name: each is a function of the scheme under test that raises AssertionError where the scheme breaks it.
 
-What an invariant says nothing about, it passes: conservation is for schemes with a residual, identity for those with a complete form.
+It returns None where it holds, or why it says nothing about the scheme: conservation is for schemes with a residual, identity for those
+with a complete form.
 """
 
 import io
@@ -19,23 +20,26 @@ from sparsync.testing.checks import (
     check_conservation,
     check_equal,
     check_finite,
+    check_plan,
     check_replicas,
     check_rounding,
     check_same,
     check_traffic,
     fail,
 )
+from sparsync.testing.fairness import balance, examination, scale, shares
 from sparsync.testing.subject import SchemeUnderTest
 from sparsync.testing.world import COUNT, Step, extremes, integer_sum, integers, reals, residual_of, run
 
 SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
+HOLDS = "holds"
 SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
 
 
 def check(
     invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any
-) -> None:  # Any: the fields of SchemeUnderTest
-    """Check one invariant, by its name in INVARIANTS.
+) -> str | None:  # Any: the fields of SchemeUnderTest
+    """Check one invariant, by its name in INVARIANTS. Return None where it holds, or why it was not checked.
 
     `scheme` makes a new scheme at each call, once for each rank; `promises` are the fields of SchemeUnderTest, for instance
     `complete=lambda: MyScheme(density=1.0)` or `worlds=(2, 4, 8)`.
@@ -45,8 +49,10 @@ def check(
     subject = scheme if isinstance(scheme, SchemeUnderTest) else SchemeUnderTest(scheme, **promises)
     if invariant not in INVARIANTS:
         raise ValueError(f"unknown invariant {invariant!r}; there are {', '.join(INVARIANTS)}")
+    if invariant in subject.without:
+        return f"left out: {subject.without[invariant]}"
     try:
-        INVARIANTS[invariant](subject)
+        return INVARIANTS[invariant](subject)
     except Exception as error:
         add_note(error, f"(while checking the invariant {invariant!r})")
         raise
@@ -58,31 +64,35 @@ def check_scheme(
     worlds: tuple[int, ...] = (1, 2, 4),
     complete: Callable[[], Scheme] | None = None,
     **promises: Any,  # Any: the other fields of SchemeUnderTest
-) -> None:
-    """Check all invariants of the scheme that `make` makes, in worlds of these numbers of ranks. Raises as `check` does."""
+) -> dict[str, str]:
+    """Check all invariants of the scheme that `make` makes, in worlds of these numbers of ranks. Raises as `check` does.
+
+    Returns what was found of each: that it holds, or why it was not checked, those that were left out by `without` with their reason.
+    """
     subject = SchemeUnderTest(make, complete, worlds, **promises)
-    for invariant in INVARIANTS:
-        check(invariant, subject)
+    return {invariant: check(invariant, subject) or HOLDS for invariant in INVARIANTS}
 
 
-def conservation(subject: SchemeUnderTest) -> None:
+def conservation(subject: SchemeUnderTest) -> str | None:
     """Check that what is not written stays in the residuals, element by element, but for the share that decays."""
-    if not (subject.has_residual and subject.conserves):
-        return
+    if subject.unaccounted:
+        return subject.unaccounted
     for P in subject.worlds:
         steps = subject.trace(P)[: subject.exact_steps]
         conserved("conservation", subject, steps, zeros(COUNT))
+    return None
 
 
-def rounding(subject: SchemeUnderTest) -> None:
+def rounding(subject: SchemeUnderTest) -> str | None:
     """Check that of gradients of any type, the largest numbers too, no more is lost than additions in the residual's type round."""
-    if not (subject.has_residual and subject.conserves):
-        return
+    if subject.unaccounted:
+        return subject.unaccounted
     P = subject.world(5)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), extremes(P, COUNT, dtype))
         check_replicas("rounding", steps)
         check_rounding("rounding", steps, subject.tolerance, subject.decay, subject.sums_in_gradient_type)
+    return None
 
 
 def replicas(subject: SchemeUnderTest) -> None:
@@ -91,18 +101,20 @@ def replicas(subject: SchemeUnderTest) -> None:
         check_replicas("replicas", subject.trace(P))
 
 
-def identity(subject: SchemeUnderTest) -> None:
+def identity(subject: SchemeUnderTest) -> str | None:
     """Check that with nothing left out the scheme is the dense mean, and has an empty residual."""
-    if subject.complete is not None:
-        for P in (P for P in subject.worlds if P <= SMALL):
-            schemes = [subject.complete() for _ in range(P)]
-            check_dense_mean("identity", run(schemes, integers(P, COUNT, subject.warmup + 1)))
+    if subject.complete is None:
+        return "no setting leaves nothing out: complete=None"
+    for P in (P for P in subject.worlds if P <= SMALL):
+        schemes = [subject.complete() for _ in range(P)]
+        check_dense_mean("identity", run(schemes, integers(P, COUNT, subject.warmup + 1)))
+    return None
 
 
-def one_rank(subject: SchemeUnderTest) -> None:
+def one_rank(subject: SchemeUnderTest) -> str | None:
     """Check that one rank sends nothing: without a residual its gradient does not change, with one nothing is lost."""
     if 1 not in subject.worlds:
-        return
+        return "no world has one rank"
     steps = subject.trace(1)
     for step in steps:
         for name, cost in (("counted", step.counted[0]), ("the report's cost is", step.reports[0].cost)):
@@ -114,6 +126,7 @@ def one_rank(subject: SchemeUnderTest) -> None:
             )
     if subject.has_residual:
         conserved("one_rank", subject, steps[: subject.exact_steps], zeros(COUNT))
+    return None
 
 
 def determinism(subject: SchemeUnderTest) -> None:
@@ -127,9 +140,11 @@ def determinism(subject: SchemeUnderTest) -> None:
 
 
 def traffic(subject: SchemeUnderTest) -> None:
-    """Check that the messages and bytes that are counted are those that the report gives in closed form."""
+    """Check that reports give what is counted, and, where `planned` promises it, that the closed form is what the busiest rank sends."""
     for P in subject.worlds:
         check_traffic("traffic", subject.trace(P))
+        if subject.planned:
+            check_plan("traffic", subject.make(), subject.trace(P)[subject.warmup :])
 
 
 def resume(subject: SchemeUnderTest) -> None:
@@ -151,10 +166,10 @@ def resume(subject: SchemeUnderTest) -> None:
         check_same("resume", continued, whole[cut:], "without interruption it is")
 
 
-def another_world(subject: SchemeUnderTest) -> None:
+def another_world(subject: SchemeUnderTest) -> str | None:
     """Check that residuals which are redistributed to a world of another size lose no mass, and that replicas agree there."""
     if not subject.has_residual:
-        return
+        return subject.unaccounted
     old, sizes = subject.world(4), [P for P in subject.worlds if P <= SMALL]
     unit = math.lcm(old, *sizes)  # so that dividing by each world's size is exact
     schemes = subject.start(old)
@@ -167,6 +182,7 @@ def another_world(subject: SchemeUnderTest) -> None:
         steps = run(new, integers(P, COUNT, 2, unit, subject.exact), first_step=subject.exact_steps)
         conserved("another_world", subject, steps, integer_sum(last.residuals))
         check_replicas("another_world", steps)
+    return None
 
 
 def layouts(subject: SchemeUnderTest) -> None:
@@ -188,10 +204,10 @@ def layouts(subject: SchemeUnderTest) -> None:
     check_layouts(subject, [whole, split, whole, split, single, whole])
 
 
-def rollback(subject: SchemeUnderTest) -> None:
+def rollback(subject: SchemeUnderTest) -> str | None:
     """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
-    if not (subject.has_residual and subject.conserves):
-        return
+    if subject.unaccounted:
+        return subject.unaccounted
     P = subject.world(3)
     grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
     parameters = laid_out([("whole", COUNT)])
@@ -208,6 +224,34 @@ def rollback(subject: SchemeUnderTest) -> None:
     where = f"P = {P}, n = {COUNT}, step {len(grads) - 1}"
     expected = ("residuals before the step, decayed, + gradients", subject.decay * before + integer_sum(grads[-1]))
     check_equal("rollback", where, ("residuals after the rollback", found), expected, subject.tolerance)
+    return None
+
+
+def clipping(subject: SchemeUnderTest) -> None:
+    """Check that of a step which counts half, half of what came in and half of what was written is in the account of the residuals."""
+    if not (subject.has_residual and subject.conserves):
+        return
+    P = subject.world(3)
+    *earlier, last = integers(P, COUNT, subject.exact_steps, 2 * P, subject.exact)
+    parameters = laid_out([("whole", COUNT)])
+    schemes = subject.start(P)
+    before = integer_sum(run(schemes, earlier, parameters=parameters)[-1].residuals)
+
+    def body(comm: LocalComm) -> Tensor:
+        bucket = Bucket("bucket0", last[comm.rank].clone(), len(earlier), parameters)
+        schemes[comm.rank].hold_residual()
+        schemes[comm.rank].reduce(bucket, comm)
+        schemes[comm.rank].weigh_step({"whole": 0.5})
+        return bucket.grad
+
+    written = LocalWorld(P).run(body)[0]
+    found = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes]) + P * written.double() / 2
+    where = f"P = {P}, n = {COUNT}, step {len(earlier)}"
+    came_in = before / 2 + (subject.decay * before + integer_sum(last)) / 2
+    expected = ("residuals before the step + half of the gradients", came_in)
+    check_equal(
+        "clipping", where, ("residuals after the step + half of P x written", found), expected, subject.tolerance
+    )
 
 
 def reset(subject: SchemeUnderTest) -> None:
@@ -222,10 +266,12 @@ def reset(subject: SchemeUnderTest) -> None:
     check_step_invariants("reset", subject, steps, integer_sum(last.residuals))
 
 
-def delivery(subject: SchemeUnderTest) -> None:
+def delivery(subject: SchemeUnderTest) -> str | None:
     """Check that the residual is sent once gradients are zero: at least one element at each step."""
-    if not (subject.delivers and subject.has_residual and subject.decay == 1.0):
-        return
+    if not subject.has_residual or not subject.delivers:
+        return "the scheme does not promise it: delivers=False" if subject.has_residual else subject.unaccounted
+    if subject.decay != 1.0:
+        return "the residual decays"
     P = subject.world(4)
     schemes = subject.start(P)
     steps = run(schemes, integers(P, SMALL, subject.warmup + 1))
@@ -233,6 +279,7 @@ def delivery(subject: SchemeUnderTest) -> None:
     written = integer_sum([step.written[0] for step in steps])
     came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
     check_equal("delivery", steps[-1].where(), ("P x all that was written", P * written), ("all that came in", came_in))
+    return None
 
 
 def sizes(subject: SchemeUnderTest) -> None:
@@ -307,7 +354,7 @@ def nonfinite(subject: SchemeUnderTest) -> None:
             before = integer_sum(step.residuals)
 
 
-INVARIANTS: dict[str, Callable[[SchemeUnderTest], None]] = {
+INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
     each.__name__: each
     for each in (
         conservation,
@@ -321,12 +368,17 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], None]] = {
         another_world,
         layouts,
         rollback,
+        clipping,
         reset,
         delivery,
         sizes,
         values,
         types,
         nonfinite,
+        examination,
+        scale,
+        shares,
+        balance,
     )
 }
 

@@ -1,12 +1,15 @@
 """The scheme that is tested, with what its author promises about it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from sparsync.base.scheme import Scheme
 from sparsync.testing.world import COUNT, Step, integers, reals, run
+
+# By published rules that are sound otherwise. The others are what integrations rely on.
+MAY_BE_LEFT_OUT = ("examination", "scale", "balance")
 
 
 @dataclass
@@ -26,8 +29,13 @@ class SchemeUnderTest:
     warmup: int = 0  # steps before the scheme starts to leave anything out
     skips_ranks: bool = False  # it leaves out whole ranks, whose NaN and Inf need not show in the result
     delivers: bool = False  # without new gradients, it sends at least one element of the residual at each step
+    planned: bool = False  # its settings say what is sent, and `plan` says so in closed form
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
+    # The share of the elements that is sent in a step; None: the smallest `density` of the scheme and of those that it holds, or 1.
+    density: float | None = None
+    # Invariants that the scheme breaks by its rule, of those in MAY_BE_LEFT_OUT, each with the reason, which `check_scheme` returns.
+    without: Mapping[str, str] = field(default_factory=dict)
     # Some elements have no residual, and are summed in the gradient's type, whose rounding is lost.
     sums_in_gradient_type: bool = False
     _traces: dict[int, list[Step]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -35,10 +43,31 @@ class SchemeUnderTest:
     def __post_init__(self) -> None:
         if not self.worlds or min(self.worlds) < 1:
             raise ValueError(f"worlds must be at least one number of ranks, each at least 1, got {self.worlds}")
+        for invariant, reason in self.without.items():
+            if invariant not in MAY_BE_LEFT_OUT or not reason:
+                raise ValueError(
+                    f"without takes a reason for each invariant that is left out, of {', '.join(MAY_BE_LEFT_OUT)}, got "
+                    f"{invariant!r}: {reason!r}; the others hold for every scheme, or have a separate promise, such as conserves"
+                )
 
     @property
     def has_residual(self) -> bool:
         return self.make().has_residual
+
+    @property
+    def unaccounted(self) -> str | None:
+        """Why residuals and what is written need not add up to what came in; None: they do."""
+        if not self.has_residual:
+            return "there is no residual"
+        return None if self.conserves else "what is written is no mean of what left the residuals: conserves=False"
+
+    @property
+    def share(self) -> float:
+        """The share of the elements that is sent in a step."""
+        if self.density is not None:
+            return self.density
+        scheme = self.make()
+        return min(float(getattr(each, "density", 1.0)) for each in (scheme, *scheme.inner_schemes))
 
     @property
     def decay(self) -> float:

@@ -1,4 +1,4 @@
-"""A world of ranks in one process, each with a scheme of its own: gradients, results, residuals, reports and traffic of every step."""
+"""A world of ranks in one process, each with its own scheme: gradients, results, residuals, reports and traffic of every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

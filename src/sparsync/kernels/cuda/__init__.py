@@ -1,6 +1,6 @@
 """The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` registers what is named here.
 
-What is not here is done by torch's own operations: `move_` is a copy and a fill, which together move no more bytes than one kernel
+What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
 would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions; `locate` and the
 codecs of positions work on the few elements selected, too. Without a GPU the same code runs in Triton's interpreter
 (TRITON_INTERPRET=1), on CPU tensors.

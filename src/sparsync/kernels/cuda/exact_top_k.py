@@ -33,7 +33,7 @@ from sparsync.kernels.cuda.radix_select import ordered, ranked
 
 STEP = 128  # elements of a range of the pool that are looked at once
 FEW = 32 * BLOCK  # elements that are not worth a search for candidates
-MANY = 4  # where one in so many or more is selected, candidates would be most of the vector
+MANY = 4  # if one in MANY elements or more is selected, candidates would be most of the vector
 LOWEST = -(2**31) + 1  # the rank key that none is below, where numbers have signs
 
 NOWHERE = Span(0, 0)

@@ -3,7 +3,7 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import cycle
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsync.core import Sparse
-from sparsync.kernels.dispatch import takes_on_triton
 
 BLOCK = 2048  # elements that one program of a pass over a whole vector looks at
 WARPS = 8  # of such a program: 8 elements a thread, so few that four programs share a processor, and some load while others wait
@@ -26,6 +25,17 @@ INFINITY, ANY = 0x7F800000, 0x7FFFFFFF  # magnitudes as the bits of a float32; a
 FLOAT32 = frozenset({torch.float32})
 GRADIENT = frozenset({torch.float32, torch.bfloat16, torch.float16})
 POSITIONS = frozenset({torch.int32, torch.int64})
+
+
+class _Devices:
+    """Whether tensors of any device are taken, which the interpreter can, or those on a GPU only."""
+
+    any = False
+
+
+def take_tensors_of_any_device(wanted: bool) -> None:
+    """Take tensors of any device from now on, because the backend "triton" was asked for, or those on a GPU only."""
+    _Devices.any = wanted
 
 
 def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -40,7 +50,7 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
         def checked(*arguments: Any) -> Any:  # Any: whatever the function takes
             tensors = list(_tensors(arguments))
             fitting = all(each.dtype in kind for each, kind in zip(tensors, cycle(kinds), strict=False))
-            if not fitting or not takes_on_triton(tensors):
+            if not fitting or not _launchable(tensors):
                 return NotImplemented
             with torch.cuda.device_of(tensors[0]):  # does nothing for a tensor of the interpreter
                 return function(*arguments)
@@ -48,6 +58,14 @@ def takes(*kinds: frozenset[torch.dtype]) -> Callable[[Callable[..., R]], Callab
         return checked
 
     return decorated
+
+
+def _launchable(tensors: Sequence[Tensor]) -> bool:
+    """Return whether `tensors` lie on one device that is taken, and are plain vectors."""
+    device = tensors[0].device
+    return (device.type == "cuda" or _Devices.any) and all(
+        each.device == device and each.dim() == 1 and each.is_contiguous() and each.numel() < 2**31 for each in tensors
+    )
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:  # Any: the arguments of a kernel
@@ -85,7 +103,7 @@ def lanes(BLOCK: tl.constexpr):
 def loaded(x, lane, left, BLOCK: tl.constexpr):
     """Return the elements of a block of which `left` are there, zeros behind them.
 
-    Whole blocks are loaded without a mask: one that is not known to be alike for four neighbours would make four loads of one.
+    Whole blocks are loaded without a mask: one that is not known to be equal for four neighbours would make four loads of one.
     """
     if left >= BLOCK:  # noqa: SIM108  # a branch: only one of the two is done
         value = tl.load(x + lane)

@@ -34,7 +34,7 @@ from sparsync.kernels.cuda.launch import (
 )
 
 NONE = (INFINITY, 0)  # a range of magnitudes that holds none
-SHARE = 25  # one in so many elements fits into a pool, where nothing is known about how many there are
+SHARE = 25  # one in SHARE elements fits into a pool, if the number of candidates is unknown
 COPYING = {"STEP": 128, "num_warps": 1}  # elements copied at once, and the size of a program
 
 

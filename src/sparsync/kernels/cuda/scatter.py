@@ -84,7 +84,7 @@ def _write(x: Tensor, index: Tensor, value: Tensor | None, add: bool = False) ->
 
 
 def _refuse(bad: Tensor, index: Tensor, x: Tensor) -> None:
-    if int(bad):  # a host sync: whoever called must know
+    if int(bad):  # a host sync: the caller must know
         raise IndexError(outside(index, x.numel()))
 
 

@@ -239,7 +239,7 @@ def _decode_kernel(
     stream = packet + 2 * scales * count
     at = block * (BLOCK // 8 * BITS) + bit // 8
     word = tl.load(stream + at, mask=inside, other=0).to(tl.int32)
-    if BITS == 3:  # a code may go on in the next byte
+    if BITS == 3:  # a code may continue in the next byte
         more = inside & (at + 1 < (k * BITS + 7) // 8)
         word |= tl.load(stream + at + 1, mask=more, other=0).to(tl.int32) << 8
     code = word >> bit % 8

@@ -1,0 +1,5 @@
+"""sparsync's laboratory: the command `sparsync`, which trains, measures and predicts over rate-limited links."""
+
+from sparsync_lab.results import read_results
+
+__all__ = ["read_results"]

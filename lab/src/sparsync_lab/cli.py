@@ -1,0 +1,484 @@
+"""The command `sparsync`. Each command imports what it needs, so that --help, --version and the lists answer without torch."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsync import __version__
+from sparsync_lab import cli_options, terminal
+from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, discard_output, example, run_command
+from sparsync_lab.simulate.command import add_options as add_simulate_options
+from sparsync_lab.simulate.command import run as run_simulate
+from sparsync_lab.writable import check_file
+
+if TYPE_CHECKING:
+    from sparsync_lab.compare.settings import CompareSettings
+
+
+_SCHEMES = """\
+NAME.published reproduces the published algorithm. A scheme of your own: package.module:Class or path/to/file.py:Class.
+Settings are given as NAME:key=value:key=value; `sparsync schemes NAME` shows them."""
+_WORKLOADS = """\
+A job of your own: package.module:Class or path/to/file.py:Class, a class with the methods model, batch and loss.
+`sparsync workloads --new my_job.py` writes one to begin with."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Exit status: 0 when done, 1 for failures of the machine or a rank, where dense never was finite or a method exchanged nothing, and
+    where `doctor` finds something to do; 2 for wrong arguments, 130 for Ctrl-C; that of the first rank that failed for `launch`.
+    """
+    run_command(_parser(), argv)
+
+
+def commands() -> list[str]:
+    """Return the names of all commands."""
+    return [name for action in _parser()._actions for name in action.choices or ()]
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="sparsync",
+        description="Compress gradient traffic, and measure the result on real data over slow links.",
+        epilog=example("sparsync demo\nsparsync COMMAND --help"),
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sparsync {__version__}")
+    add_commands(parser, _commands())
+    return parser
+
+
+def _commands() -> dict[str, Command]:
+    return {
+        "compare": (
+            _compare,
+            cli_options.add_compare_options,
+            "train a job with several schemes over rate-limited links, one after the other, and report which is best",
+            "sparsync compare --ranks 4 --link 100mbit --out results \\\n"
+            "  --schemes dense,bf16,topk:density=0.01:values=int8",
+        ),
+        "launch": (
+            _launch,
+            cli_options.add_launch_options,
+            "run an unchanged script of torch.distributed over links of a chosen rate",
+            "sparsync launch --ranks 4 --link 100mbit -- python train.py --epochs 1",
+        ),
+        "probe": (
+            _probe,
+            cli_options.add_probe_options,
+            "measure what exchanges, memory and kernels take on a group of ranks, and write it to a file for `sparsync advise`",
+            "sparsync probe --up 20mbit --down 100mbit --workload gpt --out probe.toml",
+        ),
+        "advise": (
+            _advise,
+            cli_options.add_advise_options,
+            "predict what each scheme would gain on a probed group, and say which to use, including dense bf16",
+            "sparsync gradients --workload gpt --out gradients.pt\n"
+            "sparsync advise --probe probe.toml --workload gpt --gradients gradients.pt",
+        ),
+        "demo": (
+            _demo,
+            cli_options.add_demo_options,
+            "compare schemes on two language models, trained by SGD and by AdamW, within minutes on two cores",
+            "sparsync demo --steps 5 --out demo",
+        ),
+        "frontier": (
+            _frontier,
+            cli_options.add_frontier_options,
+            "train each method at its best learning rate, all ranks in this process, and show the quality for the bits it sends",
+            "sparsync frontier --workload gpt-tiny --steps 300 \\\n"
+            "  --schemes dense,bf16,topk,two_shot:density=0.05:values=int4",
+        ),
+        "doctor": (
+            _doctor,
+            cli_options.add_doctor_options,
+            "say what this machine can do, what is missing, and what would not work with a script or a job",
+            "sparsync doctor\nsparsync doctor --scheme oktopk -- train.py --epochs 1\nsparsync doctor --workload my_job.py:MyJob",
+        ),
+        "report": (
+            _report,
+            cli_options.add_report_options,
+            "make tables, pictures and report.html again from the folder that a comparison wrote",
+            "sparsync report results --csv results.csv",
+        ),
+        "simulate": (
+            run_simulate,
+            add_simulate_options,
+            "predict a published setup, or your own, for other numbers of ranks and link rates",
+            "sparsync simulate --list\nsparsync simulate --preset oktopk-bert-256 --ranks 64",
+        ),
+        "traffic": (
+            _traffic,
+            cli_options.add_traffic_options,
+            "count what schemes send, select and leave in the residual, step by step, in this process",
+            "sparsync traffic --schemes micro,topk --ranks 8 --density 0.01",
+        ),
+        "gradients": (
+            _gradients,
+            cli_options.add_gradients_options,
+            "record every rank's gradients of a training, for `sparsync traffic` and `sparsync advise`",
+            "sparsync gradients --workload gpt --steps 50 --out gradients.pt",
+        ),
+        "schemes": (
+            _schemes,
+            cli_options.add_schemes_options,
+            "list the schemes, or the settings of one",
+            "sparsync schemes\nsparsync schemes topk",
+        ),
+        "workloads": (
+            _workloads,
+            cli_options.add_workloads_options,
+            "list the training jobs, or start your own",
+            "sparsync workloads --new my_job.py",
+        ),
+    }
+
+
+def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.compare.comparison import compare, compare_on_hosts
+    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.report.page import check, trained
+    from sparsync_lab.workers.group import RankFailedError
+
+    hosts = _on_hosts(options)
+    settings = _settings(options)
+    check_file(options.csv, "--csv")
+    if hosts:
+        if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
+            return
+    else:
+        if settings.rate_bits_per_s is not None:
+            restart_with_rights("sparsync_lab.cli", arguments)
+        try:
+            compare(settings, options.out, ["sparsync", *arguments])
+        except RankFailedError as error:  # what was measured until then is shown
+            begun = trained(options.out)
+            if not begun:
+                raise
+            _report(options, arguments)
+            rest = ", ".join(choice.label for choice in settings.schemes if choice.label not in begun)
+            raise RuntimeError(f"{error}\nnot trained after that: {rest or 'no other scheme'}") from None
+    _report(options, arguments)
+    check(options.out)
+
+
+def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.base import scheme_text
+    from sparsync_lab.launch.command import launch
+    from sparsync_lab.launch.settings import LaunchSettings, checked_command
+    from sparsync_lab.netlab import rates, restart_with_rights
+
+    up, down = rates(options.link, options.up, options.down)
+    command = checked_command(options.command)
+    scheme = options.scheme
+    if scheme is not None:
+        scheme_text.scheme(scheme)  # before any rank starts
+    elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
+        scheme_text.scheme_of_environment()  # names the variable where it raises
+    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace)
+    if settings.limited:
+        restart_with_rights("sparsync_lab.cli", arguments)
+    status = launch(settings)
+    if status:
+        raise SystemExit(status)
+
+
+def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.netlab import rates, restart_with_rights
+    from sparsync_lab.probe.command import probe_here, probe_on_hosts
+    from sparsync_lab.probe.task import Request
+    from sparsync_lab.report.format import links_text
+
+    hosts = _on_hosts(options)
+    speeds = rates(options.link, options.up, options.down)
+    request = Request(
+        seconds=options.seconds,
+        schemes=options.schemes,
+        link=f"emulated {links}" if (links := links_text(*speeds)) else "loopback",
+        workload=options.workload,
+        options=_workload_options(options),
+        bucket_mb=options.bucket_mb,
+        timeout_s=options.timeout,
+    )
+    if hosts:
+        probe_on_hosts(request, options.backend, options.out)
+        return
+    if speeds != (None, None):
+        restart_with_rights("sparsync_lab.cli", arguments)
+    probe_here(request, options.ranks, speeds, options.out)
+
+
+def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab import workloads
+    from sparsync_lab.doctor.command import doctor
+    from sparsync_lab.doctor.trial import TrialJob
+
+    script = tuple(options.script[1:] if options.script[:1] == ["--"] else options.script)
+    if script and Path(script[0]).name.startswith("python"):
+        script = script[1:]
+    if script and options.workload is not None:
+        raise ValueError(f"a script or --workload, got {script[0]} and {options.workload}; leave one of them out")
+    if script and not Path(script[0]).is_file():
+        raise ValueError(f"there is no script {script[0]}; give its path, as in sparsync doctor -- train.py")
+    if options.scheme is not None and not script and options.workload is None:
+        raise ValueError(f"--scheme {options.scheme} is for a script or a job; give one of them, or leave it out")
+    if options.workload is not None:
+        workloads.check_name(options.workload)
+    chosen = _workload_options(options)
+    job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
+    if options.scheme is not None:
+        from sparsync.base import scheme_text
+
+        scheme_text.scheme(options.scheme)
+    if status := doctor(job if script or options.workload else None):
+        raise SystemExit(status)
+
+
+def _on_hosts(options: argparse.Namespace) -> bool:
+    """Return whether torchrun has started the ranks, and fill in what `options` leaves open. Raises ValueError for options against it."""
+    from sparsync_lab.netlab import MAX_RANKS
+    from sparsync_lab.workers.hosts import launched, world_size
+
+    if not launched():
+        if options.backend is not None:
+            raise ValueError(f"--backend is for ranks that torchrun has started, got {options.backend!r}; leave it out")
+        options.ranks = 4 if options.ranks is None else options.ranks
+        if options.ranks > MAX_RANKS:
+            raise ValueError(f"--ranks must be at most {MAX_RANKS} on one machine, got {options.ranks}")
+        options.link = options.link or "100mbit"
+        return False
+    if options.ranks not in (None, world_size()):
+        raise ValueError(f"torchrun has started {world_size()} ranks, got --ranks {options.ranks}; leave --ranks out")
+    for name in ("link", "up", "down"):
+        if (given := getattr(options, name)) not in (None, "none"):
+            raise ValueError(f"torchrun's ranks use the hosts' own links, got --{name} {given}; leave --{name} out")
+    options.ranks, options.link = world_size(), "none"
+    return True
+
+
+def _advise(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab import workloads
+    from sparsync_lab.advise import command
+    from sparsync_lab.predict import probe_file
+    from sparsync_lab.scheme_choice import parse_schemes
+
+    if options.json != "-":
+        check_file(None if options.json is None else Path(options.json), "--json")
+    probe = probe_file.read(options.probe)
+    times = (options.forward_ms, options.backward_ms)
+    if options.parameters is not None and None not in times:
+        seconds = (1e-3 * each for each in (*times, options.optimizer_ms or 0.0))
+        bucket_mb = 25.0 if options.bucket_mb is None else options.bucket_mb
+        backward = command.even_backward(options.parameters, bucket_mb, *seconds)
+    elif options.parameters is None and times == (None, None) and probe.backward is not None:
+        _refuse(
+            {"--optimizer-ms": options.optimizer_ms, "--bucket-mb": options.bucket_mb},
+            f"the model in {options.probe} counts as it was measured",
+            "give --parameters, --forward-ms and --backward-ms with it",
+        )
+        backward = probe.backward
+    else:
+        raise ValueError(
+            f"{options.probe} says nothing of a model; probe with --workload, or give --parameters, --forward-ms and --backward-ms"
+            if probe.backward is None
+            else "a model is --parameters, --forward-ms and --backward-ms together, or none of them for the one in the probe"
+        )
+    if options.gradients is not None and options.workload is None:
+        raise ValueError("--gradients needs --workload: the gradients are replayed with the job's optimizer")
+    if options.gradients is None:
+        unused = {"--seed": options.seed, "--steps": options.steps}
+        _refuse(unused, "it is of the training whose gradients are replayed", "give these by --gradients")
+    own = _workload_options(options)
+    workload = None if options.workload is None else workloads.get(options.workload, **own)
+    if workload is not None:
+        workload.prepare()
+    if options.schemes is None:
+        adamw = workload is not None and command.trained_by_adamw(workload)
+        options.schemes = ",".join(
+            (cli_options.ADVISED, cli_options.ADVISED_LOCAL, *([cli_options.ADVISED_ADAMW] * adamw))
+        )
+    choices = parse_schemes(options.schemes, options.density, options.skip)
+    seed, steps = options.seed or 0, 300 if options.steps is None else options.steps
+    found = command.advise(probe, backward, choices, workload, options.gradients, seed, steps)
+    if options.json is not None:
+        command.write(found, options.json)
+    if options.json != "-":
+        print(command.text(found, probe, backward, choices, *terminal.manner()))
+
+
+def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.frontier.command import Outputs, frontier
+    from sparsync_lab.frontier.figures import OURS
+    from sparsync_lab.frontier.study import ORACLE, FrontierStudy
+    from sparsync_lab.scheme_choice import parse_schemes
+
+    check_file(options.csv, "--csv")
+    study = FrontierStudy(
+        schemes=parse_schemes(options.schemes, options.density, options.skip, ORACLE),
+        workload=options.workload,
+        options=_workload_options(options),
+        ranks=options.ranks,
+        steps=options.steps,
+        seeds=options.seeds,
+        rates=options.rates,
+        rates_seed=options.rates_seed,
+        follow_rate=options.follow_rate,
+    )
+    ours = OURS if options.ours is None else tuple(options.ours.split(","))
+    where = Outputs(options.out, options.page, options.part, options.csv)
+    frontier(study, where, options.jobs, ours, ["sparsync", *arguments])
+
+
+def _demo(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab import demo
+    from sparsync_lab.compare.comparison import compare
+    from sparsync_lab.netlab import restart_with_rights
+
+    check_file(options.out / demo.PAGE)
+    restart_with_rights("sparsync_lab.cli", arguments)
+    took_s = None
+    for number, chosen in enumerate(demo.commands(options.out, options.steps)):
+        half = _parser().parse_args(chosen)
+        print(f"\n{terminal.wrapped(demo.before(options.out, number, took_s, options.steps))}\n", flush=True)
+        began = time.monotonic()
+        compare(_settings(half), half.out, ["sparsync", *chosen])
+        took_s = time.monotonic() - began
+        _report(half, chosen)
+    demo.summary(options.out)
+
+
+def _report(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.report.page import report
+
+    check_file(options.csv, "--csv")
+    try:
+        report(options.out, within=options.within, csv=options.csv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the files are written, and what comes after them goes on
+        discard_output()
+
+
+def _traffic(options: argparse.Namespace, arguments: list[str]) -> None:
+    import torch
+
+    from sparsync_lab.scheme_choice import parse_schemes
+    from sparsync_lab.traffic.command import traffic
+    from sparsync_lab.traffic.study import recorded_study, synthetic_study
+
+    check_file(options.plot, "--plot")
+    torch.set_num_threads(1)  # so that sums, and with them the lines, are the same however many cores there are
+    schemes = parse_schemes(options.schemes, options.density, options.skip)
+    asked = {"ranks": options.ranks, "elements": options.elements, "steps": options.steps}
+    if options.gradients is None:
+        study = synthetic_study(schemes, **asked, seed=options.seed, jump=options.jump)
+    elif options.jump is not None:
+        raise ValueError("--jump goes with drawn gradients, not with --gradients; leave one of them out")
+    else:
+        study = recorded_study(schemes, options.gradients, **asked)
+    source = f"gradients of {options.gradients.name}" if options.gradients else f"drawn gradients, seed {options.seed}"
+    source += "" if options.jump is None else f", 10 times as large from step {options.jump}"
+    title = f"{study.stream.ranks} ranks, {study.elements} elements, density {options.density:g}, {source}"
+    traffic(study, title, options.json, options.plot, options.every)
+
+
+def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab import workloads
+    from sparsync_lab.progress import progress
+    from sparsync_lab.traffic.record import record, save
+
+    workload = workloads.get(options.workload, **_workload_options(options))
+    check_file(options.out)
+    asked = (options.seed, options.ranks, options.steps, options.every, options.precision)
+    with progress("training steps", options.steps) as shown:
+        recorded = record(workload, *asked, after=shown.at)
+    save(recorded, options.out)
+    T, P, n = recorded["gradients"].shape
+    counted = " x ".join(
+        f"{count} {what}{'s' * (count != 1)}" for count, what in ((T, "step"), (P, "rank"), (n, "element"))
+    )
+    print(f"{options.out}: {counted}, {options.precision}")
+
+
+def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync.base import registry
+
+    if options.name is not None:
+        settings = {f"  {key}": f"default {value!r}" for key, value in registry.settings(options.name).items()}
+        about = (
+            f"{options.name}: {registry.describe(options.name)}" if options.name in registry.names() else options.name
+        )
+        print(f"{terminal.wrapped(about)}\n{terminal.aligned(settings)}")
+        return
+    from sparsync.base.scheme_text import recipes
+
+    print(terminal.aligned({name: registry.describe(name) for name in registry.names()}))
+    print("\nRecipes, which compare and frontier take like schemes:")
+    print(terminal.aligned(recipes()))
+    print()
+    print(terminal.wrapped(_SCHEMES))
+
+
+def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab import workloads
+
+    if options.new is not None:
+        print(f"Written to {options.new}. Try it:\n{workloads.write_new(options.new)}")
+        return
+    print(terminal.aligned(workloads.summaries()))
+    print()
+    print(terminal.wrapped(_WORKLOADS))
+
+
+def _settings(options: argparse.Namespace) -> "CompareSettings":
+    from sparsync_lab.compare.settings import CompareSettings
+    from sparsync_lab.scheme_choice import parse_schemes
+
+    return CompareSettings(
+        schemes=parse_schemes(options.schemes, options.density, options.skip),
+        workload=options.workload,
+        options=_workload_options(options),
+        ranks=options.ranks,
+        link=options.link,
+        up=options.up,
+        down=options.down,
+        density=options.density,
+        target=options.target,
+        steps=options.steps,
+        eval_every=options.eval_every,
+        seeds=options.seeds,
+        bucket_mb=options.bucket_mb,
+        timeout_s=options.timeout,
+    )
+
+
+def _refuse(unused: Mapping[str, object], why: str, cure: str) -> None:
+    """Raise ValueError where one of the options that would change nothing was given."""
+    for name, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{name} {value} changes nothing: {why}; leave it out, or {cure}")
+
+
+def _workload_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: the workload converts the text
+    if options.workload is None:
+        unused = {"--option": next(iter(options.option), None), "--data": options.data}
+        _refuse(unused, "it is of a workload, and there is none", "name one with --workload")
+    chosen: dict[str, Any] = dict(_key_value(item) for item in options.option)
+    if options.data is not None:
+        chosen["data"] = str(Path(options.data).resolve())
+    return chosen
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option takes KEY=VALUE, got {text!r}")
+    return key, value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The comparison itself: starts the ranks or joins those of a launcher, shows progress, and writes every record as it comes."""
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from sparsync_lab import environment
+from sparsync_lab.compare import progress
+from sparsync_lab.compare.settings import CompareSettings
+from sparsync_lab.netlab import network
+from sparsync_lab.progress import progress as waiting
+from sparsync_lab.report import results
+from sparsync_lab.report.format import links_text
+from sparsync_lab.workers.group import RankFailedError, worker_group
+from sparsync_lab.workers.hosts import Backend, joined
+from sparsync_lab.workers.process import Message
+from sparsync_lab.workloads.base import Workload
+
+_ADDRESS = r" at 0x[0-9a-f]+"  # of an object whose class defines no text
+_RECORDS: dict[str, type] = {
+    "scheme": results.SchemeStart,
+    "step": results.StepRecord,
+    "quality": results.Quality,
+    "end": results.End,
+}
+
+
+def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> None:
+    """Train with every scheme and seed, one after the other on the same ranks; append all records to results.jsonl in `out`.
+
+    Raises ValueError for settings that cannot run, and RuntimeError when the network cannot be built, a rank ends early or replicas
+    differ; what was recorded until then stays. No process and no network is left afterwards, whatever ends it.
+    """
+    with waiting("checking the schemes and reading the data", announced=True):
+        workload = settings.check()
+    run = _run_record(settings, workload, command)
+    up, down = settings.rates_bits_per_s
+    with (
+        _recorded(run, out) as records,
+        _display(settings, workload) as display,
+        network(settings.ranks, up, down_bits_per_s=down) as links,
+        worker_group("sparsync_lab.compare.train:train_all", asdict(settings), links, settings.timeout_s) as workers,
+    ):
+        for message in workers.messages():
+            display.update(message)
+            records.take(message)
+
+
+def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
+    """Do the same with the ranks that a launcher has started, each of which calls this; return whether this one has the results.
+
+    Raises on all ranks where one of them has other settings or another version, or fails.
+    """
+    from sparsync_lab.compare.train import train_all  # torch's
+
+    def checked() -> tuple[Workload, Mapping[str, str]]:
+        workload = settings.check()
+        return workload, _identity(settings, workload)
+
+    with joined(settings.timeout_s, backend) as hosts:
+        workload = hosts.agree(checked)
+        if hosts.place.rank:
+            hosts.run(train_all, asdict(settings), lambda message: None, lambda why: None)
+            return False
+        run = _run_record(settings, workload, command, hosts.network)
+        with (
+            _recorded(run, out) as records,
+            _display(settings, workload) as display,
+        ):
+
+            def take(message: Message) -> None:
+                display.update(message)
+                records.take(message)
+
+            hosts.run(train_all, asdict(settings), take, records.failed)
+    return True
+
+
+def _display(settings: CompareSettings, workload: Workload) -> AbstractContextManager[progress.ComparisonDisplay]:
+    labels = [choice.label for choice in settings.schemes]
+    return progress.shown(labels, len(settings.seeds), settings.steps, workload.metric)
+
+
+@dataclass
+class _Records:
+    """Writes the messages of one run, and knows which scheme trains now."""
+
+    run: str
+    out: Path
+    current: Message | None = None  # the start of the scheme that trains now
+
+    def take(self, message: Message) -> None:
+        if message["kind"] == "scheme":
+            self.current = message
+        if message["kind"] == "end":
+            self.current = None
+        if message["kind"] in _RECORDS:
+            results.append(self.out, _record(self.run, message))
+
+    def failed(self, why: str) -> None:
+        """Record the end of the scheme that trains now."""
+        current, self.current = self.current, None
+        if current is not None:
+            status = f"failed: {why.splitlines()[0]}"
+            results.append(self.out, results.End(self.run, current["scheme"], current["seed"], None, status))
+
+
+@contextmanager
+def _recorded(run: results.Run, out: Path) -> Iterator[_Records]:
+    """Record the run and yield what records the rest; where the block is left early, that is recorded, too."""
+    results.append(out, run)
+    records = _Records(run.run, out)
+    try:
+        yield records
+    except RankFailedError as error:
+        records.failed(str(error))
+        raise
+    except KeyboardInterrupt:
+        records.failed("interrupted")
+        raise
+
+
+def _identity(settings: CompareSettings, workload: Workload) -> Mapping[str, str]:
+    """Return what must be the same on all ranks. Where the data lie may differ; what is in them is part of the workload's text."""
+    plain = asdict(settings)
+    plain["options"] = {key: value for key, value in settings.options.items() if key != "data"}
+    described = dict(workload.describe())
+    described["options"] = {key: value for key, value in described.get("options", {}).items() if key != "data"}
+    versions = environment.versions()
+    return {
+        **{f"the setting {key}": repr(value) for key, value in plain.items() if key != "schemes"},
+        "the schemes": re.sub(_ADDRESS, "", repr([(each.label, each.described()) for each in settings.schemes])),
+        "the workload": repr(described),
+        "the source of schemes and workload": environment.source_digest(
+            workload.job_class(), *(type(choice.make()) for choice in settings.schemes)
+        ),
+        "the version of Python": ".".join(versions["python"].split(".")[:2]),
+        "the version of torch": versions["torch"],
+        "the version of sparsync": versions["sparsync"],
+        "the code of sparsync": environment.code_digest(),
+    }
+
+
+def _run_record(settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "") -> results.Run:
+    config = asdict(settings)
+    config["rate_bits_per_s"] = settings.rate_bits_per_s
+    config["links"] = links_text(*settings.rates_bits_per_s)
+    return results.Run(
+        run=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=tuple(command),
+        config=config,
+        workload={"metric": workload.metric, "better": workload.better, "unit": workload.unit, **workload.describe()},
+        versions=environment.versions(),
+        machine=environment.machine(),
+        limited=settings.rate_bits_per_s is not None,
+        network=hosts,
+    )
+
+
+def _record(run: str, message: Message) -> results.Record:
+    content = {key: value for key, value in message.items() if key != "kind"}
+    return _RECORDS[message["kind"]](run=run, **content)

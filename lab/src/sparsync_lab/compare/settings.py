@@ -1,0 +1,72 @@
+"""The settings of a comparison, checked in this process before anything is started."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsync_lab import workloads
+from sparsync_lab.netlab import rates
+from sparsync_lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
+from sparsync_lab.workloads.base import Workload, model_and_optimizer, share
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """One comparison. `check` raises ValueError for settings that could not run."""
+
+    schemes: tuple[SchemeChoice, ...]
+    workload: str = "shakespeare"  # a name, package.module:Class or path/to/file.py:Class
+    options: dict[str, Any] = field(default_factory=dict)  # Any: options of the workload, checked by its constructor
+    ranks: int = 4
+    link: str = "100mbit"  # each way, of every rank; "none": loopback without limits
+    up: str | None = None  # what a rank sends at, where that is not `link`
+    down: str | None = None  # what it receives at
+    density: float = 0.01  # for the schemes that take one
+    target: float | None = None  # quality to reach
+    steps: int = 300
+    eval_every: int = 10  # steps
+    seeds: tuple[int, ...] = (0,)
+    bucket_mb: float = 25.0  # DDP's bucket_cap_mb
+    timeout_s: float = 120.0  # for one operation of a rank
+
+    @property
+    def rates_bits_per_s(self) -> tuple[float | None, float | None]:
+        """The rates of every link up and down; None without limits, infinite where only the other direction has one."""
+        return rates(self.link, self.up, self.down)
+
+    @property
+    def rate_bits_per_s(self) -> float | None:
+        """The slower of both: every byte that is sent is received, too. None without limits."""
+        up, down = self.rates_bits_per_s
+        return None if up is None or down is None else min(up, down)
+
+    def check(self) -> Workload:
+        """Check every setting, try every scheme once, and return the workload with its data prepared."""
+        for name, value in (("ranks", self.ranks), ("steps", self.steps), ("eval-every", self.eval_every)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if not self.schemes or not self.seeds:
+            raise ValueError("a comparison needs at least one scheme and one seed; see --schemes and --seeds")
+        check_labels(self.schemes)
+        if not all(0 < value < float("inf") for value in (self.timeout_s, self.bucket_mb)):
+            raise ValueError(
+                f"--timeout and --bucket-mb must be finite and above 0, got {self.timeout_s} and {self.bucket_mb}"
+            )
+        if self.target is not None and not math.isfinite(self.target):
+            raise ValueError(
+                f"--target must be a finite number, got {self.target}; leave it out to compare by the time of a step"
+            )
+        rates(self.link, self.up, self.down)
+        for choice in self.schemes:
+            try_out(choice, self.ranks)
+        workload = workloads.get(self.workload, **self.options)
+        share(getattr(workload, "batch_size", self.ranks), 0, self.ranks)
+        workload.prepare()
+        check_optimizer(self.schemes, lambda: model_and_optimizer(workload))
+        return workload
+
+
+def settings_from_json(plain: dict[str, Any]) -> CompareSettings:  # Any: JSON, as dataclasses.asdict makes it
+    """Return the settings that `asdict` turned into JSON; the inverse of it, in another process."""
+    choices = tuple(SchemeChoice(**each) for each in plain["schemes"])
+    return CompareSettings(**{**plain, "schemes": choices, "seeds": tuple(plain["seeds"])})

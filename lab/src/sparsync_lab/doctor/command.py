@@ -1,0 +1,154 @@
+"""The checks of `sparsync doctor`, and what it prints. It runs without the packages that the other commands need, and without torch."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from sparsync_lab.doctor import trial
+from sparsync_lab.netlab import reexecution_prefix
+from sparsync_lab.terminal import aligned
+
+NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic", "rich")  # by the commands
+ADAPTED = ("accelerate", "lightning", "transformers", "ray")
+LEAST_TORCH = (2, 8)
+_BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n    pass"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: its name, what was found, and what to do where it is not as it should be."""
+
+    name: str
+    found: str
+    to_do: str = ""
+
+
+def doctor(job: trial.TrialJob | None) -> int:
+    """Print what is there, and what `job` would meet; end with what to do. Return the exit status: 0 where that is nothing, else 1."""
+    todo = _shown(
+        "This machine", [check() for check in (_python, _torch, _kernels, _backends, _links, _packages, _load)]
+    )
+    if job is not None:
+        result = trial.run(job)
+        todo += _shown(job.title, _of_job(result))
+        for line in result.output:
+            print(f"    {line}", file=sys.stderr)
+    if not todo:
+        print("Nothing to do." if job is not None else "Nothing to do. Try it: sparsync demo")
+        return 0
+    print("To do:")
+    for number, text in enumerate(todo, start=1):
+        print(aligned({f"{number}.": text}))
+    return 1
+
+
+def _shown(title: str, checks: Iterable[Check]) -> list[str]:
+    checks = list(checks)
+    print(f"{title}\n{aligned({f'  {each.name}': each.found for each in checks})}\n")
+    return [f"{each.name}: {each.to_do}" for each in checks if each.to_do]
+
+
+def _python() -> Check:
+    return Check("python", f"{platform.python_version()}, {sys.executable}")
+
+
+def _torch() -> Check:
+    version = _version("torch")
+    if version is None:
+        return Check("torch", "missing", f"{sys.executable} -m pip install torch")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    wanted = ".".join(map(str, LEAST_TORCH))
+    return Check("torch", version, "" if numbers >= LEAST_TORCH else f"install torch {wanted} or later")
+
+
+def _kernels() -> Check:
+    if _version("torch") is None:
+        return Check("kernels", "not known without torch")
+    from sparsync.kernels import dispatch
+
+    if (why := dispatch.why_missing()) is None:
+        first, *others = dispatch.backends()
+        return Check("kernels", f"built; {first} is used, of {', '.join([first, *others])}")
+    return Check(
+        "kernels",
+        f"the C++ ones are missing ({why}), so the slow reference runs: the same results, many times the time",
+        "install a C++ compiler such as g++, then install sparsync again",
+    )
+
+
+def _backends() -> Check:
+    if _version("torch") is None:
+        return Check("backends", "not known without torch")
+    import torch
+    import torch.distributed as dist
+
+    gloo = "gloo" if dist.is_available() and dist.is_gloo_available() else ""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nccl = f"nccl for {devices} GPU{'s' * (devices > 1)}" if devices and dist.is_nccl_available() else ""
+    there = ", ".join(each for each in (gloo, nccl) if each) or "none"
+    more = "" if nccl else "; no GPU is used, so nccl is not needed"
+    return Check("backends", there + more, "" if gloo else "install a torch that was built with gloo")
+
+
+def _links() -> Check:
+    """Build two links, as compare and launch would."""
+    try:
+        prefix = reexecution_prefix()
+        done = subprocess.run(
+            [*prefix, sys.executable, "-c", _BUILD_LINKS], capture_output=True, text=True, timeout=60, check=False
+        )
+    except RuntimeError as error:
+        return Check("limited links", f"cannot be made: {error}", f"{error}")
+    except subprocess.TimeoutExpired:
+        return Check("limited links", "no answer within 60 s", "try again when the machine is less busy")
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Check("limited links", f"cannot be made: {said}", said)
+    return Check(
+        "limited links", f"two were made, {'in a user namespace' if prefix else 'as root'} (ip, tc, unshare, nsenter)"
+    )
+
+
+def _packages() -> Check:
+    found = [f"{name} {_version(name) or 'missing'}" for name in NEEDED]
+    missing = [name for name in NEEDED if _version(name) is None]
+    others = [f"{name} {version}" for name in ADAPTED if (version := _version(name)) is not None]
+    for_adapters = f"; for adapters: {', '.join(others) or 'none'}"
+    cure = f"install what is missing: {sys.executable} -m pip install {' '.join(missing)}" if missing else ""
+    return Check("packages", ", ".join(found) + for_adapters, cure)
+
+
+def _load() -> Check:
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    busy = "; it is busy: times that are measured now are uncertain" if load > cores / 2 else ""
+    return Check("processor", f"{cores} core{'s' * (cores > 1)}, load {load:.1f}{busy}")
+
+
+def _of_job(result: trial.Result) -> Iterator[Check]:
+    """Yield what `sparsync.doctor` says of a job."""
+    if result.failure:
+        yield Check("failed", result.failure, "see what it wrote, and mend that" if result.output else "mend that")
+        return
+    yield Check("model", result.model)
+    yield Check("optimizer", result.optimizer)
+    yield Check("scheme", result.scheme)
+    for number, finding in enumerate(result.findings, start=1):
+        kind = "refused" if finding["refused"] else "warning"
+        yield Check(f"{kind} {number}", finding["what"], finding["cure"])
+    if not result.findings:
+        yield Check("found", "nothing that would not work")
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; None where it cannot be imported."""
+    if find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"

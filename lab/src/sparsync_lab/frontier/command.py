@@ -1,0 +1,84 @@
+"""The command `sparsync frontier`: its trainings, and then its outputs: a table, a picture, and a part of a page."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsync_lab.frontier import runs
+from sparsync_lab.frontier.figures import Panel, panels
+from sparsync_lab.frontier.study import FrontierStudy, complete
+from sparsync_lab.frontier.tables import broken, remarks, table
+from sparsync_lab.labels import short_labels
+from sparsync_lab.report.parts import replaced
+from sparsync_lab.report.rows import write_csv
+from sparsync_lab.terminal import markdown, show
+from sparsync_lab.writable import check_file
+
+PICTURE = "frontier.png"
+TABLES = "frontier.md"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a study is written: a folder; a part of a page, None for none; and a file of comma-separated values."""
+
+    out: Path
+    page: Path | None = None
+    part: str | None = None  # None: called as the workload
+    csv: Path | None = None
+
+
+def frontier(study: FrontierStudy, where: Outputs, jobs: int, ours: Sequence[str], command: Sequence[str]) -> None:
+    """Complete the study in its folder, write its tables as Markdown, with a picture, into the folder, and print them.
+
+    With a page they also replace a part of that page, the picture beside it, under the command that was given.
+    Raises ValueError for settings that cannot work, before anything is trained.
+    """
+    if jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {jobs}")
+    out, page, part = where.out, where.page, where.part or study.workload
+    if page is not None:
+        replaced(page, part, "")  # so that a page without that part is found before the trainings
+    check_file(out / runs.FILE_NAME)
+    finished = complete(study, out, jobs, lambda line: print(line, file=sys.stderr, flush=True))
+    from sparsync_lab.frontier.picture import picture
+
+    workload = study.check()
+    found = panels(study, finished, workload.better == "lower", ours)
+    image = picture(found, f"{study.workload}: {workload.unit}, beside dense")
+    _write(out / TABLES, _markdown(found, workload.metric, command, PICTURE))
+    _write(out / PICTURE, image)
+    if page is not None:
+        name = f"frontier_{part}.png"
+        _write(page.parent / name, image)
+        _write(page, replaced(page, part, _markdown(found, workload.metric, command, name)))
+    if where.csv is not None:
+        write_csv(where.csv, runs.rows(out))
+    warnings = [(f"!!! {line}", "bold white on red") for line in broken(found)]
+    names = short_labels([choice.label for choice in study.schemes])
+    tables = [table(panel, workload.metric, names) for panel in found]
+    show(tables, warnings, [*((line, "dim") for line in remarks(found)), *warnings])
+    print(f"Written to {out}: {TABLES}, {PICTURE}")
+    if page is not None:
+        print(f"Written: {page}, and its picture beside it")
+    if warnings:
+        raise RuntimeError("a method failed or exchanged nothing; the tables say which, and the other rows count")
+
+
+def _markdown(found: Sequence[Panel], metric: str, command: Sequence[str], picture: str) -> str:
+    parts = [f"```text\n{shlex.join(command)}\n```", f"![Percent behind dense over the bits sent]({picture})"]
+    whole = {row.label: row.label for panel in found for row in panel.rows}
+    for panel in found:
+        shown = table(panel, metric, whole)
+        parts += [f"{shown.title}:", markdown(shown)]
+    return "\n\n".join([*parts, *(f"**{line}**" for line in broken(found)), " ".join(remarks(found))])
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error}; choose another folder") from error

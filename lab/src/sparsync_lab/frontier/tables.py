@@ -1,0 +1,100 @@
+"""The tables of a study: on a terminal, and as Markdown."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from sparsync_lab.frontier.figures import Mean, MethodRow, Panel
+from sparsync_lab.report.format import behind_text, significant
+from sparsync_lab.terminal import NOTHING, Table
+
+_LESS = (
+    "\nunion",
+    "kB\nper step",
+    "\nrate",
+    "\noptimizer",
+    "\nkind",
+    "message\nrounds",
+)  # of the columns, where there is little room
+
+
+def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
+    """Return the table of one panel, those that send least first; `names`: what stands for each label."""
+    *parts, _ = [step for step, _ in panel.rows[0].behind]
+    several = _several(panel)
+    heads = [
+        "method",
+        "\nkind",
+        "bits per\nparameter\nper step",
+        "kB\nper step",
+        "message\nrounds",
+        "\nunion",
+        "\nrate",
+        *["\noptimizer"] * several,
+        f"{metric}\nat the end",
+        "% behind\ndense",
+        *[f"\nat {step}" for step in parts],
+    ]
+    rows = [
+        (
+            names[row.label],
+            row.kind,
+            significant(row.bits) if row.bits else NOTHING,
+            significant(row.nbytes / 1e3) if row.bits else NOTHING,
+            significant(row.rounds, 2) if row.bits else NOTHING,
+            significant(row.union),
+            f"{row.rate:g}{'!' if row.edge else ''}",
+            *[row.optimizer] * several,
+            row.broken.partition(":")[0].replace(" ", "\n") or significant(row.end.mean, 4),
+            NOTHING if row.broken else _range(row),
+            *[NOTHING if row.broken else behind_text(mean.mean) for _, mean in row.behind[:-1]],
+        )
+        for row in panel.rows
+    ]
+    seeds = "" if panel.seeds == 1 else f", means over {panel.seeds} seeds, (lowest to highest)"
+    less = (*(f"\nat {step}" for step in reversed(parts)), *(head for head in _LESS if head in heads))
+    return Table(f"{panel.ranks} ranks, {panel.steps} steps{seeds}", tuple(heads), tuple(rows), less)
+
+
+def remarks(panels: Sequence[Panel]) -> list[str]:
+    """Return the lines under the tables."""
+    lines = [
+        "Bits and kB: what one rank sends per step, in closed form; `sparsync compare` counts frames too. Message rounds: "
+        "exchanges that wait for each other. All three are means over ranks and steps.",
+        "Rate: the best rate tried, times the job's; dense has its best rate, too.",
+    ]
+    if any(row.edge for panel in panels for row in panel.rows):
+        lines.append("!: the best rate is the lowest or the highest tried; a better one may lie beyond it.")
+    if any(map(_several, panels)):
+        lines.append(
+            "Optimizer: the job's, or SGD without momentum for a scheme with its own momentum; each rank then clips its own gradient."
+        )
+    if any(math.isinf(row.end.mean) for panel in panels for row in panel.rows):
+        lines.append("inf: the training diverged with a seed or more.")
+    return lines
+
+
+def broken(panels: Sequence[Panel]) -> list[str]:
+    """Return a line for each row that is no result: its training failed, or no exchange changed the weights."""
+    return [
+        f"{row.label} {_capitals(row.broken)} ({panel.ranks} ranks, {panel.steps} steps, rate {row.rate:g}). Its row is no result."
+        for panel in panels
+        for row in panel.rows
+        if row.broken
+    ]
+
+
+def _capitals(broken: str) -> str:
+    if broken == "exchanged nothing":
+        return "EXCHANGED NOTHING: all was left out, because weights or gradients were NaN or infinite, or it ended before the first"
+    return f"FAILED{broken.removeprefix('failed')}"
+
+
+def _several(panel: Panel) -> bool:
+    """Return whether some method trains with another optimizer than others."""
+    return len({row.optimizer for row in panel.rows}) > 1
+
+
+def _range(row: MethodRow) -> str:
+    last: Mean = row.behind[-1][1]
+    middle = behind_text(last.mean)
+    return middle if last.low == last.high else f"{middle} ({behind_text(last.low)} to {behind_text(last.high)})"

@@ -1,0 +1,49 @@
+"""Files with a JSON object a line, which a program that is stopped leaves readable."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sparsync.base import regular_file
+
+Made = TypeVar("Made")
+
+
+def read(path: Path, made: Callable[[Any], Made], what: str) -> list[Made]:  # Any: what JSON holds
+    """Return what `made` makes of each line; nothing where there is no file. A last line that breaks off is left out.
+
+    Raises ValueError for a file that cannot be read and, with its number, for any other line of which `made` makes no `what`.
+    """
+    try:
+        lines = regular_file.content(path).decode().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}; choose another --out") from error
+    found: list[Made] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(made(json.loads(line)))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number} is no {what} ({error!r}); delete it, or choose another --out"
+                ) from None
+    return found
+
+
+def append(path: Path, content: dict[str, Any]) -> None:  # Any: what JSON holds
+    """Append `content` as a line to the file at `path`, which is made where it is not there. A line that broke off is cut off first.
+
+    Raises RuntimeError where it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            file.seek(0)
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.write(json.dumps(content).encode() + b"\n")
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error

@@ -1,0 +1,70 @@
+"""Short names of methods for tables, pictures and progress: "two_shot:density=0.022:values=int4" becomes "two_shot 2.2 % int4"."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsync.base.scheme_text import RECIPES, by_key, parsed
+
+PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
+AROUND = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
+_ALWAYS = {"density": lambda value: f"{100 * value:.4g} %", "values": str}  # written without their key
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A label, taken apart."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as in a scheme's text
+    steps: str = ""  # local_steps or adamw_steps around it
+    around: Mapping[str, Any] = field(default_factory=dict)  # their settings
+
+
+def short_labels(labels: Sequence[str]) -> dict[str, str]:
+    """Return a short name for each label of one table, all different.
+
+    It has the density and the type of the values where they are given; other settings where they differ between labels of the same
+    scheme; and a class without its module or file. A label that would equal another one is not shortened.
+    """
+    parts = {label: _parts(label) for label in labels}
+    every = list(parts.values())
+    names = {label: _name(each, every) for label, each in parts.items()}
+    taken = list(names.values())
+    return {label: name if taken.count(name) == 1 else label for label, name in names.items()}
+
+
+def _parts(label: str) -> _Parts:
+    if label in RECIPES:
+        return _Parts(label)
+    around = AROUND.fullmatch(label)
+    steps, settings, scheme = around.groups() if around else ("", "", label)
+    try:
+        name, config = parsed(scheme)
+        return _Parts(name, config, steps, by_key((each for each in (settings or "").split(":") if each), label))
+    except ValueError:  # no label of --schemes
+        return _Parts(label)
+
+
+def _name(own: _Parts, every: Sequence[_Parts]) -> str:
+    similar = [each for each in every if (each.steps, each.name) == (own.steps, own.name)]
+    words = [own.name.rpartition(":")[2] or own.name]
+    for key, value in own.settings.items():
+        if key in _ALWAYS and not (key == "density" and isinstance(value, str)):
+            words.append(_ALWAYS[key](value))
+        elif len({repr(each.settings.get(key)) for each in similar}) > 1:
+            words.append(_written(key, value))
+    neighbours = [each for each in every if each.steps == own.steps]
+    shown = [
+        _written(key, value)
+        for key, value in own.around.items()
+        if len({repr(each.around.get(key)) for each in neighbours}) > 1
+    ]
+    brackets = f"({', '.join(shown)})" if shown else ""
+    return (f"{own.steps}{brackets}/" if own.steps else "") + " ".join(words)
+
+
+def _written(key: str, value: Any) -> str:  # Any: as in a scheme's text
+    text = "+".join(map(str, value)) if isinstance(value, list) else f"{value}"
+    return f"{key}={text.lower() if isinstance(value, bool) else text}"

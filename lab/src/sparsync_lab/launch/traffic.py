@@ -1,0 +1,143 @@
+"""The bytes of each rank's interface while the ranks run: the status line, and the table at the end."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from sparsync_lab.launch.settings import LaunchSettings
+from sparsync_lab.netlab import RunNetwork, interface_counters
+from sparsync_lab.report.format import bytes_text, links_text, significant
+
+
+@dataclass
+class Traffic:
+    """What one interface has sent and received, as it was seen last; seconds are those since the ranks were started."""
+
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    began_s: float | None = None  # the last look before the first byte
+    seen_s: float = 0.0  # the last look
+    last_s: float = 0.0  # the look that saw the last byte
+    rates: tuple[float, float] = (0.0, 0.0)  # bits per second, sent and received, between the last two looks
+
+    def look(self, sent: int, received: int, now_s: float) -> None:
+        since_s = now_s - self.seen_s
+        moved = (sent - self.sent_nbytes, received - self.received_nbytes)
+        if any(moved):
+            self.began_s = self.seen_s if self.began_s is None else self.began_s
+            self.last_s = now_s
+        if since_s > 0:
+            self.rates = (8 * moved[0] / since_s, 8 * moved[1] / since_s)
+        self.sent_nbytes, self.received_nbytes, self.seen_s = sent, received, now_s
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte to the last, as closely as looks tell."""
+        return 0.0 if self.began_s is None else self.last_s - self.began_s
+
+
+@dataclass
+class Meter:
+    """The interfaces of all ranks. Over loopback, where one interface has the traffic of all programs, nothing is counted."""
+
+    settings: LaunchSettings
+    links: RunNetwork
+    ranks: list[Traffic] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = [Traffic() for _ in self.links.anchors]
+
+    def look(self, now_s: float) -> None:
+        for traffic, anchor in zip(self.ranks, self.links.anchors, strict=True):
+            counted = interface_counters(self.links.interface, anchor)
+            traffic.look(counted.sent_bytes, counted.received_bytes, now_s)
+
+    def status(self, now_s: float) -> list[str]:
+        """Return the bytes of every rank up to now and the share of its link in the last moments, and a shorter line of their means."""
+        if not self.ranks:
+            return [f"{now_s:.0f} s, no link, nothing counted"]
+        up, down = self._limits()
+
+        def told(seen: Sequence[Traffic]) -> str:
+            sent, received, sends, receives = (
+                fmean(values)
+                for values in zip(*((it.sent_nbytes, it.received_nbytes, *it.rates) for it in seen), strict=True)
+            )
+            return f"{bytes_text(sent)} up {_share(sends, up)}, {bytes_text(received)} down {_share(receives, down)}"
+
+        each = [f"{rank}: {told([it])}" for rank, it in enumerate(self.ranks)]
+        return [f"{now_s:.0f} s | {' | '.join(each)}", f"{now_s:.0f} s | mean of {len(each)} ranks: {told(self.ranks)}"]
+
+    def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int]) -> str:
+        """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
+        head = ", ".join(
+            [
+                f"{self.settings.ranks} ranks",
+                _links(self.settings),
+                *scheme_texts(self.settings, readers),
+                f"{significant(now_s)} s",
+            ]
+        )
+        if not self.ranks:
+            lines = [f"rank {rank}: {ending}" for rank, ending in enumerate(endings)]
+            return "\n".join(
+                [head, *lines, "no link was limited: times prove nothing about a network, and bytes were not counted"]
+            )
+        up, down = self._limits()
+        heads = ["rank", "sent", "Mbit/s", "link", "received", "Mbit/s", "link", "seconds", "ended"]
+        rows = [
+            [
+                *(str(rank), bytes_text(it.sent_nbytes), *_rate_cells(it.sent_nbytes, it.seconds, up)),
+                *(bytes_text(it.received_nbytes), *_rate_cells(it.received_nbytes, it.seconds, down)),
+                *(significant(it.seconds), ending),
+            ]
+            for rank, (it, ending) in enumerate(zip(self.ranks, endings, strict=True))
+        ]
+        framing = (
+            "every frame with its headers"
+            if self.settings.exact_framing
+            else "up to 8 frames as one packet, with one header"
+        )
+        notes = [
+            f"bytes of each rank's interface, {framing}",
+            "rates from its first byte to its last, and their share of the link's",
+        ]
+        return "\n".join([head, *_aligned([heads, *rows]), *notes])
+
+    def _limits(self) -> tuple[float, float]:
+        assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None
+        return self.settings.up_bits_per_s, self.settings.down_bits_per_s
+
+
+def _links(settings: LaunchSettings) -> str:
+    return links_text(settings.up_bits_per_s, settings.down_bits_per_s) or "loopback, without limits"
+
+
+def scheme_texts(settings: LaunchSettings, readers: Sequence[int]) -> list[str]:
+    """Return the scheme that the ranks `readers` took, in words, and who where that is not all; [] where none was asked for."""
+    if settings.scheme is None:
+        return []
+    if len(readers) == settings.ranks:
+        return [f"scheme {settings.scheme}"]
+    if not readers:
+        return [f"scheme {settings.scheme} on no rank"]
+    return [
+        f"scheme {settings.scheme} on {'rank' if len(readers) == 1 else 'ranks'} {', '.join(map(str, readers))} only"
+    ]
+
+
+def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
+    if seconds == 0:
+        return ["-", "-"]
+    rate = 8 * nbytes / seconds
+    return [significant(rate / 1e6), _share(rate, limit)]
+
+
+def _share(rate: float, limit: float) -> str:
+    return "-" if math.isinf(limit) else f"{rate / limit:.0%}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

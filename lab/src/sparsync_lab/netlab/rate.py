@@ -1,0 +1,91 @@
+"""Rates as users write them, and the token bucket that enforces them. No interface is touched here."""
+
+import math
+import re
+from dataclasses import dataclass
+
+FRAME_BYTES = 1514  # the largest frame: 1500 of IP packet, 14 of Ethernet header
+
+BITS_PER_S_OF = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bits?(?:/s|ps)?|b/s|bps)", re.IGNORECASE)
+LOWEST_BITS_PER_S, HIGHEST_BITS_PER_S = 1e3, 1e11
+CATCH_UP_S = 500e-6
+QUEUE_BYTES_PER_RANK = 4 << 20
+ABOVE_ANY_RATE = "1tbit"
+UNLIMITED = "none"
+
+
+def parse_rate(text: str) -> float:
+    """Return the rate in bits per second: "100mbit", "100 Mbit/s", "100Mbps" and "100Mb/s" are 1e8. Factors are decimal: k, M, G.
+
+    Raises ValueError for anything else, for bytes per second, and for a rate outside 1kbit to 100gbit.
+    """
+    match = _RATE.fullmatch(text.strip())
+    in_bytes = "B" in re.sub("bit", "bit", text, flags=re.IGNORECASE)  # MB/s, GBps
+    if match is None or in_bytes:
+        raise ValueError(
+            f"a rate is a number with one of the units {', '.join(BITS_PER_S_OF)} (bits per second), such as 100mbit or 100 Mbit/s; "
+            f"got {text!r}" + ("; a byte has 8 bits: 100 MB/s are 800mbit" if in_bytes else "")
+        )
+    return checked_rate(float(match[1]) * BITS_PER_S_OF[f"{match[2].lower()}bit"])
+
+
+def parse_link(text: str) -> float | None:
+    """Return the rate of a link in bits per second; None for "none", a link without limit. Raises ValueError as `parse_rate`."""
+    return None if text.strip().lower() == UNLIMITED else parse_rate(text)
+
+
+def rates(link: str, up: str | None, down: str | None) -> tuple[float | None, float | None]:
+    """Return the rates up and down in bits per second: those of `link`, or where given `up` and `down`.
+
+    A direction of "none" is infinitely fast; where both are, the rates are None. Raises ValueError as `parse_link`.
+    """
+    found = [parse_link(link if own is None else own) for own in (up, down)]
+    if found == [None, None]:
+        return None, None
+    fast_up, fast_down = (math.inf if rate is None else rate for rate in found)
+    return fast_up, fast_down
+
+
+def checked_rate(rate_bits_per_s: float) -> float:
+    """Return the rate itself. Raises ValueError for a rate that a token bucket cannot enforce."""
+    if not LOWEST_BITS_PER_S <= rate_bits_per_s <= HIGHEST_BITS_PER_S:
+        raise ValueError(f"a link's rate must be between 1kbit and 100gbit per second, got {rate_bits_per_s:g} bit/s")
+    return rate_bits_per_s
+
+
+@dataclass(frozen=True)
+class TokenBucket:
+    """One direction of one rank's link: frames leave at `rate_bits_per_s`, counted with their 14 bytes of Ethernet header.
+
+    After a pause of `burst_bytes / rate` or more, `burst_bytes` pass at once; otherwise no window of time passes more than its share.
+    """
+
+    rate_bits_per_s: float
+    burst_bytes: int
+    queue_bytes: int  # how much may wait; beyond it frames are dropped
+    splits_batches: bool  # batches of frames leave the stack as one packet; split them here, so that each is counted
+
+    def arguments(self) -> str:
+        """Return the text that follows `tc qdisc add dev NAME`."""
+        bucket = f"root tbf rate {round(self.rate_bits_per_s)}bit burst {self.burst_bytes} limit {self.queue_bytes}"
+        # A second bucket of one frame, at a rate that is never reached, delays nothing; but tbf splits packets longer than a bucket.
+        return bucket + (f" peakrate {ABOVE_ANY_RATE} mtu {FRAME_BYTES}" if self.splits_batches else "")
+
+
+def token_bucket(ranks: int, rate_bits_per_s: float, batch_frames: int, splits_batches: bool) -> TokenBucket:
+    """Return the bucket for a rate: it lets at most the rate through, and little less.
+
+    Burst: two of the longest packets, so that one is never held up by its own length, and CATCH_UP_S of the rate, so that a timer that
+    fires late loses nothing. With nothing for late timers one stream reached 95.2 % of 100 Mbit/s while four processes kept two cores
+    busy, with 500 us 97.6 %, with 1 ms 99.2 %, but 12.5 kB more pass free each time.
+    Queue: as much as the socket buffers of all senders hold (tcp_wmem, 4 MiB), so that all may send to one without loss. TCP's own
+    delay measurement keeps it far below: three senders to one rank at 100 Mbit/s stood at 0.4 MB.
+    """
+    longest = FRAME_BYTES * (1 if splits_batches else batch_frames)
+    return TokenBucket(
+        rate_bits_per_s=checked_rate(rate_bits_per_s),
+        burst_bytes=2 * longest + round(rate_bits_per_s / 8 * CATCH_UP_S),
+        queue_bytes=ranks * QUEUE_BYTES_PER_RANK,
+        splits_batches=splits_batches,
+    )

@@ -1,0 +1,266 @@
+"""A probe: what was measured of a group of ranks, as a file in TOML that a person can read and edit.
+
+`probing` measures it, `sparsync probe` writes it, and `probed.ProbedNetwork` predicts with it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, Len
+
+from sparsync.base import regular_file
+from sparsync.comm.plan import MOST_RANKS, Kind
+from sparsync_lab.checked import Checked, checked
+from sparsync_lab.toml import tomllib
+
+FORMAT = 1
+KernelKind = Literal["accumulate", "select", "encode", "decode", "apply", "multiply", "transform"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+KERNELS: tuple[KernelKind, ...] = get_args(KernelKind)
+
+Seconds = Annotated[float, Ge(0)]
+Rate = Annotated[float, Gt(0)]
+Count = Annotated[int, Ge(1), Le(2**63)]
+
+
+class ProbeFileError(ValueError):
+    """A file that is no probe; the message says where, what was found, and what belongs there."""
+
+
+@dataclass(frozen=True)
+class ProbedGroup(Checked):
+    """The ranks that were measured, and over what they talked."""
+
+    ranks: Annotated[int, Ge(2), Le(MOST_RANKS)]  # of one rank nothing travels
+    backend: str  # "gloo" or "nccl"
+    hosts: Count
+    link: str  # what connects the ranks, for the reader
+    device: Literal["cpu", "cuda"]  # of the tensors
+    cores: Count  # that rank 0 may use
+    torch: str  # version
+    time: str  # ISO 8601
+
+
+@dataclass(frozen=True)
+class Operation(Checked):
+    """One exchange of all ranks at once, at one size. Of each repeat the slowest rank counts."""
+
+    kind: Kind
+    nbytes: Annotated[int, Ge(0), Le(2**63)]  # payload that each rank sends, as Exchange.nbytes
+    seconds: Seconds  # median over repeats
+    p20_s: Seconds
+    p80_s: Seconds
+
+
+@dataclass(frozen=True)
+class Latency(Checked):
+    """What messages cost that carry next to nothing."""
+
+    round_trip_s: Seconds  # there and back between two ranks, while the others do the same in pairs; the median pair
+    slowest_round_trip_s: Seconds  # the slowest pair
+    per_message_s: Seconds  # what one more message adds to an exchange
+    messages_per_s: Rate  # that one rank sends, and receives, in an exchange of all with all
+    announce_s: Seconds  # what comparing step, layout and scheme adds to the first exchange of a bucket
+
+
+@dataclass(frozen=True)
+class Memory(Checked):
+    """Memory of the slowest rank, while all ranks of its host are at work."""
+
+    bytes_per_s: Rate  # of the plain pass b += a in float32: 12 bytes an element
+
+
+@dataclass(frozen=True)
+class Kernel(Checked):
+    """The time of one kind of work on the slowest rank: elements / elements_per_s + calls * fixed_s."""
+
+    kind: KernelKind
+    elements_per_s: Rate
+    fixed_s: Seconds  # of each call
+
+
+@dataclass(frozen=True)
+class ReducedBucket(Checked):
+    """What reducing a bucket takes, from before its announcement to its result, where one follows the other; the slowest rank."""
+
+    elements: Count
+    seconds: Rate  # median
+
+
+@dataclass(frozen=True)
+class SchemeTimes(Checked):
+    """What buckets take with one scheme: the processor time of a tiny one, without waiting, and the whole time of some sizes."""
+
+    scheme: str  # as it was written for the probe
+    fixed_s: Seconds  # of the thread that reduces
+    settings: str = ""  # all of the scheme's, the defaults too: two ways to write one scheme are one
+    bucket: tuple[ReducedBucket, ...] = ()  # the smallest first
+
+
+@dataclass(frozen=True)
+class ReadyBucket(Checked):
+    """A bucket of DistributedDataParallel, in the order in which they become ready."""
+
+    elements: Count
+    ready_s: Seconds  # since the forward pass ended
+
+
+@dataclass(frozen=True)
+class Backward(Checked):
+    """One training step of a model without communication. The loss belongs to the backward pass."""
+
+    job: str
+    forward_s: Seconds
+    backward_s: Seconds
+    optimizer_s: Seconds
+    bucket: Annotated[tuple[ReadyBucket, ...], Len(1)]
+
+
+@dataclass(frozen=True)
+class Probe(Checked):
+    """Everything that one file holds."""
+
+    group: ProbedGroup
+    operation: tuple[Operation, ...]
+    latency: Latency
+    memory: Memory
+    kernel: tuple[Kernel, ...]
+    scheme: tuple[SchemeTimes, ...] = ()
+    backward: Backward | None = None
+
+    def __post_init__(self) -> None:
+        _check_each_once(f"{each.kind} of {each.nbytes} bytes" for each in self.operation)
+        _check_each_once(f"the kernel {each.kind}" for each in self.kernel)
+        _check_each_once(f"the scheme {each.scheme}" for each in self.scheme)
+        for each in self.operation:
+            if len(sizes(self.operation, each.kind)) == 1:
+                raise ProbeFileError(
+                    f"{each.kind} is there at one size only, {each.nbytes} bytes, from which no other can be told; give two sizes or more, "
+                    "or measure again with `sparsync probe`"
+                )
+        for each in self.scheme:
+            counts = [bucket.elements for bucket in each.bucket]
+            if counts != sorted(set(counts)):
+                raise ProbeFileError(f"the buckets of {each.scheme} must go from few elements to many, got {counts}")
+
+
+def _check_each_once(names: Iterable[str]) -> None:
+    name, count = max(Counter(names).items(), key=itemgetter(1), default=("", 0))
+    if count > 1:
+        raise ProbeFileError(f"{name} is there {count} times; leave one")
+
+
+_HEAD = """\
+# Measured by `sparsync probe`. All figures may be edited; times are in seconds.
+# They hold for this number of ranks: what the smallest exchanges take is a fixed part that grows with it.
+"""
+_COMMENTS = {
+    "operation": "nbytes: payload that each rank sends. seconds: median over repeats, of each of which the slowest rank counts.",
+    "latency": "announce_s: what comparing step, layout and scheme adds to the first exchange of a bucket.",
+    "memory": "The plain pass b += a in float32, all ranks at the same time; the slowest rank.",
+    "kernel": "elements / elements_per_s + calls * fixed_s, all ranks at the same time; the slowest rank.",
+    "scheme": "fixed_s: processor time of a tiny bucket, without waiting. seconds: what a bucket takes in all.",
+    "backward": "A step without communication. ready_s counts from the end of the forward pass, and the loss is in it.",
+}
+
+
+def write(probe: Probe, path: Path) -> None:
+    """Write the file. Raises RuntimeError where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text(probe), encoding="utf-8")
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another file with --out") from error
+
+
+def read(path: Path) -> Probe:
+    """Return the probe in a file. Raises ProbeFileError where it is none, with what is wrong and where."""
+    try:
+        written = regular_file.content(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProbeFileError(f"cannot read {path}: {error}; give a file that `sparsync probe` has written") from error
+    try:
+        return parse(written)
+    except ProbeFileError as error:
+        raise ProbeFileError(f"{path}: {error}") from None
+
+
+def text(probe: Probe) -> str:
+    """Return the content of the file."""
+    lines = [_HEAD, f"format = {FORMAT}", ""]
+    for field in fields(probe):
+        value = getattr(probe, field.name)
+        tables = value if isinstance(value, tuple) else () if value is None else (value,)
+        if tables:
+            lines += [f"# {_COMMENTS[field.name]}"] if field.name in _COMMENTS else []
+        for table in tables:
+            lines += _table(field.name, table, isinstance(value, tuple))
+    return "\n".join(lines)
+
+
+def parse(content: str) -> Probe:
+    """Return the probe that `text` has written. Raises ProbeFileError."""
+    try:
+        plain = tomllib.loads(content)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of TOML, of numbers with thousands of digits, and of endless nesting
+        raise ProbeFileError(f"not TOML: {error}") from error
+    found = plain.pop("format", None)
+    if found != FORMAT:
+        raise ProbeFileError(f"format must be {FORMAT}, got {found!r}; measure again with `sparsync probe`")
+    try:
+        return checked(Probe, plain)
+    except ProbeFileError:
+        raise
+    except ValueError as error:
+        raise ProbeFileError(f"{error}; edit it, or measure again with `sparsync probe`") from None
+
+
+def _table(name: str, record: Any, several: bool) -> list[str]:  # Any: one of the dataclasses above
+    lines, inner = [f"[[{name}]]" if several else f"[{name}]"], []
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, tuple):
+            inner += [line for each in value for line in _table(f"{name}.{field.name}", each, several=True)]
+        else:
+            lines.append(f"{field.name} = {_plain(value)}")
+    return [*lines, "", *inner]
+
+
+def _plain(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    short = f"{value:g}"  # 6.586e+08, not 658600000.0
+    return short if isinstance(value, float) and float(short) == value else repr(value)
+
+
+def _quoted(value: str) -> str:
+    """Return a TOML basic string. Its escapes are those of JSON, but surrogates, and DEL needs one, too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def rounded(value: int | float) -> float:
+    """Return `value` to four significant digits, as many as a person reads."""
+    return float(f"{value:.4g}")
+
+
+def sizes(operations: Iterable[Operation], kind: str) -> list[Operation]:
+    """Return the operations of one kind, the smallest first."""
+    return sorted((each for each in operations if each.kind == kind), key=lambda each: each.nbytes)
+
+
+def never_slower(known: list[Operation]) -> list[Operation]:
+    """Return `known` with none slower than a larger one: a small exchange that took longer was disturbed, or the first."""
+    least, found = float("inf"), []
+    for each in reversed(known):
+        least = min(least, each.seconds)
+        found.append(replace(each, seconds=least))
+    return found[::-1]

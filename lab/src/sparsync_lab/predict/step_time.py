@@ -1,0 +1,110 @@
+"""The time of one training step, from plans, the ranks that exchange them, and a backward pass. Every prediction comes through here.
+
+    Plan --Ranks.seconds--> reduction --overlapped | serial | periodic, with a Backward--> StepTime
+
+What differs between predictions are the parts: links or a probe's tables as the network, nothing, passes over memory or a probe's kernels
+as the work of a rank, a recorded backward pass or an even one. Times are in seconds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from sparsync.comm.plan import Plan
+from sparsync_lab.predict.network import Network
+from sparsync_lab.predict.probe_file import Backward, ReadyBucket
+
+Seconds = int | float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """P ranks: the network between them, and what each of them computes for a plan."""
+
+    P: int
+    network: Network
+    work_s: Callable[[Plan], float] = lambda plan: 0.0
+    announce_s: float = 0.0  # what announcing a bucket adds to its first exchange
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the seconds of a reduction: its exchanges, one after the other, and what a rank computes between them."""
+        announced_s = self.announce_s if plan.beside and self.P > 1 else 0.0
+        return sum(self.network.seconds(each, self.P) for each in plan.exchanges) + announced_s + self.work_s(plan)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What one step takes."""
+
+    step_s: float
+    compute_s: float  # forward, backward and optimizer, had they the machine to themselves
+    communication_s: float  # the sum over all reductions
+
+    @property
+    def exposed_s(self) -> float:
+        """By how much the reductions lengthen the step."""
+        return self.step_s - self.compute_s
+
+    @property
+    def hidden(self) -> float:
+        """The share of the communication that costs no time; 1 where there is none."""
+        return 1 - min(1.0, self.exposed_s / self.communication_s) if self.communication_s else 1.0
+
+
+def overlapped(backward: Backward, reduce_s: Sequence[Seconds], steals: Seconds = 0.0) -> StepTime:
+    """Return the step in which one dispatcher reduces the buckets of `backward` as they become ready, one after the other.
+
+    Bucket i takes `reduce_s[i]` seconds. `steals` is the share of the backward pass's rate that a running reduction takes: 0 where it has
+    separate processors or copy engines, 1 where nothing overlaps. Raises ValueError where buckets and times are not equally many.
+    """
+    if not 0 <= steals <= 1:
+        raise ValueError(f"steals is a share of the backward pass's rate and must be in [0, 1], got {steals}")
+    end_s = _backward_end_s(backward)
+    wall_s = done_s = (
+        0.0  # at `wall_s` the dispatcher is free, and the forward and backward pass have done `done_s` of their work
+    )
+    ready_s = [backward.forward_s + each.ready_s for each in backward.bucket]
+    for ready, reducing in sorted(zip(ready_s, reduce_s, strict=True), key=itemgetter(0)):
+        wall_s += max(0.0, ready - done_s) + reducing
+        done_s = min(end_s, max(done_s, ready) + (1 - steals) * reducing)
+    step_s = wall_s + (end_s - done_s) + backward.optimizer_s
+    return StepTime(step_s, end_s + backward.optimizer_s, float(sum(reduce_s)))
+
+
+def serial(backward: Backward, reduce_s: Sequence[Seconds]) -> StepTime:
+    """Return the step in which all reductions come after the backward pass, as `reduce_gradients` does them."""
+    compute_s, communication_s = _backward_end_s(backward) + backward.optimizer_s, float(sum(reduce_s))
+    return StepTime(compute_s + communication_s, compute_s, communication_s)
+
+
+def periodic(backward: Backward, every: int, exchange_s: Seconds, fragments: int = 1, delay: int = 0) -> StepTime:
+    """Return the mean step of a training that exchanges its weights every `every` steps (DiLoCo, arXiv 2311.08105).
+
+    With `fragments`, one of them after each every/fragments steps, `exchange_s` seconds in all; `delay` steps go on meanwhile (Streaming
+    DiLoCo, arXiv 2501.18512). Fragments are exchanged one after the other, so a delay longer than the time between two hides no more than
+    one as long. Raises ValueError for a delay longer than `every`.
+    """
+    if every < 1 or fragments < 1:
+        raise ValueError(f"every and fragments must be at least 1, got {every} and {fragments}")
+    between = every / fragments
+    if not 0 <= delay <= every:
+        raise ValueError(f"delay must be in [0, {every}], the steps between two exchanges, got {delay}")
+    compute_s = _backward_end_s(backward) + backward.optimizer_s
+    exposed_s = max(0.0, exchange_s / fragments - min(delay, between) * compute_s) / between
+    return StepTime(compute_s + exposed_s, compute_s, exchange_s / every)
+
+
+def even_backward(
+    sizes: Sequence[int], forward_s: Seconds, backward_s: Seconds, optimizer_s: Seconds = 0.0
+) -> Backward:
+    """Return the backward pass of a model of which only sizes and times are known: buckets become ready as work is done."""
+    total, done, buckets = sum(sizes), 0, []
+    for size in sizes:
+        done += size
+        buckets.append(ReadyBucket(size, backward_s * done / total))
+    return Backward("even", forward_s, backward_s, optimizer_s, tuple(buckets))
+
+
+def _backward_end_s(backward: Backward) -> float:
+    """Return when the backward pass ends; a bucket may be ready later than the median of its end."""
+    return backward.forward_s + max([backward.backward_s, *(each.ready_s for each in backward.bucket)])

@@ -1,0 +1,168 @@
+"""`sparsync probe`: the ranks are started here, each at its own link, or a launcher has started them. Rank 0 prints and writes."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparsync_lab import environment
+from sparsync_lab.labels import short_labels
+from sparsync_lab.netlab import network
+from sparsync_lab.predict import probe_file
+from sparsync_lab.probe.task import Request, probe
+from sparsync_lab.report.format import significant
+from sparsync_lab.terminal import NOTHING, Table, show, wrapped
+from sparsync_lab.workers.group import worker_group
+from sparsync_lab.workers.hosts import Backend, joined
+from sparsync_lab.workers.process import Message
+from sparsync_lab.workloads.base import Workload
+from sparsync_lab.writable import check_file
+
+
+def probe_here(request: Request, ranks: int, speeds: tuple[float | None, float | None], out: Path) -> None:
+    """Measure `ranks` ranks of this machine over emulated links, write the file and print its tables; `speeds`: see `netlab.rates`.
+
+    Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
+    fails.
+    """
+    request.check(ranks)
+    check_file(out)
+    up, down = speeds
+    with (
+        network(ranks, up, down_bits_per_s=down) as links,
+        worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
+        _shown() as display,
+    ):
+        content = [content for message in workers.messages() if (content := _taken(message, display)) is not None]
+    _finish(content[-1], out)
+
+
+def probe_on_hosts(request: Request, backend: Backend | None, out: Path) -> None:
+    """Measure the ranks that a launcher has started; each of them calls this. Raises on all where one of them fails."""
+
+    def checked() -> tuple[Workload | None, Mapping[str, str]]:
+        plain = {f"the setting {key}": repr(value) for key, value in asdict(request).items()}
+        workload = request.check(hosts.place.ranks)
+        if hosts.place.rank == 0:
+            check_file(out)
+        return workload, {**plain, "the code of sparsync": environment.code_digest()}
+
+    content: list[str] = []
+    with joined(request.timeout_s, backend) as hosts:
+        hosts.agree(checked)
+        spec = asdict(replace(request, link=hosts.network or "loopback", hosts=hosts.count))
+        if hosts.place.rank:
+            hosts.run(probe, spec, lambda message: None, lambda why: None)
+            return
+        with _shown() as display:
+
+            def take(message: Message) -> None:
+                content.extend(each for each in [_taken(message, display)] if each is not None)
+
+            hosts.run(probe, spec, take, lambda why: None)
+    _finish(content[-1], out)
+
+
+def _taken(message: Message, display: "_Display") -> str | None:
+    if message["kind"] == "progress":
+        display.at(message["text"], message["done"])
+    return message["content"] if message["kind"] == "probe" else None
+
+
+def _finish(content: str, out: Path) -> None:
+    found = probe_file.parse(content)
+    probe_file.write(found, out)
+    _print(found)
+    print(f"Written to {out}")
+
+
+class _Display(Protocol):
+    def at(self, text: str, done: float) -> None: ...
+
+
+@contextmanager
+def _shown() -> Iterator[_Display]:
+    """Yield a progress bar on standard error where that is a terminal, else a line for each thing that is measured."""
+    if not sys.stderr.isatty():
+        yield _ProbeLines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    columns = (
+        BarColumn(bar_width=16, table_column=Column(min_width=16)),
+        TimeElapsedColumn(table_column=Column(min_width=7)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield _ProbeBar(bars)
+
+
+class _ProbeLines:
+    def at(self, text: str, done: float) -> None:
+        print(f"{done:4.0%}  {text}", file=sys.stderr, flush=True)
+
+
+class _ProbeBar:
+    def __init__(self, bars: Any) -> None:  # Any: rich's Progress, imported late
+        self._bars, self._task = bars, bars.add_task("", total=1.0)
+
+    def at(self, text: str, done: float) -> None:
+        self._bars.update(self._task, completed=done, description=text)
+
+
+def _print(found: probe_file.Probe) -> None:
+    group = found.group
+    hosts = f"{group.hosts} host{'s' if group.hosts > 1 else ''}"
+    print(wrapped(f"{group.ranks} ranks on {hosts}, {group.backend}, {group.link}, {group.cores} cores") + "\n")
+    sent = tuple(
+        (
+            each.kind,
+            str(each.nbytes),
+            *(significant(1e3 * value) for value in (each.seconds, each.p20_s, each.p80_s)),
+            significant(each.nbytes / each.seconds / 1e6),
+        )
+        for each in found.operation
+    )
+    latency, trip = found.latency, found.latency.slowest_round_trip_s
+    figures = {
+        "round trip": f"{_us(latency.round_trip_s)}, of the slowest pair {_us(trip)}",
+        "one more message": _us(latency.per_message_s),
+        "messages a rank sends": f"{significant(latency.messages_per_s)} per second",
+        "announcement of a bucket": _us(latency.announce_s),
+        "memory, plain pass": f"{significant(1e-9 * found.memory.bytes_per_s)} GB/s",
+        **{
+            f"kernel {each.kind}": f"{significant(1e-6 * each.elements_per_s)} million elements/s, {_us(each.fixed_s)} a call"
+            for each in found.kernel
+        },
+    }
+    backward = found.backward
+    if backward is not None:
+        times = (backward.forward_s, backward.backward_s, backward.optimizer_s)
+        name = backward.job
+        figures[f"{name}: forward, backward, optimizer"] = (
+            f"{', '.join(f'{significant(1e3 * each)}' for each in times)} ms"
+        )
+        ready = ", ".join(f"{significant(1e3 * each.ready_s)} ms ({each.elements})" for each in backward.bucket)
+        figures[f"{name}: buckets ready after (elements)"] = ready
+    tables = [
+        Table("Each rank sends", ("operation", "bytes", "ms", "p20", "p80", "MB/s"), sent, less=("p80", "p20")),
+        Table("Latency, memory and kernels", ("", "measured"), tuple(figures.items())),
+    ]
+    counts = sorted({bucket.elements for each in found.scheme for bucket in each.bucket})
+    if counts:
+        names = short_labels([each.scheme for each in found.scheme])
+        rows = []
+        for each in found.scheme:
+            known = {bucket.elements: significant(1e3 * bucket.seconds) for bucket in each.bucket}
+            rows.append((names[each.scheme], *(known.get(count, NOTHING) for count in counts)))
+        heads = ("scheme", *map(str, counts))
+        tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
+    show(tables)
+
+
+def _us(seconds: float) -> str:
+    return f"{significant(1e6 * seconds)} us"

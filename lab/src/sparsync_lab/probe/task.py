@@ -1,0 +1,128 @@
+"""What each rank does for a probe; rank 0 sends the content of the file."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparsync import GroupComm
+from sparsync_lab import workloads
+from sparsync_lab.predict import probe_file
+from sparsync_lab.predict.backward import timeline
+from sparsync_lab.predict.probing import measure
+from sparsync_lab.scheme_choice import check_labels, parse_schemes
+from sparsync_lab.workers.process import Emit, Place
+from sparsync_lab.workloads.base import Workload, loss_of
+
+LEAST_S = 1.0
+STEPS = 6  # of the job, of which the first does not count
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured, for how long, and what the file says of the group."""
+
+    seconds: float  # about, for all of it but the job
+    schemes: str  # whose tiny buckets are measured, as `--schemes` of compare
+    link: str  # what connects the ranks, for the reader
+    hosts: int = 1
+    workload: str | None = None  # the job whose backward pass is recorded
+    options: dict[str, Any] = field(default_factory=dict)  # Any: of the workload, as in Settings
+    bucket_mb: float | None = None  # of all its buckets; None: those that DistributedDataParallel makes by default
+    timeout_s: float = 120.0  # for one operation of a rank
+
+    def check(self, ranks: int) -> Workload | None:
+        """Return the workload, if there is one. Raises ValueError for what cannot be measured."""
+        if ranks < 2:
+            raise ValueError(f"a probe measures what travels between ranks, got {ranks}; give at least --ranks 2")
+        numbers = {"--seconds": self.seconds, "--timeout": self.timeout_s, "--bucket-mb": self.bucket_mb}
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be finite and above 0, got {value}")
+        if self.seconds < LEAST_S:
+            raise ValueError(
+                f"--seconds must be at least {LEAST_S:g}, got {self.seconds:g}: in less nothing but bursts is measured"
+            )
+        choices = parse_schemes(self.schemes, 0.01)
+        check_labels(choices)
+        local = [choice.label for choice in choices if choice.local is not None]
+        if local:
+            inner = ", ".join(label.partition("/")[2] for label in local)
+            raise ValueError(
+                f"a probe measures schemes by themselves, got the steps around one: {', '.join(local)}; give what is behind the "
+                f"stroke, {inner}, which predictions of both use"
+            )
+        if self.workload is None:
+            if self.bucket_mb is not None:
+                raise ValueError(
+                    f"--bucket-mb is of the job whose backward pass is recorded, and there is none, got {self.bucket_mb:g}; leave it out, "
+                    "or name the job with --workload"
+                )
+            return None
+        workload = workloads.get(self.workload, **self.options)
+        workload.batch(0, 0, 0, ranks)  # raises where there are no equal shares
+        workload.prepare()
+        return workload
+
+
+def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JSON
+    """Measure the group as the Request `spec` says; the task of every rank."""
+    request = Request(**spec)
+    device = torch.device(place.device)
+    comm = GroupComm.private(place.group, timeout_s=place.timeout_s)
+    schemes = {choice.label: choice.make() for choice in parse_schemes(request.schemes, 0.01)}
+    found = measure(
+        comm,
+        device,
+        request.seconds,
+        schemes,
+        lambda text, done: emit({"kind": "progress", "text": text, "done": done}),
+    )
+    backward = None
+    if request.workload is not None:
+        emit({"kind": "progress", "text": f"the backward pass of {request.workload}", "done": 0.99})
+        backward = _backward(request, place)
+    emit({"kind": "alive"})
+    content = probe_file.Probe(
+        _group(request, place), found.operation, found.latency, found.memory, found.kernel, found.scheme, backward
+    )
+    comm.close()
+    emit({"kind": "probe", "content": probe_file.text(content)})
+
+
+def _backward(request: Request, place: Place) -> probe_file.Backward:
+    """Return the timeline of the job on the slowest rank; all ranks compute at the same time, and none communicates."""
+    assert request.workload is not None
+    workload = workloads.get(request.workload, **request.options)
+    model = workload.model(0).to(place.device)
+    optimizer, schedule = workload.optimizer(model, STEPS)
+    with timeline(model, request.bucket_mb) as recorded:
+        for step in range(STEPS):
+            dist.barrier()
+            optimizer.zero_grad(set_to_none=True)
+            loss_of(workload, model, 0, step, place.rank, place.ranks).backward()
+            workload.clip(model)
+            optimizer.step()
+            schedule.step()
+    own = recorded.backward(request.workload)
+    every: list[Any] = [None] * place.ranks  # Any: what is gathered
+    dist.all_gather_object(every, own)
+    return max(every, key=lambda each: each.forward_s + each.backward_s + each.optimizer_s)
+
+
+def _group(request: Request, place: Place) -> probe_file.ProbedGroup:
+    backend = dist.get_backend(place.group)
+    return probe_file.ProbedGroup(
+        ranks=place.ranks,
+        backend=str(backend),
+        hosts=request.hosts,
+        link=request.link,
+        device="cpu" if place.device == "cpu" else "cuda",
+        cores=len(os.sched_getaffinity(0)),
+        torch=torch.__version__,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,63 @@
+"""The results of a comparison as rows of plain values, one for each training: for `sparsync_lab.read_results` and CSV files."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparsync_lab.report.format import place_text
+from sparsync_lab.report.results import read
+from sparsync_lab.report.summary import RunSummary, SchemeFigures, SeedFigures, seed_speedup, summarise
+
+Row = dict[str, Any]  # Any: numbers, texts, None
+
+
+def rows(folder: Path) -> list[Row]:
+    """Return a row for each training of all runs in a folder of `compare`. Raises ValueError where there are none."""
+    return [row for records in read(folder).runs for row in compared(summarise(records))]
+
+
+def compared(summary: RunSummary) -> list[Row]:
+    """Return the rows of one run of a comparison, in the order of its schemes and seeds."""
+    run = summary.run
+    about = {
+        "run": run.run,
+        "time": run.time,
+        "place": place_text(run),
+        "workload": run.config.get("workload", ""),
+        "ranks": run.ranks,
+        "limited": run.limited,
+        "rate_bits_per_s": run.rate_bits_per_s,
+        "disturbed": summary.disturbed,
+        "parameters": run.workload["parameters"],
+        "target": run.target,
+        "metric": run.metric,
+    }
+    return [
+        {**about, "scheme": scheme.label, "name": scheme.name, **_figures(summary, scheme, seed)}
+        for scheme in summary.schemes
+        for seed in scheme.seeds
+    ]
+
+
+def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:
+    row = {**asdict(seed), **{name: getattr(seed, name) for name in ("reduce_s", "hidden_s", "other_s")}}
+    for label in ("dense", "bf16"):
+        base = summary.scheme(label)
+        beside = next((each for each in base.seeds if each.seed == seed.seed), None) if base else None
+        found = seed_speedup(seed, beside)
+        row[f"speedup_over_{label}"] = found[0] if found and not found[1] else None
+    return row
+
+
+def write_csv(path: Path, found: Sequence[Row]) -> None:
+    """Write the rows with a line of their names. Raises RuntimeError where the file cannot be written."""
+    names = list(dict.fromkeys(name for row in found for name in row))
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(found)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error.strerror}; choose another file with --csv") from error

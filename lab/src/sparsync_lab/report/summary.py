@@ -1,0 +1,459 @@
+"""The numbers of a report, made from the records of one run and nothing else.
+
+Quality counts as reached at the first evaluation at or beyond the target; time and bytes are interpolated linearly
+between that evaluation and the one before it. A scheme that did not reach the target bounds a speed-up from one side:
+it would have needed longer than it ran. Seconds are medians over a seed's steps, bytes are means (so that steps times
+bytes is the total); seconds of local steps are means over a round, from exchange to exchange, and medians over the rounds.
+Several seeds give the median and the range. Schemes are compared within one run and seed only.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any, Literal
+
+from sparsync_lab.labels import PHASES, short_labels
+from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
+
+DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
+MATTERS = 0.03  # of the shortest step: a difference that small disturbs nothing
+BASELINES = ("dense", "bf16")  # the labels that every scheme is compared with
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over seeds, and the lowest and highest."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up over seeds. `bound`: "" exact, ">" at least this (the baseline fell short), "<" at most this."""
+
+    spread: Spread
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class SeedFigures:
+    """One scheme with one seed. Seconds and bytes are those of one rank; None where the records do not contain them."""
+
+    seed: int
+    status: str  # of the end record; "interrupted" without one
+    replicas_identical: bool | None
+    exchanges: int | None  # that changed the weights, of local steps and AdamW steps; None where gradients are reduced
+    missed: int  # exchanges that were dropped, or steps that were skipped
+    steps: int
+    nonfinite_loss: int | None  # the first step whose loss is NaN or infinite
+    nonfinite_quality: int | None  # the first step after which the quality is
+    diverged: bool  # the last loss or the last quality is
+    ever_finite: bool  # some loss is finite and, where there are any, some quality
+    quality: float | None  # at the last evaluation
+    behind_dense: (
+        float | None
+    )  # percent, see `behind`, at the last step at which both were evaluated; None without dense
+    evaluated_s: float  # training time up to that evaluation
+    target_s: float | None  # None: not reached
+    target_bytes: float | None
+    sent_bytes: float | None  # payload, a step
+    bits: float | None  # payload, per parameter per step
+    interface_bytes: float | None  # all that left the interface, a step
+    interface_bits: float | None  # the same, per parameter per step: with frames, acknowledgements and announcements
+    step_s: float | None
+    compute_s: float  # up to the end of the slowest rank
+    own_compute_s: float  # a mean over the ranks, each up to its own end; as compute_s where it was not measured
+    scheme_s: float | None  # in the scheme but not in the communicator
+    wait_s: float | None  # in the communicator
+    messages: float | None  # a step
+    union_density: float | None
+    accumulate_s: float | None  # this and the next four: of scheme_s, the time of each phase
+    select_s: float | None
+    encode_s: float | None
+    decode_s: float | None
+    apply_s: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def exchanged_nothing(self) -> bool:
+        """The training ended, and no exchange ever changed its weights: its ranks had nothing of each other."""
+        return self.finished and self.exchanges == 0
+
+    @property
+    def nonfinite_step(self) -> int | None:
+        """The first step with a loss, or after it a quality, that is NaN or infinite."""
+        return min((step for step in (self.nonfinite_loss, self.nonfinite_quality) if step is not None), default=None)
+
+    @property
+    def reduce_s(self) -> float | None:
+        """The reduction: the time in the scheme and in the communicator."""
+        return None if self.scheme_s is None or self.wait_s is None else self.scheme_s + self.wait_s
+
+    @property
+    def hidden_s(self) -> float | None:
+        """The part of the reduction that did not make the step longer, because the model computed meanwhile; with `other_s`
+        step_s == own_compute_s + reduce_s - hidden_s + other_s.
+
+        The waiting of a rank that computes faster is in the reduction, so computing counts up to each rank's own end.
+        """
+        return None if (rest := self._rest_s) is None else max(0.0, -rest)
+
+    @property
+    def other_s(self) -> float | None:
+        """The part of the step that is neither computing nor reduction; 0 where computing and reduction overlapped by more."""
+        return None if (rest := self._rest_s) is None else max(0.0, rest)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The hidden share of the reduction; None without a reduction."""
+        return None if self.hidden_s is None or not self.reduce_s else self.hidden_s / self.reduce_s
+
+    @property
+    def _rest_s(self) -> float | None:
+        if self.step_s is None or self.reduce_s is None:
+            return None
+        return self.step_s - self.own_compute_s - self.reduce_s
+
+
+@dataclass(frozen=True)
+class SchemeFigures:
+    """One scheme over its seeds; each Spread leaves out the seeds that have no value, and is None when none has."""
+
+    label: str
+    name: str  # the label in short, for tables and pictures
+    config: Mapping[str, Any]  # Any: shown unchanged
+    seeds: tuple[SeedFigures, ...]
+    curve: tuple[tuple[Quality, ...], ...]  # the evaluations, a row a seed; bytes are there, see RunSummary
+    speedup: Mapping[str, Ratio | None]  # by baseline; None: neither reached the target, or there is no such baseline
+    link_s: float | None  # the least time the link needs for the payload of a step; None over links without limit
+
+    @property
+    def reached(self) -> int:
+        """The number of seeds that reached the target."""
+        return sum(figures.target_s is not None for figures in self.seeds)
+
+    @property
+    def behind_dense(self) -> Spread | None:
+        """Percent behind dense's quality; None without dense."""
+        return self.over_seeds("behind_dense")
+
+    @property
+    def exchanged_nothing(self) -> bool:
+        """With some seed no exchange changed the weights. Then its quality is no measurement of the scheme."""
+        return any(seed.exchanged_nothing for seed in self.seeds)
+
+    @property
+    def ended(self) -> bool:
+        """It trained to its end with every seed, with exchanges, so that its last quality is that of the scheme at the end."""
+        return all(seed.finished and not seed.exchanged_nothing for seed in self.seeds)
+
+    @property
+    def target_s(self) -> Spread | None:
+        """Seconds to the target; seeds that did not reach it count as infinitely late. None when most did not."""
+        return self._arrival("target_s")
+
+    @property
+    def target_bytes(self) -> Spread | None:
+        return self._arrival("target_bytes")
+
+    @property
+    def interface_ratio(self) -> Spread | None:
+        """Bytes that left the interface over bytes of payload; None without payload or without an interface's count."""
+        pairs = [(seed.interface_bytes, seed.sent_bytes) for seed in self.seeds]
+        return spread(interface / sent for interface, sent in pairs if interface is not None and sent)
+
+    @property
+    def step_over_compute(self) -> Spread | None:
+        """A step, in steps that only compute."""
+        return spread(seed.step_s / seed.compute_s for seed in self.seeds if seed.step_s is not None and seed.compute_s)
+
+    def over_seeds(self, name: str) -> Spread | None:
+        """Return the spread of the field or property `name` of SeedFigures."""
+        return spread(value for seed in self.seeds if (value := getattr(seed, name)) is not None)
+
+    def _arrival(self, name: str) -> Spread | None:
+        values = [getattr(seed, name) for seed in self.seeds]
+        found = spread(math.inf if value is None else value for value in values)
+        return None if found is None or math.isinf(found.median) else found
+
+
+@dataclass(frozen=True)
+class Banner:
+    """A warning that stands above everything else in every output."""
+
+    kind: Literal["unlimited", "failed", "nothing-exchanged", "disturbed"]
+    text: str
+    why: str = ""  # where there is room for a sentence more
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run in numbers. `banners` and `notes` are sentences that every output must show, the former above all else."""
+
+    run: Run
+    schemes: tuple[SchemeFigures, ...]
+    dense_link_s: float | None  # the least time the link needs for a step's gradient as float32; None without a limit
+    interface_counted: bool  # True: bytes over a run are those of the interface; False: of the payload
+    noise_s: float  # by how much the computing steps of the trainings differ, though all compute the same
+    banners: tuple[Banner, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def disturbed(self) -> bool:
+        """Something else kept the machine busy, so the times are uncertain."""
+        return any(banner.kind == "disturbed" for banner in self.banners)
+
+    def scheme(self, label: str) -> SchemeFigures | None:
+        return next((scheme for scheme in self.schemes if scheme.label == label), None)
+
+
+def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
+    """Return the numbers of one run; `notes` of the file come first, those that follow from the records after them."""
+    run = records.run
+    counted = all(point.bytes is not None for trace in records.traces.values() for point in trace.quality)
+    by_label: dict[str, list[Trace]] = {}
+    for (label, _), trace in records.traces.items():
+        by_label.setdefault(label, []).append(trace if counted else _by_payload(trace))
+    names = short_labels(list(by_label))
+    dense = {trace.start.seed: trace.quality for trace in by_label.get("dense", ())}
+    seeds = {label: tuple(_seed_figures(run, trace, dense) for trace in traces) for label, traces in by_label.items()}
+    schemes = tuple(
+        SchemeFigures(
+            label=label,
+            name=names[label],
+            config=traces[0].start.config,
+            seeds=seeds[label],
+            curve=tuple(tuple(trace.quality) for trace in traces),
+            speedup={base: _speedup(seeds[label], seeds.get(base, ())) for base in BASELINES},
+            link_s=_link_s(run, spread(seed.sent_bytes for seed in seeds[label] if seed.sent_bytes is not None)),
+        )
+        for label, traces in by_label.items()
+    )
+    about = (_dense_link_s(run), counted, _noise_s(schemes), tuple(_banners(run, schemes)), (*notes, *_notes(schemes)))
+    return RunSummary(run, schemes, *about)
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Return median and range of the values; None of no values, not-a-number where any value is."""
+    ordered = sorted(values)
+    if any(math.isnan(value) for value in ordered):
+        return Spread(math.nan, math.nan, math.nan)
+    return Spread(median(ordered), ordered[0], ordered[-1]) if ordered else None
+
+
+def behind(value: float, dense: float, lower_is_better: bool) -> float:
+    """Return by how many percent of dense's quality `value` is worse; negative where it is better, infinite for one that diverged."""
+    if not math.isfinite(value):
+        return math.inf
+    if not math.isfinite(dense) or not dense:
+        return math.nan
+    return 100 * (value - dense if lower_is_better else dense - value) / abs(dense)
+
+
+def reaching(
+    quality: Sequence[Quality], target: float | None, lower_is_better: bool
+) -> tuple[float, float | None] | None:
+    """Return seconds and bytes at which the target is first reached, interpolated between two evaluations; None if never.
+
+    Where the evaluation before is not finite there is nothing to interpolate from: the time is that of the evaluation.
+    """
+    if target is None:
+        return None
+    before: Quality | None = None
+    for now in quality:
+        if now.value <= target if lower_is_better else now.value >= target:
+            if before is None or not math.isfinite(before.value) or not math.isfinite(now.value):
+                return now.seconds, now.bytes
+            share = (before.value - target) / (before.value - now.value)
+            seconds = before.seconds + share * (now.seconds - before.seconds)
+            if before.bytes is None or now.bytes is None:
+                return seconds, None
+            return seconds, before.bytes + share * (now.bytes - before.bytes)
+        before = now
+    return None
+
+
+def _by_payload(trace: Trace) -> Trace:
+    """Return the trace with each evaluation's bytes replaced by the payload of the steps before it."""
+    sent = {step.step: step.sent_bytes for step in trace.steps}
+    quality = [
+        replace(point, bytes=math.fsum(nbytes for step, nbytes in sent.items() if step <= point.step))
+        for point in trace.quality
+    ]
+    return replace(trace, quality=quality)
+
+
+def _seed_figures(run: Run, trace: Trace, dense: Mapping[int, Sequence[Quality]]) -> SeedFigures:
+    steps, quality, end = trace.steps, trace.quality, trace.end
+    arrival = reaching(quality, run.target, run.lower_is_better)
+    interface = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    sent = fmean(step.sent_bytes for step in steps) if steps else None
+    carried = fmean(interface) if steps and len(interface) == len(steps) else None
+    parameters = run.workload["parameters"]
+    every = trace.start.config.get("local_steps", {}).get("every", 1)
+    losses = [math.isfinite(step.loss) for step in steps]
+    qualities = [math.isfinite(point.value) for point in quality]
+    return SeedFigures(
+        seed=trace.start.seed,
+        status="interrupted" if end is None else end.status,
+        replicas_identical=None if end is None else end.replicas_identical,
+        exchanges=None if end is None else end.exchanges,
+        missed=0 if end is None else end.missed,
+        steps=len(steps),
+        nonfinite_loss=next((step.step for step in steps if not math.isfinite(step.loss)), None),
+        nonfinite_quality=next((point.step for point in quality if not math.isfinite(point.value)), None),
+        diverged=not all((*losses[-1:], *qualities[-1:])),
+        ever_finite=any(losses) and (any(qualities) or not qualities),
+        quality=quality[-1].value if quality else None,
+        behind_dense=_behind_dense(quality, dense.get(trace.start.seed, ()), run.lower_is_better),
+        evaluated_s=quality[-1].seconds if quality else 0.0,
+        target_s=None if arrival is None else arrival[0],
+        target_bytes=None if arrival is None else arrival[1],
+        sent_bytes=sent,
+        bits=None if sent is None else 8 * sent / parameters,
+        interface_bytes=carried,
+        interface_bits=None if carried is None else 8 * carried / parameters,
+        step_s=_middle([step.step_s for step in steps], every),
+        compute_s=trace.start.compute_s,
+        own_compute_s=trace.start.compute_s if trace.start.own_compute_s is None else trace.start.own_compute_s,
+        scheme_s=_middle([step.reduce_s - step.wait_s for step in steps], every),
+        wait_s=_middle([step.wait_s for step in steps], every),
+        messages=fmean(step.messages for step in steps) if steps else None,
+        union_density=fmean(step.union_density for step in steps) if steps else None,
+        **{f"{name}_s": _middle([getattr(step, f"{name}_s") for step in steps], every) for name in PHASES},
+    )
+
+
+def _middle(values: Sequence[float], every: int) -> float | None:
+    """Return the median over whole rounds of `every` steps of the mean in each; None of no values, the mean where no round is whole."""
+    rounds = [fmean(values[start : start + every]) for start in range(0, len(values) - every + 1, every)]
+    return median(rounds) if rounds else fmean(values) if values else None
+
+
+def _behind_dense(quality: Sequence[Quality], dense: Sequence[Quality], lower_is_better: bool) -> float | None:
+    """Return the percent that the quality is behind dense's after as many steps, the last that both have."""
+    other = {point.step: point.value for point in dense}
+    shared = [point for point in quality if point.step in other]
+    return behind(shared[-1].value, other[shared[-1].step], lower_is_better) if shared else None
+
+
+def _speedup(seeds: Sequence[SeedFigures], base: Sequence[SeedFigures]) -> Ratio | None:
+    """Return how many times sooner than the baseline, seed by seed; None if it is unknown for a seed, or seeds bound both ways."""
+    by_seed = {figures.seed: figures for figures in base}
+    pairs = [seed_speedup(figures, by_seed.get(figures.seed)) for figures in seeds]
+    known = [pair for pair in pairs if pair is not None]
+    bounds = {bound for _, bound in known if bound}
+    found = spread(value for value, _ in known)
+    if found is None or len(known) < len(pairs) or len(bounds) > 1:
+        return None
+    return Ratio(found, bounds.pop() if bounds else "")
+
+
+def seed_speedup(scheme: SeedFigures, base: SeedFigures | None) -> tuple[float, str] | None:
+    """Return the ratio of the times to the target, and its bound where only one of the two reached it."""
+    if base is None:
+        return None
+    # There is no ratio for a target reached after no time at all, and nothing follows from a scheme that failed before its end.
+    if scheme.target_s and base.target_s is not None:
+        return base.target_s / scheme.target_s, ""
+    if scheme.target_s and base.finished and base.evaluated_s:
+        return base.evaluated_s / scheme.target_s, ">"
+    if scheme.target_s is None and base.target_s is not None and scheme.finished and scheme.evaluated_s:
+        return base.target_s / scheme.evaluated_s, "<"
+    return None
+
+
+def _link_s(run: Run, nbytes: Spread | None) -> float | None:
+    if not run.limited or run.rate_bits_per_s is None or nbytes is None:
+        return None
+    return nbytes.median * 8 / run.rate_bits_per_s
+
+
+def _dense_link_s(run: Run) -> float | None:
+    """Return the least time of a dense step: in a ring each rank sends 2 (P-1)/P x 4 bytes per element, and no all-reduce sends less."""
+    nbytes = 2 * (run.ranks - 1) / run.ranks * 4 * run.workload["parameters"]
+    return _link_s(run, Spread(nbytes, nbytes, nbytes))
+
+
+def _noise_s(schemes: Sequence[SchemeFigures]) -> float:
+    compute = [seed.own_compute_s for scheme in schemes for seed in scheme.seeds]
+    return max(compute) - min(compute) if compute else 0.0
+
+
+def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
+    if not run.times_count:
+        asked = "" if run.config["link"] == "none" else f" ({run.config['link']} was asked for)"
+        yield Banner(
+            "unlimited",
+            f"THE LINKS HAD NO LIMIT{asked}: THE TIMES OF THIS RUN PROVE NOTHING ABOUT A NETWORK.",
+        )
+    for scheme in schemes:
+        broken = [
+            f"With seed {seed.seed} it ended after {seed.steps} steps: {seed.status.removeprefix('failed: ')}"
+            for seed in scheme.seeds
+            if not seed.finished
+        ]
+        if broken:
+            yield Banner("failed", f"{scheme.name} DID NOT FINISH: ITS ROW IS NO RESULT.", ". ".join(broken))
+        seeds = [seed for seed in scheme.seeds if seed.exchanged_nothing]
+        if seeds:
+            missed, which = sum(seed.missed for seed in seeds), ", ".join(str(seed.seed) for seed in seeds)
+            why = (
+                f"{missed} of {missed} exchanges were left out, because weights or gradients were NaN or infinite"
+                if missed
+                else "it ended before its first exchange was due"
+            )
+            yield Banner(
+                "nothing-exchanged",
+                f"{scheme.name} EXCHANGED NOTHING: ITS ROW IS NO RESULT.",
+                f"With seed {which} {why}. It takes no part in the choice.",
+            )
+    compute = [seed.compute_s for scheme in schemes for seed in scheme.seeds]
+    steps = [seed.step_s for scheme in schemes for seed in scheme.seeds if seed.step_s]
+    if not compute or max(compute) <= DISTURBED * min(compute):
+        return
+    if max(compute) - min(compute) > MATTERS * min(steps, default=0.0):
+        yield Banner(
+            "disturbed",
+            "SOMETHING ELSE KEPT THE MACHINE BUSY: THE TIMES OF THIS RUN ARE UNCERTAIN.",
+            f"A step that only computes took between {1e3 * min(compute):.3g} and {1e3 * max(compute):.3g} ms, though all schemes "
+            "compute the same.",
+        )
+
+
+def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:
+    """Return the notes about trainings that diverged or missed exchanges, and that sent everything where they should not."""
+    notes = []
+    for scheme in schemes:
+        for seed in scheme.seeds:
+            name = f"{scheme.name} (seed {seed.seed})"
+            if seed.nonfinite_step is not None:
+                notes.append(
+                    f"{name}: its training loss or quality is NaN or infinite, first at step {seed.nonfinite_step}."
+                )
+            if seed.missed and seed.exchanges:
+                due = seed.missed + seed.exchanges
+                notes.append(
+                    f"{name} missed {seed.missed} of {due} exchanges: weights or gradients were NaN or infinite."
+                )
+            if seed.replicas_identical is False:
+                notes.append(f"{name}: the replicas were not identical at the end. Do not trust its quality.")
+        density = re.search(r"\bdensity=([0-9.e-]+)", str(scheme.config.get("full", "")))
+        sent = scheme.over_seeds("union_density")
+        if density is not None and float(density[1]) < 1 and sent is not None and sent.low >= 1:
+            notes.append(
+                f"{scheme.name} summed every element, though its density is {density[1]}: this is no measurement of it. What has fewer "
+                "elements than dense_below, 1024 where a job says nothing else, is sent whole; compare with a larger model."
+            )
+    if not schemes:
+        notes.append("This run has no scheme records: it was interrupted before any training.")
+    elif "dense" not in [scheme.label for scheme in schemes]:
+        notes.append("This run has no dense scheme to compare with.")
+    return notes

@@ -1,0 +1,147 @@
+"""TopkDSA: a sparse all-reduce over P equal regions that turns dense where the sums fill up (SparCML, arXiv 1802.08021).
+
+Every rank sends its k largest elements to the owners of the regions they lie in, who add them up. Then all ranks gather all non-zero sums,
+or the whole regions where that is less to send. Nothing that was selected is dropped, so the result is that of TopkA, at fewer bytes where
+selections overlap; up to P * k sums are set.
+
+Differs from the paper: top-k of the whole bucket, not of groups of 512 elements; the reduce-scatter is one all-to-all, not log2 P exchanges
+of halves, so only the all-gather turns dense; the learning rate is outside; NaN and Inf are noticed, by the message that holds the counts.
+Sparse packets need few bits for a position, so the plain setting turns dense later than the paper: where they are as long as dense ones.
+`published()` does at a third of non-zero sums, as the baseline of Ok-Topk's authors (arXiv 2201.07598).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from sparsync import kernels
+from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync.collectives.sparse_allreduce import (
+    all_gather_elements,
+    even_split_exchanges,
+    gather_elements_exchange,
+    split_and_reduce_,
+    split_and_reduce_exchanges,
+)
+from sparsync.collectives.values import exchange_counts
+from sparsync.comm.plan import NOTHING, Given, Plan, all_gather_exchange, counts_exchange, planned, plus, tally
+from sparsync.core import Bucket, Comm, Span, Sparse, check_density, count_for, phase, spans
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels.rounding import lacking
+from sparsync.wire import Elements, ValueCodec, Values, check_values
+from sparsync_lab.rivals.topk_union import union_of
+
+# Of all that is selected, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws it.
+_PEAK = 0.6
+
+
+@dataclass
+class TopKDSA(ErrorFeedbackScheme):
+    """Send topk's sums by owners of regions, gathered dense where they fill up: SparCML (arXiv 1802.08021).
+
+    What is written are the sums over ranks of each rank's density * n largest elements, divided by P. NaN or Inf on any rank, or in a sum,
+    makes every gradient NaN, and changes nothing else.
+    """
+
+    density: float = 0.01  # share of elements each rank sends
+    dense_from: float | None = (
+        None  # share of non-zero sums from which regions are gathered dense; None: where that is shorter
+    )
+    values: Values = "float32"  # how values travel; what rounding drops stays in a residual
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+
+    name = "topk_dsa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+        check_values(self.values)
+        if self.dense_from is not None and not 0 <= self.dense_from <= 1:
+            raise ValueError(
+                f"dense_from must be in [0, 1], a share of non-zero sums, got {self.dense_from}; None compares packets"
+            )
+
+    @classmethod
+    def published(cls, density: float = 0.01) -> Self:
+        """Return the same, turning dense from a third of non-zero sums."""
+        return cls(density, dense_from=1 / 3)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        n, P, codec = bucket.grad.numel(), comm.size, Elements(self.values)
+        own = acc.top_k(count_for(self.density, n))  # [k]
+        regions = spans(n, P)
+        mine = regions[comm.rank]
+        region = own.value.new_zeros(len(mine))
+        reduced = split_and_reduce_(region, own, regions, comm, codec)
+        with phase("select"):
+            sums = kernels.select_ge(region, 0.0)  # all non-zero ones
+        finite = acc.finite and kernels.all_finite(region)
+        held = exchange_counts(sums.index.numel(), finite, comm, region.device)
+        if dense := self._dense(held, regions, region.dtype):
+            mean, decoded = _gather_dense(region / P, regions, comm, ValueCodec(self.values))
+            everywhere = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=region.device)
+            sums = Sparse(everywhere, region, n)
+        else:
+            sums = Sparse(sums.index + mine.start, sums.value, n)
+            shares = replace(sums, value=sums.value / P)
+            mean, decoded = all_gather_elements(shares, held, regions, comm, codec)
+        errors = [] if reduced.error is None else [Sparse(own.index, reduced.error, n)]
+        if not codec.exact:
+            errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
+        return Update(mean, own.index, own.index.numel(), errors, {"dense": dense})
+
+    def planned(self, given: Given) -> Plan:
+        """Return the plan where selections spread evenly over the regions, and sums do not; figures: "outgoing", "held"."""
+        n, P, codec, dtype = given.n, given.P, Elements(self.values), given.dtype
+        k, regions = count_for(self.density, n), spans(n, P)
+        lengths = [len(region) for region in regions]
+        outgoing = given.by_rank("outgoing")
+        if outgoing is not None:
+            split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec)
+        else:
+            split = even_split_exchanges(k - k // P, n, P, dtype, codec)
+        held = given.by_rank("held") or _uneven(union_of(given, k), lengths)
+        if self._dense(held, regions, dtype):
+            gathered = all_gather_exchange(tally(lengths, lambda m: ValueCodec(self.values).nbytes(m, dtype)))
+        else:
+            gathered = gather_elements_exchange(held, lengths, dtype, codec)
+        rounding = NOTHING if codec.exact else plus((k, P), (max(held), 1))
+        return planned(
+            given,
+            [*split, counts_exchange(P), gathered],
+            self.residual_nbytes(given),
+            select=(n + lengths[0], 2),
+            passes_to_select=lengths[0],
+            encode=plus((k, P), (max(held), 1)),
+            decode=plus((k, P), (sum(held), P), rounding),
+        )
+
+    def _dense(self, held: Sequence[int], regions: Sequence[Span], dtype: torch.dtype) -> bool:
+        """Return whether regions are gathered dense, in which ranks hold `held` non-zero sums; the same on all ranks."""
+        if self.dense_from is not None:
+            return sum(held) >= self.dense_from * regions[-1].stop
+        codec, values = Elements(self.values), ValueCodec(self.values)
+        sparse = sum(codec.nbytes(count, len(region), dtype) for count, region in zip(held, regions, strict=True))
+        return sparse >= sum(values.nbytes(len(region), dtype) for region in regions)
+
+
+def _gather_dense(region: Tensor, regions: Sequence[Span], comm: Comm, codec: ValueCodec) -> tuple[Sparse, Tensor]:
+    """Return the non-zero elements of all regions, and this rank's `region` as all ranks decode it."""
+    dtype = region.dtype
+    with phase("encode"):
+        packet = codec.encode(region)
+    packets = comm.all_gather(packet, [codec.nbytes(len(each), dtype) for each in regions])
+    with phase("decode"):
+        decoded = [codec.decode(each, len(place), dtype) for each, place in zip(packets, regions, strict=True)]
+        return kernels.select_ge(torch.cat(decoded), 0.0), decoded[comm.rank]
+
+
+def _uneven(total: int, lengths: Sequence[int]) -> list[int]:
+    """Return how many of `total` elements lie in each of adjacent spans of layers that differ in scale: _PEAK of them in the first."""
+    P = len(lengths)
+    first = min(lengths[0], max(-(-total // P), round(_PEAK * total)))
+    each, more = divmod(total - first, max(1, P - 1))
+    return [first, *(min(length, each + (p < more)) for p, length in enumerate(lengths[1:]))]

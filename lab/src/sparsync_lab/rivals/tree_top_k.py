@@ -1,0 +1,115 @@
+"""gTop-k's sparse all-reduce over a binary tree: of every merge only the k largest sums go on (Shi et al., arXiv 1901.04359).
+
+In round i = 0, 1, ... each rank r with r mod 2^(i+1) = 2^i sends its k sums to rank r - 2^i, which adds its own and keeps the k largest.
+What rank 0 has in the end goes down the tree again. Every message holds k elements, so no counts are exchanged. Any number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.collectives.sparse_allreduce import ElementCodec
+from sparsync.comm.plan import Exchange
+from sparsync.core import Comm, Sparse, phase
+from sparsync.kernels.rounding import lacking
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The elements that all ranks end with, and what this rank dropped on the way.
+
+    At the positions of `mean`, the sum over ranks of what came in is P * mean plus the sum over ranks of what was dropped.
+    """
+
+    mean: Sparse
+    dropped: Sequence[Sparse]  # elements that were cut off, and what rounding dropped
+
+
+def rounds(P: int) -> int:
+    """Return ceil(log2 P)."""
+    return (P - 1).bit_length()
+
+
+def cut(elements: Sparse, k: int) -> tuple[Sparse, Sparse]:
+    """Return the `k` elements of largest magnitude, or all if there are fewer, and the others. NaN counts as infinity."""
+    count = elements.index.numel()
+    if count <= k:
+        return elements, replace(elements, index=elements.index[:0], value=elements.value[:0])
+    largest = torch.zeros(count, dtype=torch.bool, device=elements.index.device)
+    largest[kernels.top_k(elements.value, k).index.long()] = True
+    return _where(elements, largest), _where(elements, ~largest)
+
+
+def at(elements: Sparse, index: Tensor) -> Sparse:
+    """Return those of `elements` that stand at one of the ascending positions `index`."""
+    return _where(elements, kernels.isin(elements.index, index))
+
+
+def rounding(elements: Sparse, decoded: Tensor, times: int = 1) -> list[Sparse]:
+    """Return what receivers lack of `elements` who count `decoded`, [k], so many `times`, unless that is nothing."""
+    error = lacking(elements.value, decoded, times)
+    return [replace(elements, value=error)] if bool(error.any()) else []
+
+
+def tree_top_k_exchanges(k: int, n: int, dtype: torch.dtype, P: int, codec: ElementCodec) -> list[Exchange]:
+    """Return the exchanges of `tree_top_k`, one for each round: a packet from those that send to those that receive."""
+    nbytes = codec.nbytes(k, n, dtype)
+    return [Exchange("send_recv", nbytes, 1 if nbytes else 0, 1, nbytes, "pair")] * (2 * rounds(P))
+
+
+def tree_top_k(own: Sparse, comm: Comm, codec: ElementCodec) -> Merged:
+    """Return about the k largest of the sums over ranks of `own`, divided by P.
+
+    `own` has the same number k of elements on all ranks. Among equal sums of a merge those that come first are kept.
+    Steps: 2 ceil(log2 P)
+    Bytes sent per rank: the packet of k elements, to its parent, if it is not rank 0, and to each of its up to log2 P children
+    """
+    n, k, dtype, P, rank = own.length, own.index.numel(), own.value.dtype, comm.size, comm.rank
+    nothing = torch.empty(0, dtype=torch.uint8, device=own.index.device)
+    packet = nothing.new_empty(codec.nbytes(k, n, dtype))
+    dropped: list[Sparse] = []
+    sums = own
+    for i in range(rounds(P)):
+        if _sends(rank, i):
+            with phase("encode"):
+                out = codec.encode(sums)
+                dropped += [] if codec.exact else rounding(sums, codec.decode_values(out, k, n, dtype))
+            comm.send_recv(out, rank - (1 << i), nothing, rank)
+        elif _child(rank, i, P):
+            comm.send_recv(nothing, rank, packet, rank + (1 << i))
+            with phase("decode"):
+                sums, less = cut(kernels.coalesce([sums, codec.decode(packet, k, n, dtype)]), k)
+                dropped.append(less)
+        else:
+            comm.send_recv(nothing, rank, nothing, rank)  # a round without this rank
+    if rank == 0:
+        packet = codec.encode(replace(sums, value=sums.value / P))
+    for i in reversed(range(rounds(P))):
+        if _sends(rank, i):
+            comm.send_recv(nothing, rank, packet, rank - (1 << i))
+        elif _child(rank, i, P):
+            comm.send_recv(packet, rank + (1 << i), nothing, rank)
+        else:
+            comm.send_recv(nothing, rank, nothing, rank)
+    with phase("decode"):
+        mean = codec.decode(packet, k, n, dtype)
+    if rank == 0 and not codec.exact:
+        dropped += rounding(sums, mean.value, P)
+    return Merged(mean, dropped)
+
+
+def _sends(rank: int, i: int) -> bool:
+    """Return whether `rank` sends to its parent in round i."""
+    return rank % (2 << i) == 1 << i
+
+
+def _child(rank: int, i: int, P: int) -> bool:
+    """Return whether `rank` receives from a child in round i."""
+    return rank % (2 << i) == 0 and rank + (1 << i) < P
+
+
+def _where(elements: Sparse, chosen: Tensor) -> Sparse:
+    return replace(elements, index=elements.index[chosen], value=elements.value[chosen])

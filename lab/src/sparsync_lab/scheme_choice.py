@@ -1,0 +1,196 @@
+"""Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
+
+In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
+changes of their weights every few steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.5)/": the scheme
+reduces AdamW steps, as `sparsync.AdamWSteps` does. The names in `base.recipes` stand for such combinations of published systems.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from sparsync import Bucket, LocalWorld, Report, Scheme, schemes
+from sparsync.base.scheme_text import RECIPES, STEPS, by_key, made, parsed
+from sparsync.comm.local import LocalComm
+from sparsync_lab.labels import AROUND
+
+MOST_FRAGMENTS = 4096  # of local steps
+TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
+
+_OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
+
+
+@dataclass(frozen=True)
+class SchemeChoice:
+    """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
+
+    `local`: the settings of the `steps` around it, LocalSteps or AdamWSteps, of which `outer_rate` and `outer_momentum` are those of the
+    outer SGD; None where the scheme reduces gradients.
+    """
+
+    label: str
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)  # Any: the fields of the scheme's own config
+    local: dict[str, Any] | None = None  # Any: numbers and texts
+    steps: str = "local_steps"
+
+    def make(self) -> Scheme:
+        """Return a new scheme; every rank and every run makes its own."""
+        return made(self.name, self.config)
+
+    def make_local(
+        self, model: nn.Module, optimizer: Optimizer, **where: Any
+    ) -> Any:  # Any: as these classes take and are
+        """Return new local steps or AdamW steps of `model` with a new scheme; `where`: communicator or group, timeout."""
+        assert self.local is not None
+        settings = {key: value for key, value in self.local.items() if key not in _OUTER}
+        outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
+        if outer:
+            settings["outer"] = import_module("sparsync").OuterSGD(**outer)
+        return _class(self.steps)(model, optimizer, self.make(), **settings, **where)
+
+    def leaves_rest(self, steps: int) -> bool:
+        """Return whether weights are unexchanged after `steps` local steps."""
+        if self.local is None or self.steps != "local_steps":
+            return False
+        return bool(steps % self.local["every"] or self.local.get("delay") or self.local.get("fragments", 1) > 1)
+
+    def never_due(self, steps: int) -> bool:
+        """Return whether `steps` local steps end before their first exchange, so that at most one at the end joins the ranks."""
+        if self.local is None or self.steps != "local_steps":
+            return False
+        return steps < self.local["every"] // self.local.get("fragments", 1)
+
+    def described(self) -> dict[str, Any]:  # Any: JSON
+        """Return everything that decides what the method does: the scheme with all settings, and those of local steps, defaults too.
+
+        How often steps compare the weights of the ranks decides nothing.
+        """
+        full = {"scheme": repr(self.make())}
+        if self.local is None:
+            return full
+        known = inspect.signature(_class(self.steps)).parameters.values()
+        plain = {each.name: each.default for each in known if isinstance(each.default, int | float | str)}
+        decisive = {name: value for name, value in (plain | self.local).items() if name != "check_weights_every"}
+        return full | {self.steps: decisive}
+
+
+def parse_schemes(
+    text: str, density: float, skip: int | float | None = None, also: Mapping[str, str] | None = None
+) -> tuple[SchemeChoice, ...]:
+    """Return the schemes of "dense,topk,skip_reduce:skip=2:form=direct,local_steps(every=4)/topk".
+
+    `density` and `skip` go to those schemes that take them and do not set them. Lists are joined by "+": "protect=*.bias+norm.*".
+    `also`: further names, and what each stands for. Raises ValueError for an unknown scheme or setting, suggesting the nearest.
+    """
+    return tuple(_parse_method(item.strip(), density, skip, also or {}) for item in text.split(",") if item.strip())
+
+
+def check_labels(choices: Sequence[SchemeChoice]) -> None:
+    """Raise ValueError where two schemes would have the same label in tables."""
+    labels = [choice.label for choice in choices]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"--schemes names one twice: {', '.join(labels)}; give each scheme once, or other settings")
+
+
+def try_out(choice: SchemeChoice, ranks: int) -> None:
+    """Reduce one small bucket on `ranks` ranks in this process, so that a setting that cannot work is found now."""
+
+    def reduce(comm: LocalComm) -> None:
+        if choice.local is not None:
+            steps = _trial_steps(choice, comm)
+            _ = steps.exchange() if choice.steps == "local_steps" else steps.step()
+            return
+        report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
+        if not isinstance(report, Report):
+            raise TypeError(f"reduce must return a sparsync.Report, such as self.report(bucket), got {report!r}")
+
+    try:
+        LocalWorld(ranks).run(reduce)
+    except Exception as error:
+        raise ValueError(
+            f"scheme {choice.label!r} cannot run on {ranks} ranks: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_optimizer(choices: Sequence[SchemeChoice], make: Callable[[], tuple[nn.Module, Optimizer]]) -> None:
+    """Raise ValueError where the steps around a scheme cannot be taken with the model and the optimizer that `make` returns."""
+    for choice in choices:
+        if choice.local is not None:
+            model, optimizer = make()
+            _check_steps(choice, model, optimizer)
+
+
+def _check_steps(choice: SchemeChoice, model: nn.Module, optimizer: Optimizer) -> None:
+    try:
+        LocalWorld(1).run(lambda comm: choice.make_local(model, optimizer, comm=comm))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{choice.label!r} cannot train this job: {error}") from error
+
+
+def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make_local`
+    """Return the steps around a scheme, of a model that has a parameter for each fragment."""
+    assert choice.local is not None
+    fragments = choice.local.get("fragments")
+    layers = min(MOST_FRAGMENTS, max(8, fragments)) if isinstance(fragments, int) else 8
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=layers == 8) for _ in range(layers)])
+    kind = SGD if choice.steps == "local_steps" else AdamW
+    return choice.make_local(model, kind(model.parameters(), lr=0.0), comm=comm)
+
+
+def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
+    label, text = text, RECIPES[text][0] if text in RECIPES else text
+    found = AROUND.fullmatch(text)
+    if found is None and text.startswith(tuple(STEPS)):
+        raise ValueError(
+            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.5)/SCHEME, got {text!r}"
+        )
+    if found is None:
+        return _parse_scheme(text, text, None, "local_steps", density, skip, also)
+    steps, settings, scheme = found.groups()
+    local = by_key((each for each in (settings or "").split(":") if each), text)
+    known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
+    unknown = next((key for key in local if key not in known), None)
+    if unknown is not None or (steps == "local_steps" and "every" not in local):
+        problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
+        raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
+    if local.get("clip_factor") == "measured":
+        raise ValueError(
+            f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"
+        )
+    choice = _parse_scheme(label, scheme, local, steps, density, skip, also)
+    try:
+        LocalWorld(1).run(lambda comm: _trial_steps(choice, comm))
+    except Exception as error:
+        raise ValueError(f"the steps of {text!r} cannot be made: {type(error).__name__}: {error}") from error
+    return choice
+
+
+def _class(steps: str) -> Any:  # Any: the class
+    return getattr(import_module("sparsync"), STEPS[steps])
+
+
+def _parse_scheme(
+    label: str,
+    text: str,
+    local: dict[str, Any] | None,  # Any: as in SchemeChoice
+    steps: str,
+    density: float,
+    skip: int | float | None,
+    also: Mapping[str, str],
+) -> SchemeChoice:
+    name, config = parsed(text)
+    name = also.get(name, name)
+    known = schemes.settings(name)
+    for key, value in (("density", density), ("skip", skip)):
+        if value is not None and key not in config and key in known:
+            config[key] = value
+    choice = SchemeChoice(label, name, config, local, steps)
+    choice.make()
+    return choice

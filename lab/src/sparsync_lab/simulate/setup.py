@@ -1,0 +1,219 @@
+"""Set-ups as TOML files: a job, a network and the schemes to compare, each figure with its source. The annotations of the fields say
+what a figure may be. Imports no torch.
+
+title = "..."
+[job]                           # what one rank does in a step without communication
+elements = 133547324            # parameters
+itemsize = 4                    # bytes of a gradient's element
+ranks = 256
+forward_s = 0.06
+backward_s = 0.12
+optimizer_s = 0.0
+bucket_mb = 25                  # of DDP's buckets; 0: one bucket
+overlap = true                  # reduce buckets during the backward pass
+samples = 8                     # of a rank in a step
+unit = "sequences"
+[network]
+gbit_per_s = 25                 # of a link between nodes
+efficiency = 0.8                # the share of it that payload gets
+latency_us = 25
+per_message_us = 0
+ranks_per_node = 4
+links_per_node = 1
+inside_gbit_per_s = 100         # needed with several ranks on a node
+inside_latency_us = 3
+all_reduce = "best"             # "ring" | "tree" | "best"
+rings = ["all_gather"]          # other exchanges that go round a ring, as NCCL's
+[memory]
+gb_per_s = 500                  # of a rank, for passes over its gradient
+[[scheme]]
+label = "Ok-Topk"               # the first scheme is the one that the others are compared with
+name = "oktopk"                 # of `sparsync schemes`; a set-up names no code
+settings = { density = 0.01 }
+every = 1                       # steps between exchanges of weights; with fragments = and delay = as in local steps
+[sources]
+"job.elements" = "section 5, table 2"      # of each figure above: where it is from, or "assumed: why"
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Len
+
+from sparsync.base import registry, regular_file
+from sparsync.base.registry import nearest
+from sparsync_lab.checked import Checked, checked
+from sparsync_lab.toml import tomllib
+
+ASSUMED = "assumed"
+BUCKETS = 10**5
+LARGEST = 1e15
+
+Count = Annotated[int, Ge(1), Le(LARGEST)]
+Figure = Annotated[float, Ge(0), Le(LARGEST)]
+Positive = Annotated[float, Gt(0), Le(LARGEST)]
+Ranks = Annotated[int, Ge(1), Le(10**5)]  # as in a plan
+Ring = Literal["send_recv", "all_gather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Job(Checked):
+    """What one rank does in a step."""
+
+    elements: Count
+    ranks: Ranks
+    forward_s: Positive
+    backward_s: Positive
+    itemsize: Literal[2, 4, 8] = 4
+    optimizer_s: Figure = 0.0
+    bucket_mb: Figure = 25.0
+    overlap: bool = True
+    samples: Positive = 1.0
+    unit: str = "samples"
+
+    @property
+    def compute_s(self) -> float:
+        """The seconds of a step without communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+@dataclass(frozen=True)
+class NetworkSettings(Checked):
+    """The links of a set-up, in the units that people write."""
+
+    gbit_per_s: Positive
+    efficiency: Annotated[float, Gt(0), Le(1)] = 1.0
+    latency_us: Figure = 0.0
+    per_message_us: Figure = 0.0
+    ranks_per_node: Count = 1
+    links_per_node: Count = 1
+    inside_gbit_per_s: Figure = 0.0
+    inside_latency_us: Figure = 0.0
+    down_gbit_per_s: Figure = 0.0  # 0: as upwards
+    oversubscription: Annotated[float, Ge(1), Le(LARGEST)] = 1.0
+    ranks_per_leaf: Annotated[int, Ge(0), Le(LARGEST)] = 0  # of a fat tree; 0: one switch
+    all_reduce: Literal["ring", "tree", "best"] = "ring"
+    rings: tuple[Ring, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry(Checked):
+    """A scheme, and how often it runs."""
+
+    label: Annotated[str, Len(1)]
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: checked by the scheme's constructor
+    every: Count = 1
+    fragments: Count = 1
+    delay: Annotated[int, Ge(0), Le(LARGEST)] = 0
+
+
+@dataclass(frozen=True)
+class SetUpMemory(Checked):
+    """The memory of a rank."""
+
+    gb_per_s: Figure = 0.0  # 0: passes over it take no time
+
+
+@dataclass(frozen=True)
+class SetUp(Checked):
+    """A set-up, and where its figures are from: `sources["job.elements"]`."""
+
+    title: str
+    job: Job
+    network: NetworkSettings
+    scheme: Annotated[tuple[Entry, ...], Len(1)]
+    memory: SetUpMemory = SetUpMemory()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def assumed(self) -> list[str]:
+        """The figures without a published source."""
+        return [key for key, source in self.sources.items() if source.startswith(ASSUMED)]
+
+
+def names() -> list[str]:
+    """Return the names of the set-ups that come with the package."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def read(name: str) -> SetUp:
+    """Return the set-up called `name`, or in the file of that name. Raises ValueError that says what is wrong with it."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        try:
+            return parse(regular_file.content(path).decode(), path.stem)
+        except FileNotFoundError:
+            raise ValueError(
+                f"there is no file {name}; give a name of `sparsync simulate --list`, or write the file"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {name}: {error}; it must be TOML in UTF-8") from None
+    if name not in names():
+        hint = nearest(name, names())
+        raise ValueError(f"unknown preset {name!r}; there are {', '.join(names())}, and files FILE.toml{hint}")
+    return parse(_folder().joinpath(f"{name}.toml").read_text("utf-8"), name)
+
+
+def parse(text: str, name: str) -> SetUp:
+    """Return the set-up in `text`. Raises ValueError for what does not belong there, is missing, cannot be or has no source."""
+    try:
+        content = tomllib.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of TOML, of numbers with thousands of digits, and of endless nesting
+        raise ValueError(f"set-up {name!r} is no TOML: {error}") from None
+    where = f"set-up {name!r}: "
+    if "name" in content:
+        raise ValueError(
+            f"{where}has no section 'name'; the file's name is that of the set-up, and its text goes into title"
+        )
+    found = checked(SetUp, {"title": name} | content | {"name": name}, where)
+    _check_together(found, where)
+    given = [f"{section}.{key}" for section in ("job", "network", "memory") for key in content.get(section, {})]
+    given += [f"{entry.label}.{key}" for entry in found.scheme for key in entry.settings]
+    for key in given:
+        if not found.sources.get(key, "").strip():
+            raise ValueError(f'{where}[sources] must say where {key} is from, or "{ASSUMED}: why"')
+    for key in found.sources:
+        if key not in given:
+            raise ValueError(f"{where}[sources] names {key}, which is not there; there are {', '.join(given)}")
+    return found
+
+
+def _check_together(found: SetUp, where: str) -> None:
+    """Raise ValueError where figures that could each be do not go together."""
+    job, network, entries = found.job, found.network, found.scheme
+    if job.bucket_mb and job.elements * job.itemsize > BUCKETS * job.bucket_mb * 2**20:
+        raise ValueError(f"{where}job.bucket_mb = {job.bucket_mb:g} makes over {BUCKETS:,} buckets; raise it")
+    if network.ranks_per_node > 1 and not network.inside_gbit_per_s:
+        raise ValueError(
+            f"{where}network has {network.ranks_per_node} ranks on a node; give inside_gbit_per_s, their link"
+        )
+    if network.ranks_per_leaf and network.ranks_per_leaf <= network.ranks_per_node:
+        raise ValueError(
+            f"{where}network.ranks_per_leaf must be more than the {network.ranks_per_node} of a node, or 0 for one switch, "
+            f"got {network.ranks_per_leaf}"
+        )
+    labels = [entry.label for entry in entries]
+    for entry in entries:
+        own = f"{where}[[scheme]] {entry.label!r}"
+        registry.check_names_no_code(entry.name, own)
+        if labels.count(entry.label) > 1:
+            raise ValueError(f"{own} is there {labels.count(entry.label)} times; give each another label")
+        if entry.every == 1 and (entry.fragments > 1 or entry.delay):
+            raise ValueError(f"{own}: fragments and delay are of exchanges every few steps; give every above 1")
+        if entry.delay * entry.fragments > entry.every:
+            between = entry.every / entry.fragments
+            raise ValueError(
+                f"{own}: delay must be in [0, {between:g}], the steps between two fragments, got {entry.delay}"
+            )
+
+
+def _folder() -> Any:  # Any: a Traversable, whose place in the standard library differs between versions of Python
+    return files("sparsync_lab").joinpath("simulate/presets")

@@ -1,0 +1,10 @@
+"""The parser of TOML: the standard library's, or on Python 3.10 the package `tomli`, which became it."""
+
+import sys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # installed on Python 3.10 only
+
+__all__ = ["tomllib"]

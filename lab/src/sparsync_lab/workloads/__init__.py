@@ -1,0 +1,181 @@
+"""The training jobs of the lab by name, by module or by file. Importing this loads neither torch nor data: listing the names is instant."""
+
+import inspect
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsync.base.registry import installed, locate, nearest
+from sparsync_lab.workloads.job_errors import JobError as JobError
+from sparsync_lab.workloads.job_errors import naming
+from sparsync_lab.workloads.store import DataMissingError as DataMissingError
+
+if TYPE_CHECKING:
+    from sparsync_lab.workloads.base import Workload as Workload
+
+Option = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class WorkloadEntry:
+    """A workload of the lab: its class as "module:Class", one line about it, and options that differ from the defaults of its class."""
+
+    spec: str
+    summary: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+WORKLOADS: dict[str, WorkloadEntry] = {
+    "shakespeare": WorkloadEntry(
+        "sparsync_lab.workloads.shakespeare:Shakespeare",
+        "word-level LSTM language model on Shakespeare's works, 5.66 M parameters, perplexity",
+    ),
+    "shakespeare-small": WorkloadEntry(
+        "sparsync_lab.workloads.shakespeare:Shakespeare",
+        "the same with 2,000 words and width 192, 1.07 M parameters: minutes on two cores",
+        {"vocabulary": 2_000, "width": 192},
+    ),
+    "gpt": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Gpt",
+        "character-level transformer on Shakespeare's works, 1.01 M parameters, AdamW, perplexity",
+    ),
+    "gpt-tiny": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Gpt",
+        "the same with width 64, 2 layers and context 32, 0.11 M parameters: seconds",
+        {"width": 64, "layers": 2, "context": 32},
+    ),
+    "gpt-10m": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Gpt",
+        "the same with width 384, 6 layers and context 256, 10.8 M parameters, 16,384 characters a step: for a GPU",
+        {"width": 384, "layers": 6, "heads": 6, "context": 256, "batch_size": 64, "windows": 64, "learning_rate": 1e-3},
+    ),
+    "fashion": WorkloadEntry(
+        "sparsync_lab.workloads.fashion:Fashion",
+        "ResNet classifier on Fashion-MNIST, 1.23 M parameters, accuracy",
+    ),
+    "fashion-mlp": WorkloadEntry(
+        "sparsync_lab.workloads.fashion:Fashion",
+        "multi-layer perceptron on Fashion-MNIST, 1.86 M parameters, accuracy",
+        {"network": "mlp"},
+    ),
+    "movielens": WorkloadEntry(
+        "sparsync_lab.workloads.movielens:MovieLens",
+        "recommender NeuMF on MovieLens-100K, 1.52 M parameters, hit rate at 10",
+    ),
+    "movielens-small": WorkloadEntry(
+        "sparsync_lab.workloads.movielens:MovieLens",
+        "the same with width 32, 0.17 M parameters: seconds",
+        {"width": 32, "learning_rate": 2e-3},
+    ),
+}
+
+
+def summaries() -> dict[str, str]:
+    """Return one line about each workload by its name: those of the lab, then those of installed packages."""
+    others = {name: f"installed, {spec}" for name, spec in installed("workload").items() if name not in WORKLOADS}
+    return {name: entry.summary for name, entry in WORKLOADS.items()} | others
+
+
+def get(name: str, **options: Option) -> "Workload":
+    """Return a new workload with `options` in place of its defaults; no data of the lab's jobs is touched before their `prepare`.
+
+    `name` is one of `summaries`, "package.module:Class" or "path/to/file.py:Class". An option given as text is converted to the type
+    of its default. Raises ValueError for an unknown name or option, with the nearest known one, for a value that the workload
+    refuses, and for a class that lacks a method. A class that is no subclass of `Workload` needs `model`, `batch` and `loss`, and what
+    is returned stands around it: see `sparsync_lab.workloads.plain`.
+    """
+    check_name(name)
+    entry = WORKLOADS.get(name)
+    kind = locate(entry.spec if entry else name, "workload")
+    plain = import_module("sparsync_lab.workloads.plain")
+    base = import_module("sparsync_lab.workloads.base")
+    is_workload = inspect.isclass(kind) and issubclass(kind, base.Workload)
+    (base if is_workload else plain).check_class(kind, name)
+    defaults = _defaults(kind)
+    for option in options:
+        if option not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise ValueError(f"workload {name!r} has no option {option!r}; it has {known}{nearest(option, defaults)}")
+    given = {option: _converted(option, value, defaults[option]) for option, value in options.items()}
+    made = _made(kind, name, {**(entry.options if entry else {}), **given})
+    return made if is_workload else plain.adapted(made, name)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError, with the nearest name, for one of no workload. A class in a module or a file is not looked up."""
+    known = summaries()
+    if not (":" in name or name.endswith(".py") or name in known):
+        raise ValueError(
+            f"unknown workload {name!r}; there are {', '.join(known)}, and others are given as package.module:Class or "
+            f"path/to/file.py:Class{nearest(name, known)}"
+        )
+
+
+def write_new(path: Path) -> str:
+    """Write a job to begin with, `MyJob`, to a new file, and return the command that compares schemes on it.
+
+    Raises ValueError where there is something already or the name does not end in .py, and RuntimeError where it cannot be written.
+    """
+    if path.suffix != ".py":
+        raise ValueError(f"--new takes the name of a file that ends in .py, got {path}")
+    text = Path(__file__).with_name("starting_point.py").read_text("utf-8")
+    text = text.replace("my_job.py:MyJob", shlex.quote(f"{path}:MyJob"))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{path} exists and is not overwritten; give another name, or move it") from None
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write {path}: {error}; choose a folder that exists and can be written to"
+        ) from error
+    _, _, rest = text.partition("\nRun: ")
+    return rest[: rest.index("\nIt ")]
+
+
+def __getattr__(name: str) -> object:
+    """Fetch the base class when it is first used, because its module imports torch."""
+    if name == "Workload":
+        return import_module("sparsync_lab.workloads.base").Workload
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _made(kind: type, name: str, options: Mapping[str, Option]) -> Any:  # Any: an object of that class
+    with naming(kind, "__init__"):
+        try:
+            return kind(**options)
+        except (TypeError, ValueError) as error:
+            refused = error
+    if isinstance(refused, ValueError):
+        raise refused
+    raise ValueError(
+        f"workload {name!r} cannot be made: {refused}; give its options by --option KEY=VALUE"
+    ) from refused
+
+
+def _defaults(kind: Callable[..., object]) -> dict[str, Any]:  # Any: defaults of any type
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def _converted(option: str, value: Option, default: Any) -> Any:  # Any: the option's type, which is that of its default
+    """Return `value` in the type of `default`: text is converted, and whole numbers pass as floats; nothing else changes its type."""
+    kind = type(default)
+    if kind not in (int, float, str, bool):  # no default, or one that says nothing about the type
+        return value
+    if kind is bool and value in ("true", "false"):
+        return value == "true"
+    if kind is not bool and (isinstance(value, str) or (kind is float and type(value) is int)):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"option {option} takes {kind.__name__}, such as {default!r}, got {value!r}") from None
+    if type(value) is not kind:
+        raise ValueError(f"option {option} takes {kind.__name__}, such as {default!r}, got {value!r}")
+    return value

@@ -1,0 +1,269 @@
+"""The base class of training jobs, and the few rules that all jobs share: equal shares, exact sums, seeded weights.
+
+The training loop uses a job only through `Workload`; data, models and hyperparameters live in the other files here.
+"""
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from sparsync import Span
+from sparsync.core import generator, spans
+from sparsync_lab.workloads.job_errors import naming
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's samples of one step: the input of the model, and the target of its output."""
+
+    input: Tensor
+    target: Tensor
+
+
+class Workload(ABC):
+    """A training job as the lab uses it: `model`, `batch`, `loss`, `optimizer`, `evaluate` and `quality`.
+
+    A class of your own need not be a subclass: with `model`, `batch` and `loss` it is taken as `lab.workloads.plain` says. A subclass, as
+    the lab's own jobs are, promises more: everything is a function of the options, the seed and the step, and nothing communicates. Options
+    are the arguments of the constructor, such as the fields of a frozen dataclass. A subclass with an option `batch_size` is checked for
+    equal shares before it starts.
+    """
+
+    name: ClassVar[str] = ""  # in results; empty: the name of the class
+    metric: ClassVar[str]  # of the quality, such as "perplexity"
+    better: ClassVar[Better]  # which quality is better
+    unit: ClassVar[str]  # the quality with its unit, as a label of an axis
+    find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
+
+    def job_class(self) -> type:
+        """Return the class that the user has written, for messages."""
+        return type(self)
+
+    def prepare(self) -> None:
+        """Check the data and put it in place. Called once, before any worker starts.
+
+        Raises DataMissingError, with every cure, where the data cannot be found.
+        """
+        return
+
+    @abstractmethod
+    def model(self, seed: int) -> nn.Module:
+        """Return a new model in training mode, with the same weights for the same seed.
+
+        torch's global generator is neither used nor changed (see `seeded`). Buffers are as under DistributedDataParallel: those of
+        rank 0 count.
+        """
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: what `loss` takes
+        """Return the share of rank `rank` of global batch `step`; all shares in rank order are the same batch for any number of ranks.
+
+        Raises ValueError where the ranks cannot have equal shares (see `share`).
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of `batch`
+        """Return the mean loss over the share, so that the mean over ranks is the mean over the global batch."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        """Return the optimizer and its schedule for a run of `steps` steps; the schedule is stepped once after each step."""
+
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        """Limit the gradient in place, before the optimizer's step, to `factor` times the norm of this job.
+
+        The norm is chosen for the reduced gradient. A rank's own gradient, which schemes of local steps clip, is longer: there `factor`
+        is about the ratio of the two.
+        """
+        return
+
+    def at_rate(self, factor: float) -> "Workload":
+        """Return this job with `factor` times its learning rate.
+
+        Raises ValueError where the job is no dataclass with a number called `learning_rate`.
+        """
+        rate = getattr(self, "learning_rate", None)
+        if not is_dataclass(self) or not isinstance(rate, float):
+            raise ValueError(
+                f"{type(self).__name__} has no rate to scale; write it as a dataclass with a field learning_rate: float, or define at_rate"
+            )
+        return replace(self, learning_rate=rate * factor)
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Return the sum and the count over the share of rank `rank` of the validation data.
+
+        Added in float64, in any order and for any number of ranks, the sums give the same total to the last bit, provided that the
+        ranks hold the same parameters (see `chunks` and `exactly_addable`).
+        """
+
+    @abstractmethod
+    def quality(self, total: float, count: int) -> float:
+        """Return the quality in `unit` from the sums and counts of all ranks."""
+
+    def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them
+        """Return the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
+        options = {key: value for key, value in vars(self).items() if isinstance(value, int | float | str)}
+        return {
+            "workload": self.name or type(self).__qualname__,
+            "metric": self.metric,
+            "options": asdict(self) if is_dataclass(self) else options,
+            "parameters": parameter_count(self.model(seed=0)),
+        }
+
+
+def check_class(kind: type[Workload], name: str) -> None:
+    """Raise ValueError unless the subclass `kind` has every method and attribute, with parameters in the same order.
+
+    `name` is what the user gave, for the message.
+    """
+    where = f"workload {name!r}: class {kind.__qualname__}"
+    for method, function in vars(Workload).items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        expected = inspect.signature(function)
+        wanted = f"def {method}{expected}".replace("sparsync_lab.workloads.base.", "")
+        found = getattr(kind, method)
+        if getattr(found, "__isabstractmethod__", False):
+            raise ValueError(f"{where} has no method {method!r}; write it as: {wanted}")
+        if not callable(found) or not _accepts(found, list(expected.parameters)):
+            raise ValueError(f"{where} has a method {method!r} with other parameters; write it as: {wanted}")
+    for attribute, example in (("metric", "perplexity"), ("better", "lower"), ("unit", "validation perplexity")):
+        if not isinstance(getattr(kind, attribute, None), str):
+            raise ValueError(
+                f'{where} has no text {attribute!r}; write it in the class, such as: {attribute} = "{example}"'
+            )
+
+
+def _accepts(function: Callable[..., object], names: list[str]) -> bool:
+    """Return whether a call with the parameters in order is possible; those of the standard contract are positional."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        return False
+    return True
+
+
+def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    """Return the loss of one rank's share of the batch, whose tensors are moved to the model's device.
+
+    Raises JobError with class, method, step and rank where the job fails.
+    """
+    with naming(workload.job_class(), "batch", step, rank, ranks):
+        batch = moved(workload.batch(seed, step, rank, ranks), next(model.parameters()).device)
+    with naming(workload.job_class(), "loss", step, rank, ranks):
+        return workload.loss(model, batch)
+
+
+def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form
+    """Return the batch with everything that has a method `to`, in dicts, tuples, lists and dataclasses, on the device."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if type(batch) is dict:
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [moved(each, device) for each in batch]
+        make: Any = getattr(type(batch), "_make", type(batch))  # _make: of a named tuple
+        return make(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(
+            batch, **{each.name: moved(getattr(batch, each.name), device) for each in fields(batch) if each.init}
+        )
+    return batch
+
+
+def model_and_optimizer(workload: "Workload") -> tuple[nn.Module, Optimizer]:
+    """Return them as they begin a training with seed 0. Raises JobError where a method of the job fails."""
+    with naming(workload.job_class(), "model"):
+        model = workload.model(0)
+    with naming(workload.job_class(), "optimizer"):
+        return model, workload.optimizer(model, 1)[0]
+
+
+def share(batch: int, rank: int, ranks: int) -> Span:
+    """Return the span of rank `rank` in a global batch: equal, adjacent, in rank order. Raises ValueError where they cannot be equal."""
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be in [0, {ranks}) for {ranks} ranks, got {rank}")
+    if batch % ranks:
+        raise ValueError(
+            f"a global batch of {batch} samples cannot be split evenly over {ranks} ranks, and unequal shares would make the "
+            f"mean over ranks another loss; choose a number of ranks that divides {batch}, or batch_size a multiple of {ranks}"
+        )
+    return spans(batch, ranks)[rank]
+
+
+def chunks(count: int, size: int, rank: int, ranks: int) -> Iterator[Span]:
+    """Yield the spans of rank `rank` in [0, count), cut every `size` for any number of ranks; a rank may have none.
+
+    The cuts do not depend on the ranks, because a matrix product may round a row differently in a batch of other height.
+    """
+    for start in range(rank * size, count, ranks * size):
+        yield Span(start, min(start + size, count))
+
+
+def exactly_addable(x: Float[Tensor, " n"]) -> float:
+    """Return the sum of `x` to the nearest 2**-20: such sums add without rounding, so in any order, up to 2**33. NaN stays NaN."""
+    return float(torch.round(x.double().sum() * 2**20) / 2**20)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return the result of `build` with torch's global generator seeded by `seed`; the generator is afterwards as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which reseeds accelerators as well, outside the fork.
+        torch.default_generator.manual_seed(generator(seed, "model", 0).initial_seed())
+        return build()
+
+
+def rise_and_cosine(optimizer: Optimizer, steps: int, warmup: int, lowest: float) -> LRScheduler:
+    """Return the schedule of a linear rise over `warmup` steps, then half a cosine from the full rate to `lowest` of it."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / (steps - warmup))
+        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside a DistributedDataParallel, whose forward may communicate; any other model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode, without gradients, until the block ends; afterwards the mode of each module is as before."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, before in training.items():
+            module.training = before
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of trained elements of `model`."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def require_positive(**values: int | float) -> None:
+    """Raise ValueError that names the first value that is not above zero."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")

@@ -1,0 +1,155 @@
+"""The character-level language model: a decoder that reads up to 64 characters of Shakespeare and predicts after each the next one."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparsync_lab.workloads import language
+from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, rise_and_cosine, seeded
+from sparsync_lab.workloads.shakespeare_text import Corpus, characters
+
+DEVIATION = 0.02  # of the first weights, as in GPT-2; those that end a residual branch are smaller by sqrt(2 layers)
+BETAS = (0.9, 0.95)
+WARMUP = 0.05  # of the steps
+LOWEST = 0.1  # of the learning rate: where the cosine ends
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a perceptron, each added to what it was given and normalised before it."""
+
+    def __init__(self, width: int, heads: int, deviation: float) -> None:
+        """Draw the weights; `deviation` is that of the two that end a residual branch."""
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for layer, size in (
+            (self.query_key_value, DEVIATION),
+            (self.attended, deviation),
+            (self.up, DEVIATION),
+            (self.down, deviation),
+        ):
+            nn.init.normal_(layer.weight, std=size)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Float[Tensor, "windows length width"]) -> Float[Tensor, "windows length width"]:
+        split = self.query_key_value(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [windows, heads, length, width / heads]
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attended(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Character numbers in, scores of the next character out; the embedding is also the matrix of the scores."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.empty(context, width))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width, heads, DEVIATION / math.sqrt(2 * layers)) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=DEVIATION)
+        nn.init.normal_(self.position, std=DEVIATION)
+
+    def forward(self, character: Int[Tensor, "windows length"]) -> Float[Tensor, "windows length vocabulary"]:
+        x = self.embedding(character) + self.position[: character.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return linear(self.norm(x), self.embedding.weight)
+
+
+@dataclass(frozen=True)
+class Gpt(Workload):
+    """Shakespeare's works, character by character. A sample is a window of the training text that starts anywhere.
+
+    A decoder with learned positions, normalised before each layer, without dropout; AdamW with weight decay on matrices alone, a
+    linear warm-up of 5 % of the steps and a cosine to 10 % of the rate.
+    """
+
+    width: int = 128
+    layers: int = 5
+    heads: int = 4
+    context: int = 64  # characters in a window
+    batch_size: int = 16  # windows in all, over all ranks
+    windows: int = 320  # of the validation, evenly over the held-out text
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1  # of weights of two dimensions
+    clip_norm: float = 1.0  # of the reduced gradient
+    data: str = ""  # a folder of .txt files instead of the package
+
+    name: ClassVar[str] = "gpt"
+    metric: ClassVar[str] = "perplexity"
+    better: ClassVar[Better] = "lower"
+    unit: ClassVar[str] = "validation perplexity per character"
+
+    def __post_init__(self) -> None:
+        require_positive(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
+        require_positive(batch_size=self.batch_size, windows=self.windows)
+        require_positive(learning_rate=self.learning_rate, clip_norm=self.clip_norm)
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads, {self.heads}, got {self.width}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be 0 or above, got {self.weight_decay}")
+
+    def prepare(self) -> None:
+        language.require_windows(self._corpus(), self.context, "characters")
+
+    def model(self, seed: int) -> Decoder:
+        vocabulary = self._corpus().vocabulary
+        built = seeded(lambda: Decoder(vocabulary, self.context, self.width, self.layers, self.heads), seed)
+        assert isinstance(built, Decoder)
+        return built
+
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        text = self._corpus().training
+        return language.drawn(text, self.context, self.batch_size, "gpt/batch", seed, step, rank, ranks)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return language.loss(model, batch)
+
+    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        require_positive(steps=steps)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=self.learning_rate, betas=BETAS)
+        return optimizer, rise_and_cosine(optimizer, steps, round(WARMUP * steps), LOWEST)
+
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Return the summed negative log-likelihood, in nats, of the characters in this rank's validation windows, and their number."""
+        return language.nats(model, self._corpus().held_out, self.context, self.windows, rank, ranks)
+
+    def quality(self, total: float, count: int) -> float:
+        """Return the perplexity per character; infinite for a model that has diverged."""
+        return language.perplexity(total, count)
+
+    def describe(self) -> dict[str, Any]:
+        text, described = self._corpus(), super().describe()
+        source = described["options"].pop("data") or "package"
+        found = {
+            "source": source,
+            "sha256": text.sha256,
+            "characters": {"training": text.training.numel(), "held_out": text.held_out.numel()},
+            "types": text.types,
+        }
+        return {**described, "data": found}
+
+    def _corpus(self) -> Corpus:
+        return characters(self.data)

@@ -1,0 +1,70 @@
+"""What all language models share: windows of a text, the loss of predicting each next item, and the perplexity of held-out text."""
+
+import math
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from sparsync.core import generator
+from sparsync_lab.workloads.base import Batch, bare, chunks, evaluating, exactly_addable, require_positive, share
+from sparsync_lab.workloads.shakespeare_text import Corpus
+
+CHUNK = 10  # validation windows in one forward pass
+
+
+def windows(text: Int[Tensor, " n"], start: Int[Tensor, " windows"], length: int) -> Batch:
+    """Return the windows of `length` items that begin at `start`, and the same ones an item later."""
+    item = text[start[:, None] + torch.arange(length + 1)]  # [windows, length + 1]
+    return Batch(item[:, :-1], item[:, 1:])
+
+
+def drawn(
+    text: Int[Tensor, " n"], length: int, count: int, key: str, seed: int, step: int, rank: int, ranks: int
+) -> Batch:
+    """Return the share of rank `rank` of `count` windows that start anywhere, drawn again for each (seed, key, step)."""
+    own = share(count, rank, ranks)
+    start = torch.randint(text.numel() - length, (count,), generator=generator(seed, key, step))
+    return windows(text, own.of(start), length)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean negative log-likelihood, in nats, of the items to predict."""
+    return cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten())
+
+
+def nats(
+    model: nn.Module, text: Int[Tensor, " n"], length: int, count: int, rank: int, ranks: int
+) -> tuple[float, int]:
+    """Return the summed negative log-likelihood of the items in this rank's share of `count` windows, and how many items.
+
+    The windows lie evenly over `text`. The sums of all ranks are exact, see `Workload.evaluate`.
+    """
+    start = torch.linspace(0, text.numel() - length - 1, count, dtype=torch.float64).long()
+    total, items = 0.0, 0
+    model = bare(model)
+    with evaluating(model):
+        for chunk in chunks(count, CHUNK, rank, ranks):
+            batch = windows(text, chunk.of(start), length)
+            lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
+            total += exactly_addable(lost)
+            items += lost.numel()
+    return total, items
+
+
+def perplexity(total: float, count: int) -> float:
+    """Return e to the mean of `count` negative log-likelihoods; infinite for a model that has diverged."""
+    require_positive(count=count)
+    mean = total / count
+    return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
+
+
+def require_windows(corpus: Corpus, length: int, items: str) -> None:
+    """Raise ValueError where a part of the text is too short for one window; `items` are words or characters."""
+    training, held_out = corpus.training.numel(), corpus.held_out.numel()
+    if min(training, held_out) <= length:
+        raise ValueError(
+            f"the text is too short for windows of {length} {items} and the one after: {training} {items} to train on and "
+            f"{held_out} held out; choose a smaller window or more text"
+        )

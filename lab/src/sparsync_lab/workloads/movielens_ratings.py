@@ -1,0 +1,124 @@
+"""MovieLens-100K as pairs of users and films: from a checked wheel of the Python package index, or a folder with the data set.
+
+The wheel is that of recbole 1.2.1, which has the ratings as an example. It is read where it lies in the cache, not installed. The data are
+GroupLens's, for research, and may not be passed on (F. M. Harper, J. A. Konstan, "The MovieLens Datasets", doi:10.1145/2827872).
+"""
+
+import io
+import sys
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sparsync.core import generator
+from sparsync_lab.workloads.package_index import downloaded
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+
+REQUIREMENT = "recbole==1.2.1"
+ARCHIVE = "recbole-1.2.1-py3-none-any.whl"
+ARCHIVE_SHA256 = "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407"
+MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
+FILES = ("u.data", "ml-100k.inter")  # in a folder: GroupLens's own file, or the wheel's, which has a line of heads
+COMPETITORS = 99  # films that a user has not rated, among which the held-out one is ranked
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Who rated what, users and films counted from 0. The latest rating of each user is held out; what a rating says does not count."""
+
+    users: int
+    films: int
+    training: Int[Tensor, "ratings 2"]  # user and film
+    unrated: Int[Tensor, "users films"]  # in each row first the films that this user has not rated in `training`
+    unrated_count: Int[Tensor, " users"]
+    ranked: Int[Tensor, "users 100"]  # the held-out film of each user, then 99 that the user has not rated
+    sha256: str  # of the file
+
+
+@lru_cache(maxsize=2)
+def ratings(data: str) -> Ratings:
+    """Return the ratings in folder `data`, or in the wheel where `data` is empty.
+
+    Raises DataMissingError when they cannot be found or fetched, ValueError when a named folder does not fit.
+    """
+    name, content = _from_folder(Path(data)) if data else (MEMBER, _from_wheel())
+    pairs, time = _parsed(name, content)
+    users, films = (int(pairs[:, column].max()) + 1 for column in (0, 1))
+    order = torch.argsort(time, stable=True)  # of ratings at the same second the later line counts as later
+    latest = torch.empty(users, dtype=torch.int64).index_copy_(0, pairs[order, 0], order)
+    kept = torch.ones(len(pairs), dtype=torch.bool).index_fill_(0, latest, False)
+    rated = torch.zeros(users, films, dtype=torch.bool)
+    rated[pairs[:, 0], pairs[:, 1]] = True
+    ranked = _ranked(name, rated, pairs[latest, 1])
+    rated[pairs[latest, 0], pairs[latest, 1]] = False  # training does not know it
+    unrated = torch.argsort(rated.to(torch.uint8), dim=1, stable=True)
+    return Ratings(users, films, pairs[kept], unrated, films - rated.sum(1), ranked, sha256(content))
+
+
+def _ranked(name: str, rated: Bool[Tensor, "users films"], held_out: Int[Tensor, " users"]) -> Tensor:
+    """Return the held-out film of each user, then films drawn from those that the user has not rated, the same in every run."""
+    fewest = rated.shape[1] - int(rated.sum(1).max())
+    if fewest < COMPETITORS:
+        raise ValueError(
+            f"{name}: every user must leave {COMPETITORS} films unrated, one has only {fewest}; take a larger data set"
+        )
+    drawn = torch.rand(rated.shape, generator=generator(0, "movielens/ranked", 0)).masked_fill_(rated, 2.0)
+    return torch.cat([held_out[:, None], drawn.argsort(dim=1)[:, :COMPETITORS]], dim=1)
+
+
+def _parsed(name: str, content: bytes) -> tuple[Int[Tensor, "ratings 2"], Int[Tensor, " ratings"]]:
+    """Return user and film of each line, counted from 0, and its time: the columns are user, film, rating and seconds, by tabs."""
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    rows = [line.split("\t") for line in (lines[1:] if lines and lines[0].startswith("user_id") else lines) if line]
+    try:
+        table = torch.tensor([(int(user), int(film), int(float(time))) for user, film, _, time in rows])
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must have lines of user, film, rating and time, by tabs, as MovieLens-100K has them: {error}"
+        ) from None
+    if not rows or int(table[:, :2].min()) < 1:
+        raise ValueError(f"{name} must have ratings, of users and films that are counted from 1")
+    missing = [
+        what for column, what in ((0, "users"), (1, "films")) if len(table[:, column].unique()) < table[:, column].max()
+    ]
+    if missing:
+        raise ValueError(f"{name} must number its {missing[0]} without gaps, as MovieLens-100K does")
+    return table[:, :2] - 1, table[:, 2]
+
+
+def _from_folder(folder: Path) -> tuple[str, bytes]:
+    if not folder.is_dir():
+        raise ValueError(f"--data must name a folder with MovieLens-100K, {folder} is none")
+    found = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise ValueError(f"folder {folder} has neither {' nor '.join(FILES)}")
+    return str(found), found.read_bytes()
+
+
+def _from_wheel() -> bytes:
+    content = cached(cache_folder() / ARCHIVE, _check_wheel, _download)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return archive.read(MEMBER)
+
+
+def _check_wheel(content: bytes) -> None:
+    if sha256(content) != ARCHIVE_SHA256:
+        raise ValueError(f"{ARCHIVE} has SHA-256 {sha256(content)}, expected {ARCHIVE_SHA256}")
+
+
+def _download() -> bytes:
+    try:
+        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
+    except RuntimeError as error:
+        raise DataMissingError(
+            f"MovieLens-100K could not be fetched: {error}\n"
+            "Any of these helps:\n"
+            f"  let pip of {sys.executable} reach a package index, then try again (2.1 MB, once);\n"
+            f"  put {ARCHIVE}, the wheel of {REQUIREMENT}, into {cache_folder()};\n"
+            f"  --data FOLDER, with {' or '.join(FILES)} of the data set."
+        ) from None

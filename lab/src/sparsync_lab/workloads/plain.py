@@ -1,0 +1,314 @@
+"""Plain classes as jobs: `model`, `batch` and `loss`, and a default for everything else that the lab asks of a Workload."""
+
+import difflib
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+
+from sparsync.core import generator
+from sparsync_lab.workloads.base import (
+    Better,
+    Workload,
+    bare,
+    evaluating,
+    exactly_addable,
+    loss_of,
+    parameter_count,
+    seeded,
+)
+from sparsync_lab.workloads.job_errors import naming
+
+HELD_OUT = 1_000_000  # the first step of the batches of the default evaluation, beyond the end of trainings
+HELD_OUT_BATCHES = 16
+LEARNING_RATE = 1e-3  # of AdamW in PyTorch, where the job has none
+ALIKE = 0.85  # from this similarity on, a name is taken for a mistyped one
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method of a plain job: how to write it, what it is given in order, and what by name where it has a parameter of that name."""
+
+    wanted: str
+    given: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # of `named`
+
+
+METHODS = {
+    "model": _Method("def model(self) -> nn.Module", named=("seed",)),
+    "batch": _Method(
+        "def batch(self, step, rank, ranks)", named=("step", "rank", "ranks", "seed"), needs=("step", "rank")
+    ),
+    "loss": _Method("def loss(self, model, batch) -> Tensor", ("model", "batch")),
+    "optimizer": _Method("def optimizer(self, model) -> Optimizer", ("model",), ("steps",)),
+    "schedule": _Method("def schedule(self, optimizer, steps) -> LRScheduler", ("optimizer",), ("steps",)),
+    "clip": _Method("def clip(self, model, factor) -> None", ("model",), ("factor",)),
+    "evaluate": _Method("def evaluate(self, model) -> float", ("model",), ("rank", "ranks")),
+    "quality": _Method("def quality(self, total, count) -> float", ("total", "count")),
+    "prepare": _Method("def prepare(self) -> None"),
+    "describe": _Method("def describe(self) -> dict"),
+}
+REQUIRED = ("model", "batch", "loss")
+
+
+def check_class(kind: object, name: str) -> None:
+    """Raise ValueError unless `kind` is a class with `model`, `batch` and `loss`, and all methods of METHODS can be called as they say.
+
+    A method whose name is nearly that of an optional one is refused, because it would never be called. `name` is what the user gave.
+    """
+    if not inspect.isclass(kind):
+        raise ValueError(f"workload {name!r} must be a class with the methods model, batch and loss, got {kind!r}")
+    where = f"workload {name!r}: class {kind.__qualname__}"
+    for method, form in METHODS.items():
+        function = inspect.getattr_static(kind, method, None)
+        if function is None and method in REQUIRED:
+            raise ValueError(f"{where} has no method {method!r}; {_written_as(method)}")
+        if function is not None and not _fits(kind, method, form):
+            more = ", with a parameter seed where it needs one" if "seed" in form.named else ""
+            raise ValueError(f"{where} has a {method!r} with other parameters; {_written_as(method)}{more}")
+    for other in vars(kind):
+        near = difflib.get_close_matches(other, METHODS, n=1, cutoff=ALIKE)
+        if near and other not in METHODS and not hasattr(kind, near[0]) and callable(getattr(kind, other)):
+            raise ValueError(f"{where} has a method {other!r}, which nothing calls; did you mean {near[0]!r}?")
+
+
+def adapted(job: object, name: str) -> "PlainJob":
+    """Return the Workload of an object whose class has passed `check_class`.
+
+    Raises ValueError where what its quality is called, `metric`, `better` and `unit`, does not fit.
+    """
+    where = f"workload {name!r}: class {type(job).__qualname__}"
+    for attribute, example in (("metric", "accuracy"), ("unit", "accuracy in percent")):
+        value = getattr(job, attribute, "")
+        if not isinstance(value, str):
+            raise ValueError(f'{where} has {attribute} {value!r}; write a text, such as: {attribute} = "{example}"')
+    better = getattr(job, "better", "lower")
+    if better not in get_args(Better):
+        raise ValueError(f"{where} has better {better!r}; write one of {', '.join(get_args(Better))}")
+    if not hasattr(job, "evaluate") and any(hasattr(job, each) for each in ("metric", "better", "quality")):
+        raise ValueError(
+            f"{where} names a quality and has no method 'evaluate'; {_written_as('evaluate')}, or leave "
+            "metric, better and quality out: then the quality is the mean loss of held-out batches"
+        )
+    return PlainJob(job)
+
+
+@dataclass(frozen=True)
+class PlainJob(Workload):
+    """A plain class as a Workload. What the class does not say:
+
+    - optimizer: AdamW with `learning_rate` of the job, or 1e-3; schedule: none; clip: nothing.
+    - evaluate: the mean loss over 16 batches of steps from 1,000,000 on, each as the only rank of one would have it.
+    - seeds: `model` runs with torch's global generator seeded by the seed; before each batch it is seeded by seed, step and rank, so what
+      `batch` and `loss` draw is the same in each comparison, for every scheme.
+    """
+
+    job: Any  # the user's object
+    rate: float = 1.0  # times the learning rate that the job's optimizer has
+
+    @property
+    def metric(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # a class attribute elsewhere
+        """Return the name of the quality: "loss" where the job does not name its own, "held-out loss" where it has no `evaluate`."""
+        return getattr(self.job, "metric", "loss") if self._has("evaluate") else "held-out loss"
+
+    @property
+    def better(self) -> Better:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return which quality is better: the lower one, where the job does not say."""
+        return getattr(self.job, "better", "lower")
+
+    @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the label of an axis of the quality."""
+        return getattr(self.job, "unit", self.metric if self._has("evaluate") else "mean loss of held-out batches")
+
+    @property
+    def find_unused_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return what DistributedDataParallel is given of this name."""
+        return bool(getattr(self.job, "find_unused_parameters", False))
+
+    def job_class(self) -> type:
+        """Return the user's class."""
+        return type(self.job)
+
+    def prepare(self) -> None:
+        """Call the job's own, if it has one."""
+        if self._has("prepare"):
+            self._call("prepare")
+
+    def model(self, seed: int) -> nn.Module:
+        """Return the job's model in training mode; parts that the job has put into evaluation mode stay in it."""
+        made = seeded(lambda: self._call("model", seed=seed), seed)
+        with naming(self.job_class(), "model"):
+            if not isinstance(made, nn.Module) or not parameter_count(made):
+                got = type(made).__name__ if not isinstance(made, nn.Module) else "one without a parameter to train"
+                raise TypeError(f"it must return an nn.Module to train, got {got}; {_written_as('model')}")
+        return made if made.training else made.train()
+
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Any:  # Any: whatever the job's loss takes
+        """Return the job's batch, with torch's global generator seeded by seed, step and rank."""
+        drawn = generator(seed, f"batch/{rank}", step).initial_seed()
+        # Not torch.manual_seed, which takes a stack trace wherever an accelerator is not in use yet.
+        torch.default_generator.manual_seed(drawn)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(drawn)
+        return self._call("batch", step=step, rank=rank, ranks=ranks, seed=seed)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:  # Any: of the job's `batch`
+        """Return the job's loss of a batch. Raises TypeError where it is no mean that depends on the model."""
+        try:
+            loss = self._call("loss", model, batch)
+        except AttributeError as error:
+            if model is not bare(model) and hasattr(bare(model), error.name or ""):
+                error.args = (
+                    f"{error}; it is around the model: call model(...), and put what you need into its `forward`",
+                )
+            raise
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TypeError(
+                f"it must return the mean loss as a tensor with one element, got {got}; {_written_as('loss')}"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TypeError(
+                "the loss does not depend on the model's parameters; compute it from what the model returns"
+            )
+        return loss.reshape(())
+
+    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        """Return the job's optimizer and schedule, or AdamW at a constant rate."""
+        if steps > HELD_OUT and not self._has("evaluate"):
+            raise ValueError(
+                f"a training of {steps} steps reaches the held-out batches, from step {HELD_OUT} on; write `evaluate`"
+            )
+        model = bare(model)
+        if not self._has("optimizer"):
+            made = AdamW(model.parameters(), lr=getattr(self.job, "learning_rate", LEARNING_RATE))
+        else:
+            made = self._call("optimizer", model, steps=steps)
+        optimizer, schedule = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        with naming(self.job_class(), "optimizer"):
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"it must return an optimizer, or an optimizer and its schedule, got {made!r}; {_written_as('optimizer')}"
+                )
+            if schedule is not None and self.rate != 1:
+                raise ValueError(
+                    "the rate of an optimizer that comes with its schedule cannot be scaled; write a method "
+                    f"`{METHODS['schedule'].wanted}`, or a dataclass with a field learning_rate: float"
+                )
+        for group in optimizer.param_groups:
+            group["lr"] *= self.rate
+        if schedule is None and self._has("schedule"):
+            schedule = self._call("schedule", optimizer, steps=steps)
+        return optimizer, ConstantLR(optimizer, factor=1.0) if schedule is None else schedule
+
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        """Call the job's own, if it has one; one without `factor` clips a rank's own gradient as the mean one."""
+        if self._has("clip"):
+            self._call("clip", bare(model), factor=factor)
+
+    def at_rate(self, factor: float) -> "PlainJob":
+        """Return this job with `factor` times the learning rate: its field `learning_rate`, or what its optimizer has."""
+        rate = getattr(self.job, "learning_rate", None)
+        if is_dataclass(self.job) and isinstance(rate, float):
+            return replace(self, job=replace(cast(Any, self.job), learning_rate=rate * factor))
+        return replace(self, rate=self.rate * factor)
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Return this rank's sum and count: of the job's `evaluate` with `rank`, of one without on rank 0 alone, or of held-out batches."""
+        model = bare(model)
+        with evaluating(model), naming(self.job_class(), "evaluate", rank=rank, ranks=ranks):
+            if not self._has("evaluate"):
+                return self._held_out(model, rank, ranks)
+            shared = "rank" in self._takes["evaluate"]
+            if not shared and rank != 0:
+                return 0.0, 0
+            found = self._call("evaluate", model, rank=rank, ranks=ranks)
+            try:
+                total, count = found if shared else (found, 1)
+                return float(total), int(count)
+            except (TypeError, ValueError):
+                wanted = "the sum and the count over the share of `rank`" if shared else "the quality as one number"
+                raise TypeError(f"it must return {wanted}, got {found!r}; {_written_as('evaluate')}") from None
+
+    def quality(self, total: float, count: int) -> float:
+        """Return the job's quality of the sum and count of all ranks; their quotient, if it defines none."""
+        if self._has("quality"):
+            return float(self._call("quality", total, count))
+        return total / count
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options, the number of parameters and a fingerprint of the job's file, and what the job says itself."""
+        options = asdict(cast(Any, self.job)) if is_dataclass(self.job) else vars(self.job)
+        described = {
+            "workload": getattr(self.job, "name", type(self.job).__qualname__),
+            "metric": self.metric,
+            "options": {key: value for key, value in options.items() if isinstance(value, int | float | str)},
+            "parameters": parameter_count(self.model(seed=0)),
+            "source": _fingerprint(type(self.job)),
+        }
+        return {**described, **(self._call("describe") if self._has("describe") else {})}
+
+    def _held_out(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        total, count = 0.0, 0
+        for number in range(rank, HELD_OUT_BATCHES, ranks):
+            total += exactly_addable(loss_of(self, model, -1, HELD_OUT + number, 0, 1).flatten())
+            count += 1
+        return total, count
+
+    @cached_property
+    def _takes(self) -> Mapping[str, frozenset[str]]:
+        """What each method that there is takes by name."""
+        return {method: _taken(getattr(self.job, method), METHODS[method]) for method in METHODS if self._has(method)}
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self.job, method)
+
+    def _call(self, method: str, *given: Any, **named: Any) -> Any:  # Any: as the job's method takes and returns
+        taken = {key: value for key, value in named.items() if key in self._takes[method]}
+        if method in ("batch", "loss"):  # named by the loops, which know step and rank
+            return getattr(self.job, method)(*given, **taken)
+        with naming(self.job_class(), method):
+            return getattr(self.job, method)(*given, **taken)
+
+
+def _written_as(method: str) -> str:
+    return f"write it as: {METHODS[method].wanted}"
+
+
+def _taken(function: Any, form: _Method) -> frozenset[str]:  # Any: a method
+    parameters = inspect.signature(function).parameters.values()
+    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return frozenset(name for name in form.named if everything or name in names)
+
+
+def _fits(kind: type, method: str, form: _Method) -> bool:
+    """Return whether the method can be called as `form` says."""
+    function = getattr(kind, method)
+    if not callable(function):
+        return False
+    bound = () if isinstance(inspect.getattr_static(kind, method), staticmethod | classmethod) else ("self",)
+    try:
+        taken = _taken(function, form)
+        inspect.signature(function).bind(*bound, *form.given, **dict.fromkeys(taken))
+    except (TypeError, ValueError):
+        return False
+    return set(form.needs) <= taken
+
+
+def _fingerprint(kind: type) -> str:
+    """Return the SHA-256 digest of the file of the class: a job that is edited is another job."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return "none"

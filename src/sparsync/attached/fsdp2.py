@@ -1,0 +1,358 @@
+"""The integration for FSDP2: a reduce-scatter of ours on the shard axis, or an all-reduce hook on an axis of replicas."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.futures import Future
+
+from sparsync.attached.fsdp2_gather import ParameterGather
+from sparsync.attached.fsdp2_units import (
+    ShardedParameter,
+    Unit,
+    UnitExchange,
+    counts_unused,
+    parameter_lines,
+    replicate_axis,
+    trained_shards,
+    units_of,
+)
+from sparsync.attached.parameter_format import ParameterFormat, parameter_format
+from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
+from sparsync.comm.group import GroupComm
+from sparsync.core import Bucket, Comm, Report, laid_out
+from sparsync.runtime.connection import Reduction
+from sparsync.runtime.dispatcher import AttachedHandle, LateParameters
+from sparsync.runtime.findings import Axis
+from sparsync.runtime.handle import Options
+from sparsync.runtime.optimizers import weight_lines
+from sparsync.runtime.ownership import check_undriven, release
+from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.wire import Values
+
+
+class Fsdp2Handle(AttachedHandle):
+    """The handle of one axis of an FSDP2 model."""
+
+    def __init__(
+        self, *args: Any, units: list[Unit], module: nn.Module, **options: Any
+    ) -> None:  # Any: those of Handle
+        super().__init__(*args, module=module, **options)
+        self._units = units
+        self._gather: ParameterGather | None = None
+        self._late = LateParameters(module)
+        self._at_first = {name for name, _ in named_parameters(module)}
+        self._seen: set[str] = set()  # the keys of this backward pass; empty between two
+        self._in_flight: list[Future] = []  # to be waited for before the backward pass ends
+        self._unused: list[tuple[Unit, bool]] = []  # units, and their setting for unused parameters before attach
+
+    def detach(self) -> None:
+        """Give the model back as it was before `attach`. Call it on all ranks, between two steps.
+
+        Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError.
+        """
+        self._dispatcher.flush()
+        for unit, before in self._unused:
+            unit.reduce_unused(before)
+        self._unused = []
+        self._detached = True
+        self._dispatcher.stop()
+        self._rescaler.close()
+        release(self.scheme)
+        if self._gather is not None:
+            self._gather.detach()
+
+    def close(self) -> None:
+        super().close()
+        if self._gather is not None:
+            self._gather.close()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.gather_exactly()
+
+    def parameter_reports(self) -> list[Report]:
+        """Return one report for each all-gather of parameters that sent something, oldest first; none without `parameters`."""
+        return self._gather.reports() if self._gather is not None else []
+
+    def gather_as(self, how: ParameterFormat, shards: GroupComm) -> None:
+        """Replace the all-gather of parameters too, for `attach`. `shards` is of the shard axis, and private."""
+        self._gather = ParameterGather(self._units, how, shards)
+
+    def gather_exactly(self) -> None:
+        """Have the next all-gather of each module's parameters send them as they are. Call it on all ranks, after writing parameters
+        by hand; loading a state into the model or into this handle does it by itself."""
+        if self._gather is not None:
+            self._gather.forget()
+
+    def layout(self) -> dict[str, list[int]]:
+        return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
+
+    def _count_unused(self) -> None:
+        """Let parameters without gradient count as zero from now on, so that every buffer has all parameters, on all ranks."""
+        self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
+
+    def _submit(self, unit: Unit, bucket: Bucket, scheme: Reduction, into: Bucket) -> None:
+        """Have a bucket reduced; return when that is done, or at once where nothing reads `into` before the backward pass ends."""
+        prepare = self._rescaler.rescale if len(self._seen) == 1 else None
+        allowed = self._max_in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
+
+        def written() -> Bucket:  # a copy where FSDP2 may divide it in place
+            return into if allowed else replace(into, grad=into.grad.clone())
+
+        self._in_flight.append(self._dispatcher.submit(bucket, scheme, prepare, written))
+        try:
+            while len(self._in_flight) > allowed:
+                self._dispatcher.wait(self._in_flight.pop(0))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """Return how many buffers like this one may be under way at once."""
+        return len(self._units)
+
+    def _open(self, unit: Unit) -> int:
+        """Return the number of this step. A backward pass opens one, and so does a unit that comes a second time in the same pass."""
+        if not self._seen or unit.key in self._seen:
+            self._seen.clear()
+            self._step += 1
+            self._late.warn(
+                lambda name, _: name in self._at_first,
+                "fully_shard was called on the model",
+                "call fully_shard on the new modules too before the model, and attach to it",
+            )
+            # HACK: autograd has no public function for this; FSDP2 uses the same one. Price: it may change with torch.
+            Variable._execution_engine.queue_callback(self._close)  # pyright: ignore[reportAttributeAccessIssue]
+        self._seen.add(unit.key)
+        return self._step
+
+    def _close(self) -> None:
+        """End the step: wait for what the backward pass did not wait for."""
+        pending, self._in_flight = self._in_flight, []
+        self._seen.clear()
+        try:
+            for future in pending:
+                self._dispatcher.wait(future)
+            self._connection.end_step()
+        except BaseException:
+            self._in_flight = pending  # all of them have ended or will soon: a failed step fails as a whole
+            self._abandon()
+            raise
+
+    def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
+        """Return the error of a step that ends because a buffer lacks parameters."""
+        self._abandon()
+        wanted = sum(each.length for each in unit.trained())
+        cure = (
+            "leave set_reduce_scatter_unused_params(True), as attach set it"
+            if counts_unused()
+            else f"torch {torch.__version__} leaves them out; use all of them in each step, or install torch 2.13 or later"
+        )
+        return RuntimeError(
+            f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
+            f"gradient, and this scheme must know which; {cure}"
+        )
+
+    def _abandon(self) -> None:
+        """Forget a step that failed; the next unit opens another."""
+        pending, self._in_flight = self._in_flight, []
+        for future in pending:
+            with suppress(Exception):  # the error that ended the step is on its way to the caller
+                future.wait()
+        self._seen.clear()
+
+
+class ShardHandle(Fsdp2Handle):
+    """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
+
+    def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
+        # Each copy of the shards has residuals of its own.
+        part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
+        super().__init__(*args, units=units, part=part, **options)
+        self._before = [(unit, unit.reduce_scatter) for unit in units]
+        for unit in units:
+            unit.set_reduce_scatter(UnitExchange(partial(self.reduce_scatter, unit)))
+        if self.scheme.needs_layout:
+            self._count_unused()
+
+    def detach(self) -> None:
+        super().detach()
+        for unit, comm in self._before:
+            unit.set_reduce_scatter(comm)
+        self._before = []
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Handle
+        """Return this rank's state, with residuals of whole parameters: so they fit any number of ranks."""
+        state, (_, P) = super().state_dict(), self.place
+        by_shard = state["scheme"].get("residual", {})
+        whole = {
+            each.name: each.join([by_shard[shard_name(each.name, owner)] for owner in range(P)])
+            for each in self._trained()
+            if shard_name(each.name, 0) in by_shard
+        }
+        return {**state, "scheme": {**state["scheme"], "residual": whole}}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        scheme, known = dict(state["scheme"]), {each.name: each for each in self._trained()}
+        scheme["residual"] = {
+            shard_name(name, owner): shard
+            for name, flat in scheme.get("residual", {}).items()
+            for owner, shard in enumerate(known[name].cut(flat, self.place[1]))
+        }
+        super()._load({**state, "scheme": scheme})
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        whole = state["scheme"].get("residual", {})
+        if unknown := sorted(whole.keys() - {each.name for each in self._trained()}):
+            raise ValueError(
+                f"this state has a residual of {unknown[0]!r}, which is no trained parameter of this model; load that of the same model"
+            )
+
+    def reduce_scatter(self, unit: Unit, out: Tensor, x: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
+        """Fill `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            self._abandon()
+            raise ValueError(
+                f"FSDP2 asked for {_named(op)} in module {unit.key!r}, and a scheme reduces with AVG or SUM; after "
+                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True) on the same modules"
+            )
+        rank, P = self.place
+        lengths = unit.lengths(out.numel())
+        if lengths is None and self.scheme.needs_layout:
+            raise self._incomplete(unit, out)
+        lengths = [("parameters", out.numel())] if lengths is None else lengths
+        bucket = Bucket(unit.key, x, self._open(unit), shard_layout(lengths, P))
+        into = Bucket(unit.key, out, bucket.step, own_shard_layout(lengths, rank))
+        self._submit(unit, bucket, ReduceScatterInto(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
+
+    def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
+        """Return 1, as each is a whole gradient; 0 where an all-reduce hook reads the result at once.
+
+        On CUDA 0 as well, because FSDP2 gives the buffer's memory away once this returns.
+        """
+        return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
+
+    def _trained(self) -> list[ShardedParameter]:
+        return [each for unit in self._units for each in unit.trained()]
+
+
+class ReplicateHandle(Fsdp2Handle):
+    """The handle of a scheme on an axis of replicas; its residuals are of this rank's shards."""
+
+    switches = True
+
+    def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
+        shards = units[0].shard_group
+        assert shards is not None
+        part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
+        super().__init__(*args, units=units, part=part, **options)
+        self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
+        self._all_reduce_again = [unit.reduce_over_shards_only() for unit in units]
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
+        self._count_unused()
+
+    def detach(self) -> None:
+        super().detach()
+        for unit in self._units:
+            unit.set_all_reduce_hook(None)
+        for undo in self._all_reduce_again:
+            undo()
+        self._all_reduce_again = []
+
+    def _residual_sizes(self) -> dict[str, int]:
+        return {each.name: each.length for unit in self._units for each in unit.trained()}
+
+    def all_reduce(self, unit: Unit, shard: Tensor) -> None:
+        """Replace `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.
+
+        While set_requires_all_reduce(False) holds, it is put aside instead, and the gradients get zero.
+        """
+        before = self._partial.pop(unit.key, None)
+        if before is not None and before.shape == shard.shape:
+            shard += before
+        elif before is not None:
+            raise self._incomplete(unit, shard)
+        if not unit.all_reduces_now:
+            self._partial[unit.key] = shard.clone()
+            shard.zero_()
+            return
+        lengths = unit.lengths(shard.numel())
+        if lengths is None:
+            raise self._incomplete(unit, shard)
+        bucket = Bucket(unit.key, shard, self._open(unit), laid_out(lengths))
+        self._submit(unit, bucket, self.scheme, bucket)
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._partial.clear()
+
+
+class ReduceScatterInto(Reduction):
+    """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean, or of the sum, to `out`."""
+
+    def __init__(self, scheme: ReduceScatterScheme, out: Tensor, average: bool, ranks: int) -> None:
+        self.name, self._scheme, self._out = scheme.name, scheme, out
+        self._average, self._ranks = average, ranks
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        return self._scheme.reduce_scatter(bucket, self._out, comm, self._average)
+
+    @property
+    def has_residual(self) -> bool:
+        return self._scheme.has_residual
+
+    def rollback(self, bucket: Bucket) -> None:
+        self._scheme.rollback(bucket, self._ranks if self._average else 1)
+
+
+def attach(
+    model: nn.Module,
+    scheme: Scheme,
+    options: Options,
+    replicate: Axis | None = None,
+    parameters: Values | ParameterFormat | None = None,
+) -> Fsdp2Handle:
+    """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
+
+    Where fully_shard was given a mesh of one axis and `replicate` is None, that is the shard axis, and the scheme TwoShot, OkTopk,
+    SkipReduce or Dense, as a reduce-scatter. With `replicate`, an axis of a mesh or a process group, every scheme works, on the shards
+    that FSDP2 has reduced already; `attach` can be called once for each axis. Where fully_shard was given a mesh of two axes (HSDP), the
+    scheme takes the place of FSDP2's all-reduce over the first one, as with `replicate`.
+    `parameters` is how the shard axis exchanges parameters: as rounded differences, and then every rank holds all of them, n more
+    elements; with ParameterFormat also without. None: FSDP2's own all-gather.
+    Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
+    fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
+    See docs/attach.md.
+    """
+    units = units_of(model)
+    replicas = replicate_axis(units, replicate)
+    names = {number: name for unit in units for number, name in unit.ids.items()}
+    how = parameter_format(parameters) if parameters is not None else None
+    form = scheme.reduce_scatter_form() if replicas is None else scheme
+    rescaler = options.rescaler(form, names, adds_up=True)
+    driven, axis_name = trained(model), "shards" if replicas is None else "replicas"
+    check_undriven(driven, axis_name)
+    weights = None if replicas is None else partial(trained_shards, units)
+    comparison = options.comparison(names, weights)
+    lines = [scheme.config_fingerprint(), f"parameters={how}", *parameter_lines(units)]
+    if weights is not None:
+        lines += weight_lines(weights(), "at the start")
+    comm = options.connected(units[0].shard_group if replicas is None else replicas, *lines)
+    shards = options.connected(units[0].shard_group, repr(how)) if how is not None else None
+    kind = ShardHandle if isinstance(form, ReduceScatterScheme) else ReplicateHandle
+    handle = kind(form, comm, rescaler, comparison, units=units, module=model, driven=driven, axis=axis_name)
+    if how is not None and shards is not None:
+        handle.gather_as(how, shards)
+    return handle
+
+
+def _named(op: Any) -> str:
+    return "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)

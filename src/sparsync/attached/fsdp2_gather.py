@@ -1,0 +1,165 @@
+"""The all-gather of FSDP2's parameters, rounded."""
+
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.attached.fsdp2_units import Unit, UnitExchange, inside_backward, recovery
+from sparsync.attached.parameter_format import ParameterFormat
+from sparsync.collectives.values import gather_differences
+from sparsync.comm.group import GroupComm
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, Report
+from sparsync.runtime.connection import MAX_REPORTS, Connection, Reduction
+from sparsync.wire import ValueCodec
+
+_AS_IT_IS = ValueCodec("float32")
+
+
+class ParameterGather:
+    """Replaces the all-gather of these units, until `detach`. Collective over their shard axis, as is every gather that sends.
+
+    In differences, a gather in a forward pass sends: the first one of a unit, and the first after `forget`, its shards as they are,
+    later ones the rounded differences. One inside a backward pass sends nothing and returns what the forward pass was given, bit for bit.
+    """
+
+    def __init__(self, units: list[Unit], how: ParameterFormat, comm: GroupComm) -> None:
+        """Take over the gathers. `comm` is of the shard axis, and private."""
+        self._shared = SharedShards(how)
+        self._connection = Connection(self._shared, comm, "parameters")
+        weakref.finalize(self, self._connection.shut).atexit = False  # as a handle's
+        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self._step, self._seen = -1, set[str]()  # the pass since the last failure, and the units that came in it
+        # The CUDA event after the latest gather, as FSDP2 may take another stream for the next. Any: torch's stubs know two such classes.
+        self._last: Any = None
+        self._before = [(unit, unit.all_gather) for unit in units]
+        self._loading = [hook for unit in units for hook in self._forget_when_loaded(unit)]
+        for unit in units:
+            unit.set_all_gather(UnitExchange(partial(self.gather, unit)))
+
+    def reports(self) -> list[Report]:
+        """Return one report for each gather that sent something, oldest first; only the newest 10 000 are there."""
+        return list(self._reports)
+
+    def forget(self, key: str | None = None) -> None:
+        """Have the next gather of a unit, None: of each, send the shards as they are. Call it on all ranks."""
+        self._shared.forget(key)
+
+    def detach(self) -> None:
+        """Give the units their all-gather back."""
+        for unit, comm in self._before:
+            unit.set_all_gather(comm)
+        for hook in self._loading:
+            hook.remove()
+        self._before, self._loading = [], []
+        self.forget()
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back; a gather that would send raises RuntimeError from then on."""
+        self._connection.shut()
+
+    def gather(self, unit: Unit, out: Tensor, shard: Tensor, op: object) -> None:
+        """Replace `out` [P m], whose own chunk is `shard`, by what all ranks hold of all shards from now on."""
+        if out.is_cuda and self._last is not None:
+            self._last.wait()
+        held = self._shared.held(unit.key, out)
+        if held is not None and inside_backward():
+            out.copy_(held)
+        else:
+            self._exchange(unit, out)
+        if out.is_cuda:
+            self._last = torch.cuda.current_stream(out.device).record_event()
+
+    def _exchange(self, unit: Unit, out: Tensor) -> None:
+        if not self._seen or unit.key in self._seen:
+            self._seen.clear()
+            self._step += 1
+        self._seen.add(unit.key)
+        number = self._step
+
+        def exchange() -> None:
+            self._reports.append(self._connection.reduce(Bucket(unit.key, out, number), self._shared))
+
+        try:
+            failure = self._connection.attempt(exchange, Exception)
+        except BaseException as error:  # Ctrl-C
+            self._connection.close(error)
+            self._begin_anew()
+            raise
+        if failure:
+            self._begin_anew()
+            raise RuntimeError(
+                f"the parameters of module {unit.key!r} were not gathered in pass {number}: {failure}; {recovery()}"
+            )
+
+    def _begin_anew(self) -> None:
+        """Hold nothing after a failure: passes may differ between ranks from here on."""
+        self._step = -1
+        self._seen.clear()
+        self.forget()
+        self._connection.continue_after(-1)
+
+    def _forget_when_loaded(self, unit: Unit) -> list[Any]:  # Any: of torch's RemovableHandle
+        forget = partial(_forget, weakref.ref(self), unit.key)
+        return [module.register_load_state_dict_post_hook(forget) for module in unit.owners]
+
+
+class SharedShards(Reduction):
+    """What all ranks hold of the shards of each unit, as a Connection brings it up to date; without differences, nothing."""
+
+    name = "parameters"
+
+    def __init__(self, how: ParameterFormat) -> None:
+        self._codec, self._differences = ValueCodec(how.values), how.differences
+        self._held: dict[str, Tensor] = {}  # by unit, [P m]
+
+    def held(self, key: str, like: Tensor) -> Tensor | None:
+        """Return what all ranks hold of a unit, for reading only; None where nothing, or nothing of this size and type."""
+        held = self._held.get(key)
+        same = held is not None and (held.shape, held.dtype, held.device) == (like.shape, like.dtype, like.device)
+        return held if same else None
+
+    def forget(self, key: str | None) -> None:
+        """Forget what is held of a unit; None: of all."""
+        if key is None:
+            self._held.clear()
+        else:
+            self._held.pop(key, None)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        """Replace `bucket.grad` [P m], whose own chunk is this rank's shard, by what all ranks hold of all shards from now on."""
+        out, held, codec = bucket.grad, self.held(bucket.key, bucket.grad), self._codec_of(bucket, comm.size)
+        self._held.pop(bucket.key, None)  # until it is complete: a failure may leave it different on each rank
+        m = out.numel() // comm.size
+        held = torch.zeros_like(out) if held is None else held
+        comm = MeteredComm(comm)
+        gather_differences(out.view(comm.size, m)[comm.rank], held, codec, comm)
+        out.copy_(held)
+        if self._differences:
+            self._held[bucket.key] = held
+        n = out.numel()
+        return Report(self.name, bucket.key, bucket.step, n, m, n, comm.sent, details={"exact": codec.exact})
+
+    def shared_text(self, bucket: Bucket) -> str:
+        held = self.held(bucket.key, bucket.grad)
+        return "nothing is held yet" if held is None else "differences to what is held"
+
+    def reset_shared_state(self) -> None:
+        self._held.clear()
+
+    def _codec_of(self, bucket: Bucket, P: int) -> ValueCodec:
+        """Return the codec of the next gather: exact where there is nothing to subtract from, or nothing to save."""
+        m, dtype = bucket.grad.numel() // P, bucket.grad.dtype
+        known = self.held(bucket.key, bucket.grad) is not None or not self._differences
+        small = self._codec.nbytes(m, dtype) < _AS_IT_IS.nbytes(m, dtype)
+        return self._codec if known and small else _AS_IT_IS
+
+
+def _forget(gather: weakref.ref[ParameterGather], key: str, module: nn.Module, incompatible: object) -> None:
+    if (found := gather()) is not None:
+        found.forget(key)

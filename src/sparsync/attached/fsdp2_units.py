@@ -1,0 +1,379 @@
+"""The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
+
+HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
+torch.distributed.fsdp that start with an underscore. Price: they change with torch, which is asked for each when it is used;
+tests/test_fsdp.py and test_fsdp_gather.py use all of them, and `make test-versions` does so with several versions of torch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+from sparsync.runtime.findings import Axis
+from sparsync.runtime.parameter_names import plain_name
+
+ROOT = "(root)"  # the key of the outermost unit
+_NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter as FSDP2 holds it: cut into shards along `dim`, the last ones perhaps shorter or empty."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int
+    length: int  # of a shard, with its padding
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter, flat, from the shards of all ranks."""
+        if self.dim == 0:
+            return torch.cat(list(shards))[: math.prod(self.shape)]
+        shape = list(self.shape)
+        shape[self.dim] //= len(shards)
+        return torch.cat([shard.view(shape) for shard in shards], dim=self.dim).flatten()
+
+    def cut(self, whole: Tensor, ranks: int) -> list[Tensor]:
+        """Return the shards of all ranks, flat, of a whole parameter; padding is zero."""
+        if self.dim == 0:
+            padded = whole.new_zeros(ranks * self.length)
+            padded[: whole.numel()] = whole
+            return list(padded.split(self.length)) if self.length else [padded] * ranks
+        return [shard.flatten() for shard in whole.view(self.shape).chunk(ranks, dim=self.dim)]
+
+
+@dataclass(eq=False)
+class Unit:
+    """The parameters of one or more modules, which FSDP2 reduces together."""
+
+    key: str
+    module: FSDPModule
+    groups: list[Any]  # of torch's FSDPParamGroup, private; more than one only with shard_placement_fn
+    names: list[str]  # of `parameters`, in their order
+
+    @property
+    def group(self) -> Any:  # Any: FSDPParamGroup
+        """The group of parameters, where there is one only."""
+        return self.groups[0]
+
+    @property
+    def parameters(self) -> list[Any]:  # Any: torch's FSDPParam, private
+        return [parameter for group in self.groups for parameter in group.fsdp_params]
+
+    @property
+    def ids(self) -> dict[int, str]:
+        """The name of each parameter that an optimizer has, by its id."""
+        return {id(each.sharded_param): name for name, each in zip(self.names, self.parameters, strict=True)}
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each whole parameter, by name."""
+        return {name: list(each._orig_size) for name, each in zip(self.names, self.parameters, strict=True)}
+
+    @property
+    def devices(self) -> set[str]:
+        return {group.device.type for group in self.groups}
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the shards; None where there are none, as with replicate()."""
+        info = self.group.mesh_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard where fully_shard was given a mesh of two axes (HSDP); None where it was not."""
+        info = self.parameters[0].mesh_info  # the group's own is changed by `reduce_over_shards_only`
+        return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+
+    def reduce_over_shards_only(self) -> Callable[[], None]:
+        """Have FSDP2 leave out its own all-reduce over the replicate axis, if it has one; return what undoes that.
+
+        It then takes its path for a mesh of one axis, on which the all-reduce hook gets what is reduced over the shards alone. The
+        parameters stay DTensors on the mesh of two axes.
+        """
+        group, info = self.group, self.group.mesh_info
+        if not isinstance(info, HSDPMeshInfo):
+            return lambda: None
+        shards = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if hasattr(info, "reduce_scatter_process_group"):  # of set_separate_reduce_scatter_group
+            shards.reduce_scatter_process_group = info.reduce_scatter_process_group
+
+        def exchange(before: FSDPMeshInfo, after: FSDPMeshInfo) -> None:
+            if (
+                group.post_forward_mesh_info is before
+            ):  # FSDP2 compares the two to know whether it reshards to fewer ranks
+                group.post_forward_mesh_info = after
+            group.mesh_info = after
+
+        exchange(info, shards)
+        return lambda: exchange(shards, info)
+
+    @property
+    def has_partial_sum(self) -> bool:
+        """True while FSDP2 holds gradients that it has not all-reduced yet (set_requires_all_reduce(False))."""
+        return self.group._partial_reduce_output is not None
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks with the same shard, in the mesh that the shard axis was taken from."""
+        group = self.shard_group
+        assert group is not None
+        return _root_of(self.group.mesh_info.mesh).size() // group.size()
+
+    @property
+    def copy(self) -> int:
+        """Which of these `copies` this rank's is, from 0 on."""
+        mesh = self.group.mesh_info.mesh
+        root: Any = _root_of(mesh)  # Any: torch says that it may have no coordinate
+        names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
+        if not own <= set(names):  # axes that were joined: the place of the first rank, which no other copy has
+            return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
+        number = 0
+        for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
+            number = number if name in own else number * root.size(axis) + place
+        return number
+
+    @property
+    def in_other_meshes(self) -> bool:
+        """True where a parameter was a DTensor before it was sharded, as with tensor parallelism."""
+        return any(parameter.is_dtensor for parameter in self.parameters)
+
+    @property
+    def premultiplies(self) -> bool:
+        """True where FSDP2 asks for ReduceOp.PREMUL_SUM when it reduces float32 or bfloat16."""
+        factor, group = self.group.gradient_divide_factor, self.shard_group
+        size = group.size() if group is not None else 1
+        return factor is not None and factor != size and not self.group.force_sum_reduction_for_comms
+
+    @property
+    def all_reduces_now(self) -> bool:
+        """The latest argument of set_requires_all_reduce."""
+        return self.group.all_reduce_grads
+
+    @property
+    def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
+        return self.group._reduce_scatter_comm
+
+    def set_reduce_scatter(self, comm: Any) -> None:
+        """Replace the reduce-scatter by an object with `allocate` and `__call__`, as torch's class ReduceScatter has them."""
+        self.module.set_custom_reduce_scatter(comm)
+
+    @property
+    def has_default_reduce_scatter(self) -> bool:
+        """True while the reduce-scatter is FSDP2's own."""
+        return type(self.reduce_scatter).__name__ == "DefaultReduceScatter"
+
+    @property
+    def all_gather(self) -> Any:  # Any: one of torch's private classes, or anybody's
+        return self.group._all_gather_comm
+
+    def set_all_gather(self, comm: Any) -> None:
+        """Replace the all-gather of parameters by an object with `allocate` and `__call__`, as torch's class AllGather has them."""
+        self.module.set_custom_all_gather(comm)
+
+    @property
+    def has_default_all_gather(self) -> bool:
+        """True while the all-gather of parameters is FSDP2's own."""
+        return type(self.all_gather).__name__ == "DefaultAllGather"
+
+    @property
+    def gathers_over_fewer(self) -> bool:
+        """True where parameters are gathered over fewer ranks in the backward pass (reshard_after_forward=int)."""
+        return self.group._use_post_forward_mesh
+
+    @property
+    def gathered_types(self) -> set[str]:
+        """The types in which parameters are gathered; "bytes" where a tensor subclass has an all-gather of its own."""
+        return {
+            "bytes"
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            else str(each.mp_policy.param_dtype or each.sharded_param.dtype)
+            for each in self.parameters
+        }
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The modules whose own parameters these are, each once."""
+        return list({id(each._module_info.module): each._module_info.module for each in self.parameters}.values())
+
+    @property
+    def all_reduce_hook(self) -> Any:  # Any: anybody's
+        return self.group._all_reduce_hook
+
+    def set_all_reduce_hook(self, hook: Any) -> None:  # Any: the function that allows None does not exist
+        self.group._all_reduce_hook = hook
+
+    def reduce_unused(self, wanted: bool) -> bool:
+        """Have parameters without gradient count as zero, or not, where this torch can; return the setting before."""
+        if not counts_unused():
+            return False
+        before = self.group.reduce_scatter_unused_params
+        self.group.reduce_scatter_unused_params = wanted
+        return before
+
+    def trained(self) -> list[ShardedParameter]:
+        """Return the trained parameters, in the order in which they lie in the buffers."""
+        return [
+            ShardedParameter(
+                name, tuple(each._orig_size), each.fsdp_placement.dim, each.padded_sharded_param_size.numel()
+            )
+            for name, each in self._in_buffer_order()
+            if each.sharded_param.requires_grad
+        ]
+
+    def _in_buffer_order(self) -> list[tuple[str, Any]]:
+        """Return name and FSDPParam of each parameter as buffers of gradients have them: by type first, in torch 2.15 and later."""
+        named = list(zip(self.names, self.parameters, strict=True))
+        order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
+        return [named[index] for index in order] if order else named
+
+    def lengths(self, count: int) -> list[tuple[str, int]] | None:
+        """Return name and length of each parameter in a shard of `count` elements; None where some parameters are missing from it."""
+        found = [(each.name, each.length) for each in self.trained()]
+        return found if sum(length for _, length in found) == count else None
+
+    def reads_late(self, dtype: torch.dtype) -> bool:
+        """Return whether the gradients of a reduced buffer of this type are views of it that nothing reads before the backward pass ends.
+
+        They are read earlier where FSDP2 divides or converts them, adds them to others or moves them to the CPU, and by hooks on them.
+        """
+        unchanged = dtype in _NOT_DIVIDED and self._gradient_types <= {dtype, None}
+        return (
+            unchanged and not self.group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
+        )
+
+    @property
+    def _gradient_types(self) -> set[torch.dtype | None]:
+        """The types to which reduced gradients are converted; None is that of the reduction."""
+        if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
+            return {self.group._orig_dtype}
+        return {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
+
+
+class UnitExchange:
+    """A reduce-scatter or an all-gather of ours: `exchange(output, input, op)`, with the methods of torch's classes of these names."""
+
+    def __init__(self, exchange: Callable[[Tensor, Tensor, Any], None]) -> None:
+        self._exchange = exchange
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:  # Any: of int or SymInt
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
+    ) -> None:
+        self._exchange(output_tensor, input_tensor, op)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model, outer modules first, called after their modules; those without parameters are left out."""
+    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+    prefixes = {id(module): f"{name}." if name else "" for name, module in modules}
+    found: dict[int, Unit] = {}
+    for name, module in modules:
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()  # Any: private
+        groups = [group for group in _groups_of(state) if group.fsdp_params]
+        infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
+        if groups and id(state) not in found:
+            names = [prefixes[id(info.module)] + info.param_name for info in infos]
+            found[id(state)] = Unit(name or ROOT, module, groups, names)
+    return list(found.values())
+
+
+def takes_custom_communication() -> bool:
+    """Return whether this torch's FSDP2 takes another reduce-scatter and another all-gather."""
+    return hasattr(FSDPModule, "set_custom_reduce_scatter") and hasattr(FSDPModule, "set_custom_all_gather")
+
+
+def takes_all_reduce_hook() -> bool:
+    """Return whether this torch's FSDP2 takes an all-reduce hook."""
+    return hasattr(FSDPModule, "set_all_reduce_hook")
+
+
+def counts_unused() -> bool:
+    """Return whether this torch's FSDP2 can have parameters without gradient count as zero."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def recovery() -> str:
+    """Return how a model goes on after a backward or forward pass that failed."""
+    if hasattr(FSDPModule, "reset_iter_state"):
+        return "call reset_iter_state() on the model, then continue"
+    return f"FSDP2 of torch {torch.__version__} cannot continue after it; start again from a checkpoint, or install torch 2.13 or later"
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        is_bw,
+    )  # where FSDP2 takes no custom all-gather, there is none
+
+    return is_bw()
+
+
+def process_group(axis: Axis) -> dist.ProcessGroup:
+    """Return the process group of an axis. Raises ValueError for a mesh of several axes."""
+    if not isinstance(axis, DeviceMesh):
+        return axis
+    if axis.ndim != 1:
+        raise ValueError(
+            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {axis.ndim} axes {axis.mesh_dim_names}'
+        )
+    return axis.get_group()
+
+
+def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
+    """Return the ranks over which gradients are reduced after FSDP2 has reduced them over shards; None for the shard axis itself."""
+    return process_group(given) if given is not None else units[0].replicate_group
+
+
+def parameter_lines(units: Iterable[Unit]) -> list[str]:
+    """Return name, shape and type of each parameter of these units."""
+    return [
+        f"parameter {name!r} of {list(each._orig_size)} in {each._sharded_param_data.dtype}"
+        for unit in units
+        for name, each in zip(unit.names, unit.parameters, strict=True)
+    ]
+
+
+def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
+    """Return name and shard of each trained parameter of these units; those that have no memory yet are left out."""
+    return [
+        (name, each._sharded_param_data)
+        for unit in units
+        for name, each in zip(unit.names, unit.parameters, strict=True)
+        if each.sharded_param.requires_grad and not each._sharded_param_data.is_meta
+    ]
+
+
+def _groups_of(state: Any) -> list[Any]:  # Any: FSDPState, FSDPParamGroup
+    """Return the groups of parameters of a module; torch before 2.12 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that this one was taken from."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _read_at_once(parameter: Any) -> bool:  # Any: FSDPParam
+    sharded = parameter.sharded_param
+    has_hooks = bool(getattr(sharded, "_post_accumulate_grad_hooks", None))
+    return sharded.grad is not None or parameter.offload_to_cpu or has_hooks

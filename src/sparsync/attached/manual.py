@@ -1,0 +1,225 @@
+"""The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sparsync.base.scheme import Scheme
+from sparsync.core import Bucket, Report, laid_out
+from sparsync.runtime.findings import (
+    check_scheme,
+    given_or_default,
+    optimizers,
+    sparse_embeddings,
+    steps_in_backward,
+    warn_of,
+)
+from sparsync.runtime.handle import Handle, Options
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
+from sparsync.runtime.ownership import check_free, check_undriven, driver_of
+from sparsync.runtime.parameter_names import named_parameters, trained
+from sparsync.schemes.dense import Dense
+
+Group = dist.ProcessGroup
+_SHORTHAND = "sparsync.reduce_gradients"  # the origin of the reducers that it makes
+_SPARSE = "sparse/"  # starts the key of a bucket that is one sparse gradient
+_MOST = 2**31 - 1  # elements of a bucket: positions in it are int32
+# By model: its reducer, which `reduce_gradients` has made and which lives as long as the model. A copy of a model has none.
+_reducers: Any = WeakIdKeyDictionary()  # Any: a mapping, which torch has not typed
+
+
+class GradientReducer(Handle):
+    """Reduces the gradients of `model` with `scheme` over the ranks of `group` (None: the default group), whenever `reduce` is called.
+
+    For models that neither DistributedDataParallel nor FSDP2 wraps. Save it with `sparsync.checkpoint`, or by `state_dict` on each rank.
+    Collective over the ranks of `group`: make it on all of them, each with an instance of the scheme with the same settings.
+
+    Args:
+        model: whose gradients are reduced.
+        scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
+        group: the ranks; None is the default group.
+        optimizer: as for `attach`, also `scaler` and `follow_rates`.
+        scaler: see there.
+        follow_rates: see there.
+        timeout_s: seconds; a rank that waits longer for the others gives up.
+        check_weights_every: steps between two comparisons of a digest of the trained parameters, 0: never.
+
+    Raises:
+        TypeError: for a model that DDP reduces already, and for anything but a Scheme.
+        ValueError: for a model that another integration trains until that one is closed, and for a scheme that another handle drives.
+        RuntimeError: when a rank is missing or comes with another scheme, and for an optimizer that steps during the backward pass.
+    """
+
+    switches = True
+    origin = "sparsync.GradientReducer"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Scheme | None = None,
+        *,
+        group: Group | None = None,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        follow_rates: bool = True,
+        timeout_s: float = 300.0,
+        check_weights_every: int = CHECK_WEIGHTS_EVERY,
+    ) -> None:
+        scheme = given_or_default(scheme)
+        check_free(scheme, model)
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "DistributedDataParallel already reduces this model's gradients; use sparsync.attach, or pass the bare module"
+            )
+        driven = trained(model)
+        check_undriven(driven)
+        if steps_in_backward(model):
+            raise RuntimeError(
+                "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
+            )
+        for finding in optimizers(optimizer, scheme):
+            warn_of(finding)
+        names = {id(parameter): name for name, parameter in named_parameters(model)}
+        options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
+        self._model, self.group, self.timeout_s = weakref.ref(model), group, timeout_s
+        self._kept: nn.Module | None = model
+        rescaler, comparison = (
+            options.rescaler(scheme, names),
+            options.comparison(names, partial(_trained, self._model)),
+        )
+        comm = options.connected(group, scheme.config_fingerprint())
+        super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose gradients are reduced."""
+        model = self._model()
+        assert model is not None, "the model is gone"
+        return model
+
+    def layout(self) -> dict[str, list[int]]:
+        model = self._model()
+        return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
+
+    def reduce(self, step: int | None = None) -> list[Report]:
+        """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
+
+        Call it on every rank, after the backward pass and before the optimizer's step; when gradients are accumulated, after the last
+        backward pass only. With a loss scaler call it before `scaler.unscale_` and `scaler.step`, which look for infinities on their
+        own rank only: after this call all ranks find the same ones.
+        `step` is the number of the step, the same on all ranks; what schemes draw depends on it. None: one more than last time.
+        There is one bucket for each type and device of gradients, more where they have 2^31 elements or more. A parameter without a
+        gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares another's storage, is left
+        alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. A step that leaves NaN or Inf in any
+        gradient counts as skipped, and what its other buckets have sent is rolled back.
+        Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections. A rank that was through with the
+        step raises at its next call, and all ranks from then on until a checkpoint was loaded on all of them, because their weights differ.
+        Raises RanksDifferError, on all ranks, where they come with another step, model, scheme or shared state, and ValueError for a
+        parameter of 2^31 elements or more.
+        """
+        # A failed step counts, for it may have failed on some ranks only.
+        self._step = self._step + 1 if step is None else step
+        with self._connection.step():
+            self._rescaler.rescale()
+            reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
+        self._reports += reports
+        return reports
+
+    def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Return the trained parameters by bucket, each bucket of one type on one device, the same on every rank.
+
+        What would take more than 2^31 - 1 elements is cut between parameters; the buckets after the first are numbered.
+        """
+        buckets: dict[str, dict[str, nn.Parameter]] = {}
+        filled: dict[str, tuple[int, int]] = {}  # by type and device: the number of the last bucket, and its elements
+        sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
+        for name, parameter in trained(self.model):
+            if parameter.numel() > _MOST:
+                raise ValueError(
+                    f"a parameter is reduced with at most {_MOST} elements, {name!r} has {parameter.numel()}; shard it, or split it "
+                    "into several parameters"
+                )
+            if id(parameter) in sparse:
+                buckets[f"{_SPARSE}{name}"] = {name: parameter}
+                continue
+            key = f"{str(parameter.dtype).removeprefix('torch.')}/{parameter.device.type}"
+            number, elements = filled.get(key, (0, 0))
+            if elements + parameter.numel() > _MOST:
+                number, elements = number + 1, 0
+            filled[key] = number, elements + parameter.numel()
+            buckets.setdefault(f"{key}/{number}" if number else key, {})[name] = parameter
+        return buckets
+
+    def _reduced(self, key: str, parameters: dict[str, nn.Parameter]) -> Report:
+        layout = laid_out((name, parameter.shape) for name, parameter in parameters.items())
+        with torch.no_grad():
+            bucket = Bucket(key, torch.cat([_gradient(each) for each in parameters.values()]), self._step, layout)
+            report = self._connection.reduce(bucket, Dense() if key.startswith(_SPARSE) else self.scheme)
+            for each, parameter in zip(layout, parameters.values(), strict=True):
+                mean = each.span.of(bucket.grad).view(parameter.shape)
+                _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
+        return report
+
+
+def reduce_gradients(
+    model: nn.Module,
+    scheme: Scheme | None = None,
+    *,
+    group: Group | None = None,
+    step: int | None = None,
+    scaler: GradScaler | None = None,
+    timeout_s: float = 300.0,
+) -> list[Report]:
+    """Reduce the gradients of `model` by the GradientReducer of `scheme`, which the first call makes; see there, and `reduce` there.
+
+    The shorthand for loops that save no state. Pass the same model, scheme, group and timeout each time: raises ValueError otherwise.
+    Without `scheme` the first call takes that of the environment variable SPARSYNC_SCHEME, or `Dense()`, and later ones go on with it.
+    """
+    reducer: GradientReducer | None = _reducers.get(model)
+    if scheme is None:
+        scheme = given_or_default(None) if reducer is None else reducer.scheme
+    check_scheme(scheme)
+    if (driver := driver_of(scheme)) is not None and driver.origin == _SHORTHAND:
+        reducer = driver
+    if reducer is None:
+        reducer = GradientReducer(model, scheme, group=group, scaler=scaler, timeout_s=timeout_s)
+        reducer.origin = _SHORTHAND
+        reducer._kept = None  # or the model would live as long as what lives as long as the model
+        _reducers[model] = reducer
+    if reducer.scheme is not scheme:
+        raise ValueError(
+            f"this model was reduced by another scheme before, {reducer.scheme!r}; make one and pass it every time"
+        )
+    if reducer.model is not model:
+        raise ValueError("this scheme reduces another model, whose residual it has; make one for each model")
+    for name, before, now in (("group", reducer.group, group), ("timeout_s", reducer.timeout_s, timeout_s)):
+        if before != now:
+            raise ValueError(
+                f"{name} was {before} in the first call for this model, got {now}; pass the same every time"
+            )
+    reducer._rescaler.scaler = scaler
+    return reducer.reduce(step)
+
+
+def _trained(model: weakref.ref[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    found = model()
+    return [] if found is None else trained(found)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.to_dense().flatten()
+
+
+def _write(parameter: nn.Parameter, mean: Tensor) -> None:
+    if parameter.grad is None or mean.is_sparse or parameter.grad.is_sparse:
+        parameter.grad = mean.clone()
+    else:
+        parameter.grad.copy_(mean)

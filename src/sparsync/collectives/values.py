@@ -1,0 +1,185 @@
+"""Collectives of values whose positions all ranks know: means at some positions, quantized means, differences of shards, a broadcast.
+
+A quantized mean loses nothing: every rank owns one chunk of the values. It sends its share of the mean, value / P, of every other chunk to
+the chunk's owner; owners add up what they receive and their own share, which is not rounded, and send the result to all. What a rank's
+first packets drop of its values, and what an owner's packet drops of its sums, is that rank's error: added to its residual, no mass is
+lost. P times a decoded value is exact in float32, where P < 512. All ranks decode the same bytes, so all get the same mean.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsync.comm.plan import (
+    NOTHING,
+    Exchange,
+    Work,
+    all_gather_exchange,
+    all_reduce_exchange,
+    near_equal,
+    tally,
+    to_owners_exchange,
+)
+from sparsync.core import FOUND_INF, Comm, phase, raise_if_found_inf, spans
+from sparsync.kernels import operations as kernels
+from sparsync.kernels.rounding import lacking, rounded
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Bytes of values and back, of a length that their number determines; `wire.ValueCodec` is one."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    def encode(self, value: Tensor) -> Tensor: ...
+
+    def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor: ...
+
+    def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
+
+
+@dataclass(frozen=True)
+class ValuesPlan:
+    """What `mean_at` or `quantized_all_reduce` do, in closed form: each exchange is what its busiest rank sends."""
+
+    exchanges: list[Exchange]
+    encode: Work = NOTHING
+    decode: Work = NOTHING
+
+
+@dataclass(frozen=True)
+class SparseMean:
+    """The means over ranks at the positions `index` [K], the same on every rank."""
+
+    index: Tensor
+    value: Tensor
+    error: Tensor | None  # [K] what the means lack of this rank's values; None where they travelled as they are
+
+
+def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer | None = None) -> SparseMean:
+    """Return the means over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
+
+    Steps: 2 (P-1); with a quantizer 2
+    Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add
+    """
+    index = index.long()
+    value = kernels.gather(acc, index)  # [K]
+    if quantizer is None:
+        return SparseMean(index, comm.all_reduce(value) / comm.size, None)
+    return SparseMean(index, *quantized_all_reduce(value, comm, quantizer))
+
+
+def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer | None = None) -> ValuesPlan:
+    """Return the plan of `mean_at`."""
+    if quantizer is None:
+        return ValuesPlan([all_reduce_exchange(K, dtype.itemsize, P)])
+    return quantized_all_reduce_plan(K, dtype, P, quantizer)
+
+
+def quantized_all_reduce(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Return the mean over ranks of `value` [K], and this rank's error, [K].
+
+    Summed over ranks value = P * mean + error, up to the rounding of an error to the type of `value`.
+    Steps: 2, an all-to-all and an all-gather
+    Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
+    """
+    P, rank, dtype = comm.size, comm.rank, value.dtype
+    chunks = spans(value.numel(), P)
+    mine, lengths = chunks[rank], [len(chunk) for chunk in chunks]
+    sizes = [quantizer.nbytes(length, dtype) for length in lengths]
+    with phase("encode"):
+        shares = value / P
+        packets = [quantizer.encode(chunk.of(shares)) for owner, chunk in enumerate(chunks) if owner != rank]
+        packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
+    received = comm.all_to_all(packets, [sizes[rank] if source != rank else 0 for source in range(P)])
+    with phase("decode"):
+        # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+        total = mine.of(value).to(torch.float64)
+        for source, packet in enumerate(received):
+            if source != rank:
+                total.add_(quantizer.decode(packet, len(mine), dtype), alpha=P)
+    with phase("encode"):
+        packet = quantizer.encode(rounded(total / P, dtype))
+    gathered = comm.all_gather(packet, sizes)
+    with phase("decode"):
+        decoded = [quantizer.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
+        mean = torch.cat(decoded)
+        error = torch.empty_like(value)
+        for owner, chunk in enumerate(chunks):
+            if owner == rank:
+                chunk.of(error).copy_(total - P * chunk.of(mean).to(torch.float64))
+            else:
+                sent = quantizer.decode(packets[owner], len(chunk), dtype)
+                chunk.of(error).copy_(lacking(chunk.of(value), sent, P))
+    return mean, error
+
+
+def quantized_all_reduce_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> ValuesPlan:
+    """Return the plan of `quantized_all_reduce`."""
+    sizes = tally(near_equal(K, P), lambda length: quantizer.nbytes(length, dtype))
+    own = -(-K // P)
+    decode = (P * own - own + K + K - own, 3 * P - 2)
+    return ValuesPlan([to_owners_exchange(sizes), all_gather_exchange(sizes)], (K, P), decode)
+
+
+def exchange_counts(count: int, finite: bool, comm: Comm, device: torch.device) -> list[int]:
+    """Return how many elements each rank selected. Raises NonFiniteError on all ranks where one is not `finite`.
+
+    Steps: 1
+    Bytes sent per rank: 8 (P-1)
+    """
+    own = torch.tensor([count if finite else FOUND_INF], dtype=torch.int64, device=device)
+    # A host sync: the sizes of the next buffers depend on it.
+    counts = [int(each) for each in comm.all_gather(own, [1] * comm.size)]
+    raise_if_found_inf(counts)
+    return counts
+
+
+def gather_differences(shard: Float[Tensor, " m"], held: Float[Tensor, " n"], quantizer: Quantizer, comm: Comm) -> None:
+    """Move `held` [P m], chunk r of which estimates the shard of rank r, towards the shards, in place and by the same bits everywhere.
+
+    An all-gather of shards that change little from one time to the next, such as parameters: their owners send rounded differences, and
+    what rounding drops stays in the next difference: error feedback without a residual, as in EF21 (arXiv:2106.05203) for gradients.
+    ZeRO++ (arXiv:2306.10209) instead rounds the parameters themselves, at each all-gather anew.
+
+    An exact codec sends the shards themselves: `held` becomes what the ranks have, bit for bit, whatever it was. Otherwise it must be the
+    same on all ranks. NaN and Inf show on all ranks, in the formats below 16 bits throughout their block of 256; an element that is not
+    finite counts as zero the next time, so that it recovers when its owner does.
+
+    Steps: 1
+    Bytes sent per rank: (P-1) quantizer.nbytes(m)
+    """
+    m, wide = shard.numel(), torch.promote_types(shard.dtype, torch.float32)
+    chunks = held.view(comm.size, m)
+    with phase("encode"):
+        if not quantizer.exact:
+            held.nan_to_num_(0.0, 0.0, 0.0)
+            shard = shard.to(wide) - chunks[comm.rank]
+        packet = quantizer.encode(shard)
+    received = comm.all_gather(packet, [packet.numel()] * comm.size)
+    with phase("decode"):
+        for chunk, theirs in zip(chunks, received, strict=True):
+            decoded = quantizer.decode(theirs, m, shard.dtype)
+            if quantizer.exact:
+                chunk.copy_(decoded)
+            else:
+                chunk.add_(decoded)
+
+
+def broadcast(x: Tensor, comm: Comm) -> Tensor:
+    """Return rank 0's `x` [n] on every rank; n and the type are the same on all of them.
+
+    One chunk goes to each rank, then all gather them, so that no rank sends all of it to all others.
+    Steps: 2, a scatter and an all-gather
+    Bytes sent per rank: (P-1)/P * nbytes(x), and the same again on rank 0
+    """
+    if comm.size == 1 or not x.numel():
+        return x
+    chunks = spans(x.numel(), comm.size)
+    parts = [chunk.of(x) if comm.rank == 0 else x[:0] for chunk in chunks]
+    own = comm.all_to_all(parts, [len(chunks[comm.rank]), *[0] * (comm.size - 1)])[0]
+    return torch.cat(comm.all_gather(own.contiguous(), [len(chunk) for chunk in chunks]))

@@ -1,0 +1,130 @@
+"""AdamW whose exchange is compressed: each rank divides its own gradient by its own second moments, and momentum comes after the exchange.
+
+Compressing gradients for AdamW costs quality, because the second moments of sparse means are wrong, and dividing after the exchange
+enlarges what was dropped. Here each rank sends steps instead, learning rate included:
+
+    v      = beta2 v + (1 - beta2) g^2                     own second moments of the own gradient g
+    x      = rate g / (sqrt(ratio v / (1 - beta2^t)) + eps)
+    mean   = scheme.reduce(x)                              what is not sent stays in the residual
+    m      = beta1 m + (1 - beta1) mean                    momentum, the same on all ranks
+    A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
+    W      = A - keep * unsent                             own weights, at which the next gradient is taken
+
+ratio: of the squares of the mean gradient to those of the own one, for a rank's own gradient holds P times the variance of the mean one,
+and without the ratio steps are too short. With one rank it is 1. Else it is estimated for each block of adjacent elements, from sums of
+the gradient with random signs: linear, so the mean of the ranks' sums is the sum of the mean gradient, and its expected square is the
+square norm of the block (AMS sketches, Alon, Matias and Szegedy 1996).
+
+Differs from AdamW, also with one rank or where all ranks send all: each gradient is divided by the second moments, and multiplied by the
+rate, of its own step, where AdamW divides and multiplies the momentum by those of the last one. With beta1 = 0 there is no difference.
+Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm
+from sparsync.exchanges.exchanged_steps import ExchangedSteps, ExchangedStepsOptions
+
+
+class AdamWSteps(ExchangedSteps, options=ExchangedStepsOptions):
+    """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
+
+    The model is not wrapped: `loss.backward(); steps.clip_grad_norm_(1.0); steps.step(); schedule.step()`. Parameters and buffers of rank
+    0 are copied to all ranks here; later each rank has its own buffers. Weights are float32, or float64 for float64 parameters; own
+    ones are rounded to 16 bits if the parameters have 16 bits.
+    Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
+    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step the
+    gradient once more, and its largest bucket twice.
+
+    Args:
+        model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
+        optimizer: a torch.optim.AdamW of all trained parameters, or an Adam without weight decay. Rates, betas, eps and weight decay are
+            read from it in each step, so schedules work as ever, and ranks compare them then. Its own `step` raises from here on, and its
+            state is not used. Betas and eps are those of all its groups.
+        scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
+        block: adjacent elements with one ratio.
+        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
+            measure.
+        bucket_mb: megabytes of a bucket.
+        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
+        group: the ranks; None is the default group.
+        comm: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
+        timeout_s: seconds; a rank that waits longer for the others gives up.
+
+    Raises:
+        TypeError: for a wrapped model, another optimizer and anything but a Scheme.
+        ValueError: for settings out of range, where model and optimizer have other trained parameters, and for a model that another
+            integration trains until that one is closed.
+        RuntimeError: when a rank is missing, or has other settings or other parameters.
+    """
+
+    origin = "sparsync.AdamWSteps"
+    integration = "adamw_steps"
+    vectors = ("momentum", "square")  # m, the same on all ranks; v, a rank's own
+    counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the own second moments
+
+    optimizer: Adam
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Adam,
+        scheme: Scheme | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        comm: Comm | None = None,
+        timeout_s: float = 300.0,
+        **options: Any,  # Any: the fields of ExchangedStepsOptions
+    ) -> None:
+        _check_optimizer(optimizer)
+        super().__init__(model, optimizer, scheme, ExchangedStepsOptions(**options), group, comm, timeout_s)
+
+    def _to_step_(self, place: int, gradient: Tensor) -> None:
+        _, beta2, eps = self._betas_and_eps()
+        square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
+        for span, t in self._counted(place, "seen"):
+            g, v = span.of(gradient), span.of(square)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            g.div_((v * self._ratios.spread(ratio / (1 - beta2**t), span)).sqrt_().add_(eps))
+        self._scale_(place, gradient, self._values("lr"))
+
+    def _move(self, place: int, mean: Tensor) -> None:
+        beta1, _, _ = self._betas_and_eps()
+        common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
+        decays = zip(self._values("lr"), self._values("weight_decay"), strict=True)
+        self._scale_(place, common, [1 - rate * decay for rate, decay in decays])
+        for span, t in self._counted(place, "applied"):
+            m = span.of(momentum).lerp_(span.of(mean), 1 - beta1)
+            span.of(common).sub_(m, alpha=1 / (1 - beta1**t))
+
+    def _betas_and_eps(self) -> tuple[float, float, float]:
+        group = self.optimizer.param_groups[0]
+        beta1, beta2 = group["betas"]
+        return float(beta1), float(beta2), float(group["eps"])
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise TypeError or ValueError for an optimizer whose steps AdamWSteps cannot take."""
+    if not isinstance(optimizer, Adam):
+        raise TypeError(
+            f"AdamWSteps takes the settings of a torch.optim.AdamW or Adam, got {type(optimizer).__name__}; for others there is LocalSteps"
+        )
+    first = optimizer.param_groups[0]
+    for group in optimizer.param_groups:
+        if group.get("amsgrad") or group.get("maximize"):
+            raise ValueError("AdamWSteps has neither amsgrad nor maximize; make the optimizer without")
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            raise ValueError(
+                "AdamWSteps decays weights as AdamW does, and this Adam decays gradients; use torch.optim.AdamW"
+            )
+        if not group["eps"] > 0:
+            raise ValueError(f"eps must be above 0, or elements without gradient become 0 / 0, got {group['eps']}")
+        for key in ("betas", "eps"):
+            if group[key] != first[key]:
+                raise ValueError(f"all parameter groups must have the same {key}, got {first[key]} and {group[key]}")

@@ -1,0 +1,155 @@
+"""What ranks tell each other before they exchange weights: where they are, what has changed, whether it is finite, and their buffers."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.collectives.values import broadcast
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, Report
+from sparsync.exchanges.weights import copy_bytes_, flat_bytes
+from sparsync.runtime.connection import Reduction
+
+How = Literal["broadcast", "mean", "own"]
+KEY = "agreement"
+FINITE, WEIGHTS, BUFFERS = 1, 0, -1  # what of a rank holds NaN or Inf, as a rank says it
+IDLE, CHANGED, FROZEN = 0, 1, 2  # what a parameter is on a rank
+_PACKED = 24  # parameters in a number: 2 bits each of the 53 that float64 holds exactly
+
+
+class CommonBuffers:
+    """The buffers of a model, and the values of them that all ranks have. `how` says where these come from at an exchange."""
+
+    def __init__(self, model: nn.Module, how: How) -> None:
+        self.model, self.how = model, how
+        self.values = [each.detach().clone() for each in model.buffers()]
+        # A mask of -inf is no fault, so of such a buffer NaN and Inf are none.
+        self._watched = [bool(each.isfinite().all()) for each in self.values]
+
+    def bad(self) -> list[bool]:
+        """Return for each buffer in the model whether it has come to hold NaN or Inf."""
+        pairs = zip(self._watched, self.model.buffers(), strict=True)
+        return [watched and not bool(each.isfinite().all()) for watched, each in pairs]
+
+    def take(self, values: Iterable[Tensor]) -> None:
+        """Make these values the common ones."""
+        _copy_all_(self.values, values)
+
+    def show(self) -> None:
+        """Write the common values into the model."""
+        _copy_all_(self.model.buffers(), self.values)
+
+    def recover(self) -> None:
+        """Write the common values into the model where it holds NaN or Inf."""
+        for each, value, bad in zip(self.model.buffers(), self.values, self.bad(), strict=True):
+            if bad:
+                each.detach().copy_(value)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Have the common values in the model, unless ranks have their own; this rank's are back afterwards."""
+        own = [each.detach().clone() for each in self.model.buffers()]
+        try:
+            if self.how != "own":
+                self.show()
+            yield
+        finally:
+            _copy_all_(self.model.buffers(), own)
+
+
+class Agreement(Reduction):
+    """One message of a few numbers and a sketch, if any, from every rank to every other, and then the buffers, if any.
+
+    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` says of each one, by name, whether it is IDLE, CHANGED or FROZEN; `sketch` [s] is
+    in float64. `reduce` leaves in `not_finite` what is not, by rank, in `idle` the parameters that are frozen or have changed on no rank,
+    in `sketches` what all ranks sent, and in `buffers` the common ones, unless some rank's are not finite.
+    Raises RuntimeError, on all ranks, when ranks are at different steps, have applied different exchanges, or have frozen other parameters.
+    """
+
+    name = KEY
+
+    def __init__(
+        self,
+        step: int,
+        applied: int,
+        finite: int,
+        parameters: Mapping[str, int],
+        sketch: Tensor | None = None,
+        buffers: Iterable[Tensor] = (),
+        mean: bool = False,
+    ) -> None:
+        self.own, self.parameters, self.sketch, self._mean = (step, applied, finite), parameters, sketch, mean
+        self.buffers = [each.detach().clone() for each in buffers]
+        self.not_finite: dict[int, int] = {}
+        self.idle: frozenset[str] = frozenset()
+        self.sketches: list[Tensor] = []
+
+    def bucket(self, step: int, device: torch.device) -> Bucket:
+        """Return the bucket to be reduced: these numbers, in float64."""
+        numbers = torch.tensor((*self.own, *_packed(list(self.parameters.values()))), dtype=torch.float64)
+        return Bucket(KEY, torch.cat([numbers, *([] if self.sketch is None else [self.sketch])]).to(device), step)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm = MeteredComm(comm)
+        counts = [bucket.grad.numel()] * comm.size
+        # A host sync: all ranks decide on these.
+        received = [row.cpu() for row in comm.all_gather(bucket.grad, counts)]
+        head = len(self.own) + -(-len(self.parameters) // _PACKED)
+        rows = [tuple(int(each) for each in row[:head].tolist()) for row in received]
+        for rank, (step, applied, *_) in enumerate(rows):
+            if (step, applied) != self.own[:2]:
+                raise RuntimeError(
+                    f"ranks came apart: rank {comm.rank} exchanges at step {self.own[0]} after {self.own[1]} exchanges, rank {rank} at "
+                    f"step {step} after {applied}; call step() equally often on all ranks, or load the same checkpoint on all of them"
+                )
+        self.not_finite = {rank: row[2] for rank, row in enumerate(rows) if row[2] != FINITE}
+        self.idle = self._idle([_unpacked(row[len(self.own) :], len(self.parameters)) for row in rows])
+        self.sketches = [row[head:] for row in received]
+        if not self.not_finite:
+            self._share_buffers(comm)
+        n = bucket.grad.numel()
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
+
+    def _idle(self, ranks: Sequence[Sequence[int]]) -> frozenset[str]:
+        idle = []
+        for name, states in zip(self.parameters, zip(*ranks, strict=True), strict=True):
+            frozen = [rank for rank, state in enumerate(states) if state == FROZEN]
+            if frozen and len(frozen) < len(states):
+                raise RuntimeError(
+                    f"{name} is frozen on ranks {frozen} and trained on the others; set its requires_grad to the same on all ranks"
+                )
+            if frozen or not any(states):
+                idle.append(name)
+        return frozenset(idle)
+
+    def _share_buffers(self, comm: Comm) -> None:
+        averaged = [each for each in self.buffers if self._mean and each.is_floating_point()]
+        first = [each for each in self.buffers if not any(each is other for other in averaged)]
+        if first:
+            copy_bytes_(first, broadcast(flat_bytes(first), comm))
+        if averaged:
+            flat = torch.cat([each.reshape(-1).double() for each in averaged])
+            mean = comm.all_reduce(flat) / comm.size
+            for each, part in zip(averaged, mean.split([each.numel() for each in averaged]), strict=True):
+                each.copy_(part.view(each.shape))
+
+
+def _packed(states: Sequence[int]) -> list[int]:
+    """Return numbers from 0 to 3, `_PACKED` in one."""
+    return [
+        sum(state << 2 * place for place, state in enumerate(states[first : first + _PACKED]))
+        for first in range(0, len(states), _PACKED)
+    ]
+
+
+def _unpacked(numbers: Sequence[int], count: int) -> list[int]:
+    """Return the first `count` of what `_packed` has packed."""
+    return [numbers[i // _PACKED] >> 2 * (i % _PACKED) & 3 for i in range(count)]
+
+
+def _copy_all_(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for each, value in zip(into, values, strict=True):
+        each.detach().copy_(value)

@@ -1,0 +1,399 @@
+"""The base of methods that exchange an optimizer's steps, at every step: AdamWSteps.
+
+Each rank turns its own gradient into a step (`_to_step_`), the steps go through the scheme, and all ranks turn the mean step into weights
+(`_move`). A method is these two, what it takes from its optimizer, and the names of the vectors and counts that it saves. Here is the
+rest: who takes part, the measured ratio, steps that are skipped, and the state.
+"""
+
+import math
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsync.base.scheme import Scheme, overflowed
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.exchanges.sketch import FIRST, BlockRatios, MeanOfSketches
+from sparsync.exchanges.step_method import State, StepMethod, StepOptions, trained_parameters
+from sparsync.exchanges.weights import WeightBucket
+from sparsync.kernels import operations as kernels
+from sparsync.runtime.findings import steps_in_backward
+from sparsync.runtime.state_checks import check_alike, check_count, check_known
+
+_MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangedStepsOptions(StepOptions):
+    keep: float = 0.35
+    block: int = 64  # adjacent elements with one ratio
+    # Steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all measure.
+    measure_every: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"block must be at least 1 element, got {self.block}")
+        if self.measure_every < 1:
+            raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
+
+
+class ExchangedSteps(StepMethod):
+    """Takes the steps of `optimizer` for `model` on all ranks. The optimizer has the settings; its own `step` raises from here on."""
+
+    replaces_optimizer = True
+    vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
+    counts: tuple[str, ...]  # of each parameter, the same
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheme: Scheme | None,
+        options: ExchangedStepsOptions,
+        group: dist.ProcessGroup | None,
+        comm: Comm | None,
+        timeout_s: float,
+    ) -> None:
+        if steps_in_backward(model):
+            raise ValueError(
+                f"an optimizer steps during the backward pass and leaves no gradient to {type(self).__name__}; remove it, or use "
+                "LocalSteps, which exchanges the result of each rank's optimizer"
+            )
+        self.optimizer, self._groups = optimizer, _group_numbers(optimizer, trained_parameters(model))
+        super().__init__(model, [optimizer], scheme, options, group, comm, timeout_s)
+        self.options = options
+        common = [each.common for each in self._weights.buckets]
+        self._keys = [each.key for each in self._weights.buckets]
+        self._ratios = BlockRatios(common, options.block, options.measure_every)
+        self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
+        self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
+        self._totals = {"skipped": 0, **self._totals}
+        self._skipped = 0  # steps since the last one that was not
+        self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
+        _forbid_step(optimizer, self)
+
+    @abstractmethod
+    def _to_step_(self, place: int, gradient: Tensor) -> None:
+        """Write this rank's step over its own gradient of bucket `place`, [n], learning rate included."""
+
+    @abstractmethod
+    def _move(self, place: int, mean: Tensor) -> None:
+        """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
+
+    @torch.no_grad()
+    def step(self) -> list[Report]:
+        """Take one step with the gradients of all ranks, and return the reports: of the ratio, if it is due, and of each bucket.
+
+        Call it on every rank. Weights that were set from outside since the last step, the same on all ranks, are the common ones from here
+        on. A parameter that has a gradient on some ranks counts as zero on the others. One that has none on any rank, or
+        is frozen, does not move, nor do its moments, and what is unsent of it waits.
+        Where a rank's gradient holds NaN or Inf, or is too long for its square norm to be finite, all ranks skip the step, with a warning:
+        common weights, momentum and the ratio stay as they are, and what was sent returns to the residuals. Second moments of ranks whose
+        own gradient is finite may have taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
+        Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
+        connections. Where ranks cannot agree any more on what was applied, or an error came while the mean was applied, that one raises as
+        well: continue from a checkpoint.
+        """
+        self._check_own()
+        self._check_trained()
+        # A failed step counts, for it may have failed on some ranks only.
+        self._step += 1
+        # torch's schedules warn where the optimizer they belong to has not stepped.
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        with self._connection.step():
+            _check_finite(self.optimizer)
+            self._idle = self._idle_now()
+            reports, means = self._exchanged()
+        self._count(reports)
+        with self._applying():
+            for place, mean in enumerate(means or ()):
+                self._move(place, mean)
+            self._write_own()  # after a skipped step too, for its residual may have changed
+        self._adopted.clear()
+        self._tell_skipped(means is None)
+        return reports
+
+    @property
+    def clip_factor(self) -> float:
+        """How much longer this rank's gradient is than the mean one, as last measured: in [1, sqrt(P)], and 1 before."""
+        return self._ratios.clip_factor(self._comm.size)
+
+    @torch.no_grad()
+    def exchange(self) -> list[Report]:
+        """Send all that is unsent, in full precision, and apply it: at the end of training. Return a report for each bucket.
+
+        Call it on every rank; it counts no step. Afterwards own weights are the common ones, but for frozen parameters, of which what is
+        unsent waits. An all-reduce of all parameters, of 4 bytes each, and nothing where the scheme holds nothing back.
+        """
+        self._check_own()
+        if not self._scheme.has_residual:
+            return []
+        self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
+        with self._connection.step():
+            nothing = [torch.zeros_like(each.common) for each in self._weights.buckets]
+            reports, means, _ = self._reduced(nothing, send_all=True)
+        self._count(reports)
+        with self._applying():
+            for bucket, mean in zip(self._weights.buckets, means, strict=True):
+                bucket.common.sub_(mean)
+            self._write_own()
+        return reports
+
+    def stats(self) -> dict[str, int | float]:
+        found = super().stats()
+        return {**found, "exchanges": found["steps"] - found["skipped"]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` returned; the optimizer, for its rates, is restored by its own. See Handle.
+
+        The ratio is measured again, in each of the next 8 steps, if buckets, blocks or the number of ranks have changed.
+        """
+        super().load_state_dict(state)
+
+    def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        trained, ratios = self._weights.trained, self._ratios
+        return {
+            **{key: self._weights.saved(vectors) for key, vectors in self._vectors.items()},
+            **deepcopy(self._counts),
+            "ratio": ratios.state_dict(self._keys),
+            # These are not where the common ones and what is unsent would have them.
+            "own": {name: trained[name].detach().flatten().clone() for name in sorted(self._idle | self._adopted)},
+            "measured": ratios.measured,
+            "measure_until": ratios.measure_until,
+            "skipped": self._skipped,
+        }
+
+    def resized(self, states: Sequence[State]) -> dict[str, Any]:  # Any: as Handle
+        """Return a state for this rank, made from those of all ranks of another number: with second moments and buffers of one of them.
+
+        The ratio depends on the number of ranks, and is measured again; own weights follow from the common ones and from the residual.
+        """
+        own = states[self.place[0] % len(states)][self.integration]
+        return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}}}
+
+    def _check(self, state: State) -> None:
+        super()._check(state)
+        own, done, path = state[self.integration], state["step"] + 1, f"state[{self.integration!r}]"
+        like, most = dict(self._weights.common()), {"measured": done, "measure_until": done + FIRST, "skipped": done}
+        counts = dict.fromkeys(most, 0) | dict.fromkeys(self.counts, dict.fromkeys(like, 0))
+        check_alike(path, own, {**dict.fromkeys(self.vectors, like), **counts, "ratio": {}, "own": {}})
+        for key, limit in most.items():
+            check_count(f"{path}[{key!r}]", own[key], limit)
+        for key in self.counts:
+            for name in like:
+                check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
+        check_known(f"{path}['own']", own["own"], like)
+        check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
+        squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
+        for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
+            where = f"['ratio'][{key!r}]"
+            check_alike(path + where, one, {"block": 1, "mean": None, "own": None})
+            blocks = torch.zeros(one["mean"].shape if isinstance(one["mean"], Tensor) else 0)
+            check_alike(path + where, one, {"mean": blocks, "own": blocks})
+            squares |= {f"{where}[{each!r}]": one[each] for each in ("mean", "own")}
+        if wrong := [where for where, values in squares.items() if bool((values < 0).any())]:
+            raise ValueError(f"{path}{wrong[0]} has negative elements; load an older state")
+
+    def _load(self, state: State) -> None:
+        saved, ratios = state[self.integration], self._ratios
+        loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
+        super()._load(state)
+        for key, vectors in self._vectors.items():
+            for vector, values in zip(vectors, loaded[key], strict=True):
+                vector.copy_(values)
+        self._counts = {key: dict(saved[key]) for key in self.counts}
+        self._skipped, self._idle = saved["skipped"], frozenset(saved["own"])
+        ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
+        ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
+        for name, own in saved["own"].items():
+            parameter = self._weights.trained[name].detach()
+            parameter.copy_(own.view(parameter.shape))
+        self._write_own()
+
+    def _idle_now(self) -> frozenset[str]:
+        """Return the parameters that do not take part in this step: frozen, or without a gradient on any rank. The same on all ranks."""
+        named = self._weights.trained
+        trained = [name for name, each in named.items() if each.requires_grad]
+        own = [name for name in trained if named[name].grad is not None]
+        return frozenset(named) - self._connection.any_of(own, trained, self._step)
+
+    def _exchanged(self) -> tuple[list[Report], list[Tensor] | None]:
+        """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
+        gradients = [self._gradient(each) for each in self._weights.buckets]
+        # A host sync. False also where squares overflow, which would stay in the second moments.
+        finite = all(bool(each.view(-1).dot(each.view(-1)).isfinite()) for each in gradients)
+        first: list[Report] = []
+        if self._comm.size > 1 and self._ratios.due(self._step):
+            first.append(self._measured(gradients, finite))
+            if first[0].details["overflow"]:
+                return first, None
+        steps = [each.view(-1)[: len(of.common)] for each, of in zip(gradients, self._weights.buckets, strict=True)]
+        for place, step in enumerate(steps):
+            self._to_step_(place, step) if finite else step.fill_(torch.nan)
+        reports, means, skipped = self._reduced(steps)
+        return [*first, *reports], None if skipped else means
+
+    def _gradient(self, bucket: WeightBucket) -> Tensor:
+        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block]."""
+        n, block = len(bucket.common), self._ratios.block
+        blocks = bucket.common.new_empty(-(-n // block), block)
+        flat = blocks.view(-1)
+        flat[n:].zero_()
+        for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
+            part = entry.span.of(flat).view(parameter.shape)
+            gradient = None if entry.name in self._idle else parameter.grad
+            part.zero_() if gradient is None else part.copy_(gradient.to_dense())
+        return blocks
+
+    def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
+        """Measure the ratio; the report says whether NaN or Inf were found on any rank, in which case nothing has changed."""
+        sums = self._ratios.sums(gradients, self._keys, self._step)
+        if not finite:
+            sums.fill_(torch.nan)
+        report = self._connection.reduce(Bucket("ratio", sums, self._step), MeanOfSketches())
+        of_mean = sums.square()
+        overflow = not kernels.all_finite(of_mean)
+        if not overflow:
+            taking = [[entry.span for entry in self._taking(each)] for each in self._weights.buckets]
+            self._ratios.observe(of_mean, gradients, taking)
+        return replace(report, details={**report.details, "overflow": overflow})
+
+    def _reduced(self, values: Sequence[Tensor], send_all: bool = False) -> tuple[list[Report], list[Tensor], bool]:
+        """Return the reports, the mean over ranks of each of `values`, zero where it is idle, and whether NaN or Inf are in any."""
+        sent: list[Bucket] = []
+        reports: list[Report] = []
+        means: list[Tensor] = []
+        skipped = False
+        try:
+            for bucket, own in zip(self._weights.buckets, values, strict=True):
+                part = bucket.part(self._idle)
+                if not part.layout:
+                    means.append(torch.zeros_like(own))
+                    continue
+                mean = part.bucket(own, self._step + send_all)
+                if send_all:
+                    mean.key = f"unsent/{mean.key}"  # another exchange than that of a step
+                reports.append(self._connection.reduce(mean, self._scheme, send_all=send_all))
+                sent.append(mean)
+                means.append(part.whole(mean.grad, len(own)))
+                skipped |= overflowed(reports[-1], mean.grad)
+        except BaseException:
+            # After an overflow it has returned already, see Rollback.
+            for each in sent if self._scheme.has_residual and not skipped and not send_all else ():
+                self._scheme.rollback(each)
+            raise
+        return reports, means, skipped
+
+    def _write_own(self) -> None:
+        for bucket in self._weights.buckets:
+            unsent = bucket.unsent(self._scheme, self._comm, self._idle) if self._keep else None
+            common = bucket.common
+            bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), self._idle)
+        self._weights.note_written()
+
+    def _taking(self, bucket: WeightBucket) -> list[ParameterSpan]:
+        """Return the parameters of a bucket that take part in this step."""
+        return [entry for entry in bucket.layout if entry.name not in self._idle]
+
+    def _counted(self, place: int, key: str) -> list[tuple[Span, int]]:
+        """Add one to the count of each parameter that takes part; return spans of a bucket of which all have the same, and that count."""
+        taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
+        for entry in taking:
+            counts[entry.name] += 1
+        return _runs(taking, lambda name: counts[name])
+
+    def _scale_(self, place: int, flat: Tensor, factors: Sequence[float]) -> None:
+        """Multiply what takes part of `flat` [n] by the factor of each element's parameter group."""
+        for span, number in _runs(self._taking(self._weights.buckets[place]), lambda name: self._groups[name]):
+            if factors[number] != 1.0:
+                span.of(flat).mul_(factors[number])
+
+    def _values(self, key: str) -> list[float]:
+        """Return a setting of each parameter group of the optimizer, a number or a tensor with one."""
+        return [float(group[key]) for group in self.optimizer.param_groups]
+
+    def _tell_skipped(self, skipped: bool) -> None:
+        """Warn of the first of the steps that are skipped in a row, and raise where there are too many. The same on all ranks."""
+        self._totals["skipped"] += skipped
+        self._skipped = self._skipped + 1 if skipped else 0
+        if not skipped:
+            return
+        own = _not_finite(self._weights.trained)
+        where = f"of {own} on this rank" if own else "on another rank, or the mean step,"
+        found = f"the gradient {where} holds NaN or Inf, or is too long for its squares to be summed"
+        if self._skipped == _MOST_SKIPPED:
+            raise RuntimeError(
+                f"the last {_MOST_SKIPPED} steps were skipped on all ranks, and no weight has moved: {found}; lower the learning rate, "
+                "clip gradients, or find out where the loss is not finite"
+            )
+        if self._skipped == 1:
+            warnings.warn(
+                f"step {self._step} of {type(self).__name__} was skipped on all ranks: {found}; `stats()` counts these steps",
+                stacklevel=4,
+            )
+
+
+def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> list[tuple[Span, Value]]:
+    """Return the spans of adjacent parameters that have the same value, and that value."""
+    found: list[tuple[Span, Value]] = []
+    for entry in layout:
+        value, start = value_of(entry.name), entry.span.start
+        if found and found[-1][0].stop == start and found[-1][1] == value:
+            start = found.pop()[0].start
+        found.append((Span(start, entry.span.stop), value))
+    return found
+
+
+def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the number of each trained parameter's group, by name. Raises ValueError where optimizer and model have other parameters."""
+    by_id = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    if missing := [name for name, each in trained.items() if id(each) not in by_id]:
+        raise ValueError(f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, or freeze these")
+    known = {id(each) for each in trained.values()}
+    more = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
+    if shapes := [tuple(each.shape) for each in more if each.requires_grad]:
+        raise ValueError(f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model")
+    return {name: by_id[id(each)] for name, each in trained.items()}
+
+
+def _check_finite(optimizer: Optimizer) -> None:
+    """Raise ValueError for a rate, decay or eps that is not finite."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key in ("lr", "weight_decay", "eps"):
+            if not math.isfinite(float(group[key])):
+                raise ValueError(
+                    f"{key} of parameter group {number} is {float(group[key])}; it must be finite, look at its schedule"
+                )
+
+
+def _forbid_step(optimizer: Optimizer, steps: ExchangedSteps) -> None:
+    """Have `optimizer.step` raise RuntimeError as long as there is `steps`, and until it is closed."""
+    owner = weakref.ref(steps)
+
+    def refuse(*_: object) -> None:
+        if (found := owner()) is not None and not found.closed:
+            raise RuntimeError(
+                f"{type(found).__name__} takes the steps of this optimizer; call steps.step() in place of optimizer.step(). With a "
+                "GradScaler: scaler.unscale_(optimizer), steps.step(), scaler.update()"
+            )
+
+    optimizer.register_step_pre_hook(refuse)
+
+
+def _not_finite(trained: Mapping[str, nn.Parameter]) -> str | None:
+    """Return the name of the first parameter whose gradient has no finite square norm on this rank."""
+    for name, each in trained.items():
+        if each.grad is not None and not bool(each.grad.to_dense().square().sum().isfinite()):
+            return name
+    return None

@@ -1,0 +1,431 @@
+"""One exchange of a fragment of the weights: agreement, each bucket through the scheme, and the own weights that follow."""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.base.scheme import Scheme, overflowed
+from sparsync.comm.announcement import RanksDifferError
+from sparsync.comm.group import ConnectionLostError, GroupComm, Origin
+from sparsync.core import Bucket, Comm, Cost, Report
+from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
+from sparsync.exchanges.local_options import LocalStepsOptions, MakeOptimizer
+from sparsync.exchanges.sketch import LENGTH, ClipFactor
+from sparsync.exchanges.weights import WeightBucket, Weights, by_name
+from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Connection
+from sparsync.runtime.dispatcher import Worker
+from sparsync.runtime.optimizers import Compared
+from sparsync.runtime.state_checks import check_alike, check_count, check_known
+
+OPTIMIZER = {"state": {}, "param_groups": ()}  # the form of an optimizer, as it is saved
+# The form of an exchange that is on its way, as it is saved.
+_SAVED = {"fragment": 0, "due": 0, "dropped": False, "not_finite": ((),), "idle": ("",)}
+_SAVED |= {"mean": {}, "own": {}, "buffers": (), "sketches": ()}
+
+
+@dataclass
+class PendingExchange:
+    """What is sent of some buckets, and after `wait` what came of it."""
+
+    buckets: Sequence[WeightBucket]
+    due: int  # applied when this many steps were made
+    background: bool  # the own weights change before it is applied
+    own: list[Tensor] = field(default_factory=list)  # the own weights when it was sent, [n] each
+    changes: list[Bucket] = field(default_factory=list)  # start - own, and afterwards the mean over ranks
+    # Of what was not sent, what stays in the own weights; None: nothing.
+    held: list[Tensor | None] = field(default_factory=list)
+    dropped: bool = False  # NaN or Inf somewhere
+    not_finite: dict[int, int] = field(default_factory=dict)  # WEIGHTS or BUFFERS, by rank
+    idle: frozenset[str] = frozenset()  # parameters that were not exchanged: frozen, or changed on no rank
+    sketches: list[Tensor] = field(default_factory=list)  # of the gradient, of each rank
+    buffers: list[Tensor] = field(default_factory=list)  # the common ones, if they were exchanged
+    reports: list[Report] = field(default_factory=list)
+    raised: bool = False  # an error was raised for it already
+    agreement: Agreement | None = None  # before it is sent
+    compared: Compared = field(default_factory=Compared)
+    job: "Future[str] | None" = None
+    ended: dict[torch.device, Any] = field(default_factory=dict)  # torch's stubs know two unrelated Event classes
+    _origin: Origin = field(default_factory=Origin)
+
+    def wait(self) -> str:
+        """Wait until the exchange has ended, and return why it failed; "" if it did not."""
+        if self.job is not None:
+            self._origin.check()
+            if failure := self.job.result():
+                return failure
+        for device, ended in self.ended.items():
+            torch.cuda.current_stream(device).wait_event(ended)
+            for tensor in (*(each.grad for each in self.changes), *(each for each in self.held if each is not None)):
+                if tensor.device == device:
+                    tensor.record_stream(torch.cuda.current_stream(device))
+        self.ended = {}
+        return ""
+
+    def take(self, number: int) -> tuple[int, dict[str, int]]:
+        """Take what this rank has learnt, to be sent as exchange `number` of its fragment; return what `Agreement` is told of it."""
+        with torch.no_grad():
+            self.own = [each.own() for each in self.buckets]
+            pairs = zip(self.buckets, self.own, strict=True)
+            self.changes = [each.bucket(each.start - now, number) for each, now in pairs]
+        finite = FINITE if all(kernels.all_finite(each.grad) for each in self.changes) else WEIGHTS
+        pairs = zip(self.buckets, self.changes, strict=True)
+        return finite, dict(each for bucket, change in pairs for each in _states(bucket, change))
+
+    def write_own(self, mixing: float | None) -> None:
+        """Write the own weights that follow from the common ones; what was learnt since it was sent stays, see `LocalSteps.step`."""
+        for bucket, held, before in zip(self.buckets, self.held, self.own, strict=True):
+            weights, begun = kept(bucket, held), bucket.start
+            if not self.background and mixing is None:
+                bucket.start = bucket.write(weights, self.idle)
+            else:
+                now = bucket.own()
+                since = before - now
+                weights = weights - since if mixing is None else weights.lerp(now, mixing)
+                bucket.start = bucket.write(weights, self.idle) + since
+            bucket.idle_from(begun, bucket.start, self.idle)
+
+    def return_to_start(self) -> None:
+        """Write the own weights after the exchange before this one."""
+        for bucket, held in zip(self.buckets, self.held, strict=True):
+            weights = kept(bucket, held)
+            if self.idle:
+                weights = bucket.idle_from(bucket.start, weights.clone(), self.idle)
+            bucket.start = bucket.write(weights)
+
+    def described_drop(self) -> str:
+        """Return what of which ranks holds NaN or Inf."""
+        told = [
+            f"the {name} of ranks {ranks} hold NaN or Inf"
+            for what, name in ((WEIGHTS, "weights"), (BUFFERS, "buffers"))
+            if (ranks := [rank for rank, each in self.not_finite.items() if each == what])
+        ]
+        return " and ".join(told) or "the mean over ranks holds NaN or Inf"
+
+    def state_dict(self) -> dict[str, Any]:  # Any: tensors, numbers and names
+        """Return what to save of an exchange that has ended and is not applied yet."""
+        return {
+            "due": self.due,
+            "dropped": self.dropped,
+            "not_finite": [list(each) for each in self.not_finite.items()],
+            "idle": sorted(self.idle),
+            "mean": _copied(self.buckets, [each.grad for each in self.changes]),
+            "own": _copied(self.buckets, self.own),
+            "buffers": [each.clone() for each in self.buffers],
+            "sketches": [each.clone() for each in self.sketches],
+        }
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as LocalSteps saves them
+    """Return one state of those of all ranks, without own weights: the common ones have moved by the mean of what each had learnt."""
+    common = {}
+    for name, weights in states[0]["common"].items():
+        total = torch.zeros_like(weights)
+        for one in states:
+            sent = [each["own"][name] for each in one["pending"] if name in each["own"]]
+            begun = sent[0] if sent else one["start"].get(name, one["common"][name])
+            total += begun - one["own"][name].to(weights.dtype)
+        common[name] = weights - total / len(states)
+    pending = [{**each, "own": {}} for each in states[0]["pending"]]
+    return {**states[0], "common": common, "start": {}, "own": {}, "pending": pending}
+
+
+def kept(bucket: WeightBucket, held: Tensor | None) -> Tensor:
+    """Return the common weights, with what stays in the own ones."""
+    return bucket.common if held is None else bucket.common - held
+
+
+class OuterOptimizer:
+    """The optimizer of the common weights, in the model's order and in the same memory."""
+
+    def __init__(self, make: MakeOptimizer, weights: Weights) -> None:
+        self._parameters = {
+            entry.name: nn.Parameter(entry.span.of(bucket.common).view(entry.shape))
+            for bucket in weights.buckets
+            for entry in bucket.layout
+        }
+        self.optimizer = make(list(self._parameters.values()))
+
+    def step(self, exchange: PendingExchange) -> None:
+        """Step with the mean changes as gradients. It leaves parameters without one alone: idle ones, and those of other fragments."""
+        for mean in exchange.changes:
+            for entry in mean.layout:
+                if entry.name not in exchange.idle:
+                    parameter = self._parameters[entry.name]
+                    parameter.grad = entry.span.of(mean.grad).view(parameter.shape)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Exchanger:
+    """Makes exchanges over `connection` one after the other, in the same order on all ranks, and applies them to this rank's weights.
+
+    Those that may wait are made on a thread.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        scheme: Scheme,
+        comm: Comm,
+        options: LocalStepsOptions,
+        weights: Weights,
+        model: nn.Module,
+    ) -> None:
+        self._connection, self._scheme, self._comm, self._options = connection, scheme, comm, options
+        self._weights, self.buffers = weights, CommonBuffers(model, options.buffers)
+        self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; what schemes draw depends on it
+        self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order in which they were sent
+        self.measured = ClipFactor(comm.size)
+        self.outer = None if options.outer is None else OuterOptimizer(options.outer, weights)
+        # A communicator inside this process knows one thread for each rank.
+        self._worker = Worker() if options.delay > 0 and isinstance(comm, GroupComm) else None
+        if self._worker is not None:
+            weakref.finalize(self, self._worker.stop)
+
+    def start(self, exchange: PendingExchange, step: int) -> None:
+        """Make the exchange; return at once if it is one for the background and there is a thread.
+
+        `step` goes into the reports. On the caller's thread it raises, and `fail` is to follow; a failure in the background is returned by
+        `PendingExchange.wait`.
+        """
+        if self._worker is None or not exchange.background:
+            self._reduce(exchange, step)
+            return
+        devices = {each.grad.device for each in exchange.changes if each.grad.is_cuda}
+        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        exchange.job = self._worker.submit(lambda: self._in_background(exchange, step, ready))
+
+    def fail(self, exchange: PendingExchange, step: int, error: BaseException) -> None:
+        """Close the connection, behind the exchanges on their way, because an error on this thread keeps `exchange` from being made.
+
+        Raises `error`, but where the other ranks find the failure out only when the exchange is due: then this one fails like theirs.
+        """
+        if self._worker is not None and exchange.background and isinstance(error, Exception):
+            failure = f"{type(error).__name__}: {error}"
+            exchange.job = self._worker.submit(lambda: self._failed(step, failure, lost=False))
+            return
+        others = self._connection.close(error)
+        if isinstance(error, ConnectionLostError):
+            error.args = (f"{error}{others}",)
+        raise error
+
+    def stop(self) -> None:
+        """End the thread after the exchanges on their way, without waiting for them."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def held(self, bucket: WeightBucket, idle: Collection[str] = ()) -> Tensor | None:
+        """Return `keep` times what this rank has not sent of a bucket, [n], zero for idle parameters; None where that is nothing."""
+        unsent = bucket.unsent(self._scheme, self._comm, idle) if self._options.keep else None
+        return None if unsent is None else unsent * self._options.keep
+
+    def apply(self, exchange: PendingExchange, fragment: int) -> None:
+        """Apply what came of an exchange; where NaN or Inf were found return to the weights after the one before."""
+        if exchange.dropped:
+            exchange.return_to_start()
+        else:
+            self._apply_to_common(exchange)
+            exchange.write_own(self._options.mixing)
+        if exchange.buffers and not exchange.dropped:
+            self.buffers.take(exchange.buffers)
+            self.buffers.show()
+        self.measured.observe(exchange.sketches)
+        self.applied[fragment] += 1
+
+    def recover(self) -> None:
+        """Forget what this rank has learnt since the last exchanges."""
+        for bucket in self._weights.buckets:
+            bucket.start = bucket.write(bucket.start)
+        for each in self.pending.values():
+            each.own = [bucket.own() for bucket in each.buckets]
+        self.buffers.recover()
+
+    def _apply_to_common(self, exchange: PendingExchange) -> None:
+        if self.outer is not None:
+            self.outer.step(exchange)
+            return
+        for bucket, mean in zip(exchange.buckets, exchange.changes, strict=True):
+            bucket.common.sub_(mean.grad)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        """Return what to save, besides the common weights, of this rank and of exchanges on their way; not of one that failed."""
+        pending = {fragment: exchange for fragment, exchange in self.pending.items() if not exchange.wait()}
+        begun = [each for each in self._weights.buckets if each.start is not each.common]
+        return {
+            "start": _copied(begun, [each.start for each in begun]),
+            "own": self._weights.saved(each.own() for each in self._weights.buckets),
+            "applied": list(self.applied),
+            "pending": [{"fragment": each, **exchange.state_dict()} for each, exchange in pending.items()],
+            "common_buffers": [each.clone() for each in self.buffers.values],
+            "outer": None if self.outer is None else self.outer.optimizer.state_dict(),
+            "clip_factor": {"own": self.measured.own, "mean": self.measured.mean},
+        }
+
+    def check(self, path: str, saved: Mapping[str, Any]) -> None:  # Any: as `state_dict`
+        """Raise ValueError unless what was saved is of these fragments, buffers and options."""
+        form = {"start": {}, "own": {}, "applied": (0,), "clip_factor": {"own": 0.0, "mean": 0.0}, "outer": None}
+        check_alike(path, saved, form)
+        if (saved["outer"] is None) != (self.outer is None):
+            raise ValueError("of this state and LocalSteps only one has an outer optimizer; use the same `outer`")
+        if saved["outer"] is not None:
+            check_alike(path, saved, {"outer": OPTIMIZER})
+        fragments, buffers = self._weights.fragments, self.buffers.values
+        check_alike(path, saved, {"common_buffers": buffers}, finite=False)
+        check_alike(path, saved, {"pending": (_SAVED,)})
+        applied, numbers = saved["applied"], [each["fragment"] for each in saved["pending"]]
+        if not applied or sorted(set(numbers) & set(range(len(applied)))) != sorted(numbers):
+            raise ValueError(
+                f"{path}['pending'] must be of different ones of {len(applied)} fragments in ['applied'], got {numbers}; load what "
+                "state_dict returned"
+            )
+        if numbers and len(applied) != len(fragments):
+            raise ValueError(
+                f"this state has {len(applied)} fragments, of which {numbers} are on their way, and there are {len(fragments)} here; "
+                "continue with as many, or call exchange() before saving"
+            )
+        for bucket in self._weights.buckets:
+            vectors = bucket.by_name(bucket.common)
+            for key in ("start", "own"):  # they have all parameters of a bucket or none
+                if vectors.keys() & saved[key].keys():
+                    check_alike(f"{path}[{key!r}]", saved[key], vectors, finite=key == "start")
+        path = f"{path}['pending']"
+        for each in saved["pending"]:
+            buckets = fragments[each["fragment"]]
+            part = by_name(buckets, [bucket.common for bucket in buckets])
+            check_alike(path, each, {"mean": part, "own": part if each["own"] else {}}, finite=not each["dropped"])
+            check_alike(path, each, {"buffers": buffers if each["buffers"] else []}, finite=False)
+            check_known(f"{path}['idle']", each["idle"], part)
+            for found in each["not_finite"]:
+                check_alike(f"{path}['not_finite']", found, [0, None])
+                check_count(f"{path}['not_finite']", found[0], self._comm.size - 1)
+                if found[1] not in (WEIGHTS, BUFFERS):
+                    raise ValueError(
+                        f"{path}['not_finite'] says {found[1]!r} of rank {found[0]}, which is none of {WEIGHTS, BUFFERS}"
+                    )
+            for sketch in each["sketches"]:
+                empty = isinstance(sketch, Tensor) and not sketch.numel()
+                check_alike(f"{path}['sketches']", sketch, torch.zeros(0 if empty else LENGTH), finite=False)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, after the common weights were loaded."""
+        applied, fragments = saved["applied"], self._options.fragments
+        self.applied = list(applied) if len(applied) == fragments else [max(applied)] * fragments
+        self.measured = ClipFactor(self._comm.size, **saved["clip_factor"])
+        if self.outer is not None:
+            # A copy: an optimizer keeps the tensors that it loads, which may be mapped from a file.
+            self.outer.optimizer.load_state_dict(deepcopy(saved["outer"]))
+        self.buffers.take(saved["common_buffers"])
+        with torch.no_grad():
+            for bucket in self._weights.buckets:
+                self._restore(bucket, saved)
+            self.pending = {each["fragment"]: self._restored(each) for each in saved["pending"]}
+
+    def _restore(self, bucket: WeightBucket, saved: Mapping[str, Any]) -> None:
+        """Take own weights and `start` from a state; where it has none, after a change of the number of ranks, from the common weights."""
+        name = bucket.layout[0].name
+        if name in saved["own"]:
+            bucket.start = bucket.from_names(saved["start"]) if name in saved["start"] else bucket.common
+            bucket.write(bucket.from_names(saved["own"]))
+        else:
+            bucket.start = bucket.write(kept(bucket, self.held(bucket)))
+
+    def _restored(self, saved: Mapping[str, Any]) -> PendingExchange:
+        """Return an exchange that was saved on its way."""
+        buckets, number = self._weights.fragments[saved["fragment"]], self.applied[saved["fragment"]]
+        exchange = PendingExchange(buckets, saved["due"], background=True, dropped=saved["dropped"])
+        exchange.changes = [each.bucket(each.from_names(saved["mean"]), number) for each in buckets]
+        # After a change of the number of ranks own weights are not in it.
+        exchange.own = [each.from_names(saved["own"]) if saved["own"] else each.own() for each in buckets]
+        exchange.not_finite, exchange.idle = dict(saved["not_finite"]), frozenset(saved["idle"])
+        exchange.buffers, exchange.sketches = ([each.clone() for each in saved[key]] for key in ("buffers", "sketches"))
+        exchange.held = [self.held(bucket, exchange.idle) for bucket in buckets]
+        return exchange
+
+    def _in_background(
+        self, exchange: PendingExchange, step: int, ready: dict[torch.device, Any]
+    ) -> str:  # Any: as in PendingExchange
+        """Make the exchange, and return why it failed; "" if it did not. No exception: its traceback would keep connections open."""
+        try:
+            with ExitStack() as streams:  # of its own on each device
+                for device, event in ready.items():
+                    stream = torch.cuda.Stream(device)
+                    streams.enter_context(torch.cuda.stream(stream))
+                    stream.wait_event(event)
+                self._reduce(exchange, step)
+                exchange.ended = {device: torch.cuda.current_stream(device).record_event() for device in ready}
+            return ""
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            lost = isinstance(error, (ConnectionLostError, RanksDifferError))
+        return self._failed(step, failure, lost)
+
+    def _failed(self, step: int, failure: str, lost: bool) -> str:
+        reported = self._connection.close("" if lost else failure)
+        return f"the exchange of step {step} failed: {failure}{reported}"
+
+    def _reduce(self, exchange: PendingExchange, step: int) -> None:
+        """Reduce all buckets, or none when the weights of some rank are not finite. A failure leaves nothing lost and nothing twice."""
+        agreement, number, reduced = exchange.agreement, exchange.changes[0].step, list[tuple[int, Bucket]]()
+        assert agreement is not None
+        self._connection.compare_in_next_step(exchange.compared)
+        try:
+            agreed = self._connection.reduce(agreement.bucket(number, exchange.changes[0].grad.device), agreement)
+            exchange.not_finite, exchange.idle = agreement.not_finite, agreement.idle
+            exchange.sketches, exchange.buffers = agreement.sketches, agreement.buffers
+            exchange.dropped = bool(exchange.not_finite)
+            for position, (bucket, change) in enumerate(zip(exchange.buckets, exchange.changes, strict=True)):
+                part = bucket.part(exchange.idle)
+                if exchange.dropped or not part.layout:
+                    # On all ranks alike. What was sent of other buckets is in the residuals again, see Rollback.
+                    report = self._scheme.report(change, selected=0, union=0, details={"overflow": exchange.dropped})
+                    report = replace(report, sent=Cost())
+                    change.grad.zero_()
+                else:
+                    sent = part.bucket(change.grad, number)
+                    report = self._connection.reduce(sent, self._scheme)
+                    reduced.append((position, sent))
+                    exchange.dropped = overflowed(report, sent.grad)
+                    change.grad = part.whole(sent.grad, len(change.grad))
+                exchange.reports.append(replace(report, step=step))
+            with torch.no_grad():
+                exchange.held = [self.held(each, exchange.idle) for each in exchange.buckets]
+        except BaseException:
+            for position, sent in reduced if not exchange.dropped and self._scheme.has_residual else ():
+                # What this bucket sent is in the residual again, so the next change of it begins here.
+                self._scheme.rollback(sent)
+                bucket, begun = exchange.buckets[position], exchange.own[position].clone()
+                bucket.start = bucket.idle_from(bucket.start, begun, exchange.idle)
+            raise
+        self._connection.end_step()  # not after a failure: this step was not reduced here
+        exchange.reports[0] = _with_agreement(exchange.reports[0], agreed)
+
+
+def _copied(buckets: Sequence[WeightBucket], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the part of each parameter, copied."""
+    return {name: each.clone() for name, each in by_name(buckets, values).items()}
+
+
+def _with_agreement(report: Report, agreed: Report) -> Report:
+    """Return the report of the first bucket with what the agreement before it has sent and taken."""
+    sent = agreed.sent if report.sent is None or agreed.sent is None else report.sent + agreed.sent
+    seconds, wait_s = (
+        (getattr(report, name) or 0.0) + (getattr(agreed, name) or 0.0) for name in ("seconds", "wait_s")
+    )
+    return replace(report, cost=report.cost + agreed.cost, sent=sent, seconds=seconds, wait_s=wait_s)
+
+
+def _states(bucket: WeightBucket, change: Bucket) -> list[tuple[str, int]]:
+    """Return what each parameter is on this rank, by name."""
+    changed = torch.stack([entry.span.of(change.grad).any() for entry in bucket.layout]).tolist()  # a host sync
+    return [
+        (name, CHANGED if moved else IDLE) if each.requires_grad else (name, FROZEN)
+        for (name, each), moved in zip(bucket.parameters.items(), changed, strict=True)
+    ]

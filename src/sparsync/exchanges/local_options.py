@@ -1,0 +1,89 @@
+"""The options of LocalSteps, and DiLoCo's outer optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sparsync.exchanges.agreement import How
+from sparsync.exchanges.step_method import StepOptions
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """Make the outer optimizer of DiLoCo: SGD with momentum on the common weights, with the mean change as its gradient."""
+
+    rate: float = 0.7  # DiLoCo's; 1 without momentum is no outer optimizer
+    momentum: float = 0.9  # DiLoCo's
+    nesterov: bool = True  # DiLoCo's
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of these parameters."""
+        return torch.optim.SGD(
+            parameters, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov and self.momentum > 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsOptions(StepOptions):
+    """The options of LocalSteps, the same on all ranks. Raises ValueError for a value out of range.
+
+    Args:
+        every: the steps between two exchanges, H.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
+        outer: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, here the common weights.
+        fragments: the parameters are exchanged in so many parts, in turn, at steps spread evenly over `every`.
+        delay: in [0, every]; what was sent is applied so many steps later, and computing goes on meanwhile.
+        mixing: how a delayed result meets the weights of now, see `step`.
+        buffers: at each exchange they become those of rank 0 ("broadcast", as under DistributedDataParallel), or the floating ones their
+            mean and the others those of rank 0 ("mean"), or they stay as they are ("own").
+        clip_factor: see the property of this name.
+        bucket_mb: megabytes of a bucket.
+        check_weights_every: a digest of the common weights is compared in each exchange of the first fragment that comes so many steps
+            after the last one that did, 0: never.
+    """
+
+    every: int
+    keep: float = 0.5
+    outer: MakeOptimizer | None = None
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+    buffers: How = "broadcast"
+    clip_factor: float | Literal["measured"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("every", "fragments", "delay"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1 step, got {self.every}")
+        if not 1 <= self.fragments <= self.every:
+            raise ValueError(f"fragments must be in [1, every={self.every}], got {self.fragments}")
+        if not 0 <= self.delay <= self.every:
+            raise ValueError(f"delay must be in [0, every={self.every}] steps, got {self.delay}")
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing must be in [0, 1), the part of a rank's own weights, or None, got {self.mixing}")
+        if self.buffers not in get_args(How):
+            raise ValueError(f"buffers must be one of {', '.join(get_args(How))}, got {self.buffers!r}")
+        factor = self.clip_factor
+        if factor is not None and factor != MEASURED and (isinstance(factor, str) or factor <= 0):
+            raise ValueError(f"clip_factor must be above 0, {MEASURED!r} or None, got {factor!r}")
+
+    def described(self) -> dict[str, object]:
+        return {**super().described(), "outer": None if self.outer is None else _described(self.outer)}
+
+
+def _described(outer: MakeOptimizer) -> str:
+    """Return an outer optimizer's class and settings as text."""
+    made = outer([nn.Parameter(torch.zeros(1))])
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"outer must make a torch optimizer of a list of parameters, it made a {type(made).__name__}")
+    return f"{type(made).__name__}({', '.join(f'{name}={value!r}' for name, value in made.defaults.items())})"

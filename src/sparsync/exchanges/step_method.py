@@ -1,0 +1,273 @@
+"""The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalSteps.
+
+Here: common and own weights, `averaged`, clipping, weights that are set from outside, failures, and what all of them save. A method adds
+when it exchanges what. The model is never wrapped.
+"""
+
+import inspect
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.announcement import differences
+from sparsync.comm.group import GroupComm
+from sparsync.core import Comm, Report, digest
+from sparsync.exchanges.weights import Weights, copy_from_first
+from sparsync.feedback import state_from
+from sparsync.runtime.findings import given_or_default, is_fsdp2
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, ResidualRescaler
+from sparsync.runtime.ownership import check_undriven, drive
+from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.state_checks import check_alike
+
+State = Mapping[str, Any]  # Any: as Handle.state_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What all step methods can be told, the same on all ranks. Raises ValueError for a value out of range."""
+
+    keep: float = 0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights
+    bucket_mb: float = 25.0  # megabytes of a bucket
+    check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep <= 1:
+            raise ValueError(
+                f"keep must be in [0, 1], the part of what is not sent that stays in a rank's weights, got {self.keep}"
+            )
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
+
+    def described(self) -> dict[str, object]:
+        """Return the options by name, as ranks compare them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+class StepMethod(Handle):
+    """A model and its optimizers, whose weights are the common ones plus what this rank has not sent.
+
+    Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
+    """
+
+    def __init_subclass__(cls, options: type[StepOptions] | None = None, **more: Any) -> None:  # Any: none, as object's
+        """Have the signature of a class show the fields of its options in the place of `**options`."""
+        super().__init_subclass__(**more)
+        if options is not None:
+            _, *given, _ = inspect.signature(cls.__init__).parameters.values()
+            cls.__signature__ = inspect.Signature([*given, *inspect.signature(options).parameters.values()])
+        elif "__init__" in vars(cls):
+            cls.__signature__ = inspect.Signature([*inspect.signature(cls.__init__).parameters.values()][1:])
+
+    replaces_optimizer = False  # whether `step` is called in place of the optimizer's
+    _scheme: Scheme  # pyright: ignore[reportIncompatibleVariableOverride]  # no reduce-scatter form
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scheme: Scheme | None,
+        options: StepOptions,
+        group: dist.ProcessGroup | None,
+        comm: Comm | None,
+        timeout_s: float,
+        fragments: int = 1,
+    ) -> None:
+        scheme = given_or_default(scheme)
+        if scheme.has_momentum:
+            raise ValueError(
+                f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "
+                "use a scheme without, such as TwoShot or SparseLoCo"
+            )
+        trained = trained_parameters(model)
+        check_undriven(trained.items())
+        self.model, self._weights = model, Weights(trained, options.bucket_mb, fragments)
+        names = {id(each): name for name, each in trained.items()}
+        comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
+        given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
+        lines = [f"{type(self).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
+        fingerprint = "\n".join([*lines, *comparison.settings.read()[1]])
+        if comm is None:
+            comm = GroupComm.private(group, timeout_s, fingerprint)
+        else:
+            _compare(fingerprint, comm, self._weights.buckets[0].common.device)
+        super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison)
+        copy_from_first(model, comm)
+        self._weights.adopt(trained)
+        self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
+        self._comm, self._keep = comm, options.keep
+        self._totals = {"bytes_sent": 0}
+        self._averaging = False  # `averaged` has the common weights in the model
+        drive(trained.items(), self)
+
+    @abstractmethod
+    def step(self) -> list[Report]:
+        """Count a step, and exchange what is due; return the reports of it. Call it on every rank."""
+
+    @property
+    @abstractmethod
+    def clip_factor(self) -> float:
+        """How much longer a rank's own gradient is than the mean gradient."""
+
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
+
+        `max_norm` is what one would clip the mean gradient at.
+        """
+        return nn.utils.clip_grad_norm_(list(self._weights.trained.values()), self.clip_factor * max_norm, **options)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the common weights in the model, the same bits on all ranks: to evaluate it, or to save it. Own ones are back afterwards.
+
+        Buffers are this rank's own before, inside and after. Nothing is sent, so one rank may do it alone.
+        """
+        self._check_own()
+        self._averaging = True
+        try:
+            with self._weights.common_in_model():
+                yield
+        finally:
+            self._averaging = False
+
+    def stats(self) -> dict[str, int | float]:
+        """Return how many `steps` were taken, how many `exchanges` were applied, how many not, and more.
+
+        `bytes_sent`: by this rank. `bits` are those sent for each trained parameter and step; `drift` is the distance of this rank's own
+        weights from the common ones; `clip_factor` see there.
+        """
+        steps = self._step + 1
+        bits = 8 * self._totals["bytes_sent"] / (self._weights.elements * steps) if steps else 0.0
+        more = {"bits": bits, "drift": self._weights.drift(), "clip_factor": self.clip_factor}
+        return {"steps": steps, **self._totals, **more}
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Handle
+        """Return this rank's state, with weights and buffers. Save each rank's; see Handle."""
+        self._check_own()
+        own = {
+            "common": self._weights.saved(each.common for each in self._weights.buckets),
+            "buffers": {name: each.detach().clone() for name, each in self.model.named_buffers()},
+            "totals": dict(self._totals),
+            **self._method_state(),
+        }
+        return {**super().state_dict(), self.integration: own}
+
+    @abstractmethod
+    def _method_state(self) -> dict[str, Any]:
+        """Return what this method saves besides common weights, buffers and totals."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` returned; see Handle."""
+        self._check_own()
+        super().load_state_dict(state)
+
+    def _check(self, state: State) -> None:
+        saved, path = state_from(state, self.integration, type(self).__name__), f"state[{self.integration!r}]"
+        check_alike(path, saved, {"common": dict(self._weights.common()), "totals": self._totals})
+        check_alike(path, saved, {"buffers": dict(self.model.named_buffers())}, finite=False)
+
+    def _load(self, state: State) -> None:
+        saved = state[self.integration]
+        common = self._weights.from_saved(saved["common"])
+        super()._load(state)
+        for bucket, weights in zip(self._weights.buckets, common, strict=True):
+            bucket.common.copy_(weights)
+        for name, buffer in self.model.named_buffers():
+            if name in saved["buffers"]:
+                buffer.detach().copy_(saved["buffers"][name])
+        self._totals = dict(saved["totals"])
+        self._adopted.clear()
+
+    def _check_own(self) -> None:
+        """Raise RuntimeError inside `averaged`; elsewhere take weights that were set from outside for the common ones."""
+        if self._averaging:
+            raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
+        self._adopt()
+
+    def _adopt(self) -> None:
+        self._adopted.update(self._weights.adopt_changed())
+
+    def _check_trained(self) -> None:
+        """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
+        known, what = {id(each) for each in self._weights.trained.values()}, type(self).__name__
+        if all(id(each) in known for each in self.model.parameters() if each.requires_grad):
+            return
+        thawed = [name for name, each in named_parameters(self.model) if each.requires_grad and id(each) not in known]
+        raise RuntimeError(
+            f"{', '.join(thawed)} had no gradient when {what} was made, or was not there, and is trained now; make a new {what}"
+        )
+
+    def _count(self, reports: Sequence[Report]) -> None:
+        self._reports += reports
+        self._totals["bytes_sent"] += sum((report.sent or report.cost).nbytes for report in reports)
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """Have an error inside leave this rank with a step that was applied in part."""
+        try:
+            yield
+        except BaseException as error:
+            self._connection.close_partly_applied(error)
+            raise
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name.
+
+    Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) or is_fsdp2(module):
+            kind = type(module).__name__
+        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            kind = "FullyShardedDataParallel"
+        else:
+            continue
+        raise TypeError(
+            f"this model is wrapped by {kind}, which reduces gradients at every step; local steps need the whole model on each "
+            "rank: pass the bare module"
+        )
+    trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
+    if not trained:
+        raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
+    for name, each in trained.items():
+        if not each.is_floating_point():
+            raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
+        if hasattr(each, "to_local"):
+            raise TypeError(f"{name} is a DTensor; local steps need the whole model on each rank")
+    return trained
+
+
+def _model_lines(model: nn.Module) -> list[str]:
+    """Return what must be the same of the model on all ranks, line by line."""
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    layout = [
+        f"{kind} {name!r} of {list(each.shape)} in {each.dtype}{', trained' if each.requires_grad else ''}"
+        for kind, tensors in kinds.items()
+        for name, each in tensors
+    ]
+    return [f"a model of {sum(each.numel() for each in model.parameters())} parameters", *layout]
+
+
+def _compare(fingerprint: str, comm: Comm, device: torch.device) -> None:
+    """Raise RuntimeError, on all ranks, that names the lines in which a rank's fingerprint differs."""
+    mine = torch.frombuffer(bytearray(fingerprint.encode()), dtype=torch.uint8).to(device)
+    digests = comm.all_gather(torch.tensor([digest(fingerprint)], device=device), [1] * comm.size)
+    if all(torch.equal(each, digests[0]) for each in digests):
+        return
+    texts = [bytes(each.tolist()).decode() for each in comm.all_gather(mine)]
+    other = next(rank for rank, text in enumerate(texts) if text != fingerprint)
+    found = differences(fingerprint.split("\n"), texts[other].split("\n"), comm.rank, other)
+    raise RuntimeError(f"ranks must agree, but {found}; give all ranks the same settings and the same model")

@@ -1,0 +1,166 @@
+"""The hot loops over whole vectors and over what was selected from them, one signature each, without checks of arguments.
+
+The library's own parts call them so: what they pass was checked once, when a bucket was made. `sparsync.kernels` has the same functions
+with checks. `reference` and `sparse_reference` specify them in plain torch; results are the same bits on every backend, but for the bits
+inside a NaN. `dispatch` has the registry of backends. The C++ one takes float32 in this machine's memory, and gradients in bfloat16 and
+float16 too; so does the Triton one on a GPU. The reference does whatever these do not take.
+
+All vectors are one-dimensional; n is their length, k a number of positions, which are int32 or int64.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparsync.core import Rows, Span, Sparse
+from sparsync.kernels.dispatch import run
+
+
+def accumulate(residual: Float[Tensor, " n"], grad: Float[Tensor, " n"], out: Float[Tensor, " n"]) -> bool:
+    """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere."""
+    return run("accumulate", residual, grad, out)
+
+
+def accumulate_top_k(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    k: int,
+    out: Float[Tensor, " n"],
+    bound: float | None = None,
+) -> tuple[Sparse, bool]:
+    """Write residual + grad to `out`, which may be `residual`, and return its `top_k` and whether it is finite everywhere."""
+    return run("accumulate_top_k", residual, grad, k, out, bound)
+
+
+def accumulate_top_k_nonzero(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    k: int,
+    out: Float[Tensor, " n"],
+    skip: Span | None = None,
+    bound: float | None = None,
+) -> tuple[Sparse, bool]:
+    """Write residual + grad to `out`, which may be `residual`, and return its `top_k_nonzero` and whether it is finite everywhere."""
+    return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
+
+
+def accumulate_top_k_of_rows(
+    residual: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Float[Tensor, " n"],
+    bounds: Sequence[float | None],
+) -> tuple[list[Sparse], bool]:
+    """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
+
+    `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
+    """
+    return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
+
+
+def all_finite(x: Float[Tensor, " n"]) -> bool:
+    """Return whether `x` holds neither NaN nor Inf."""
+    return run("all_finite", x)
+
+
+def select_ge(x: Float[Tensor, " n"], threshold: float) -> Sparse:
+    """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
+    return run("select_ge", x, threshold)
+
+
+def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None) -> Sparse:
+    """Return the `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
+
+    NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
+    the last step's smallest; it changes how long this takes and nothing else. Raises ValueError when `k` is not in [0, n].
+    """
+    return run("top_k", x, k, bound)
+
+
+def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
+    """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero.
+
+    `k` may be more than n. Raises ValueError when it is negative, or `skip` does not lie in [0, n].
+    """
+    return run("top_k_nonzero", x, k, skip, bound)
+
+
+def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | None = None) -> Sparse:
+    """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
+
+    Raises ValueError when `k` is not in [0, length], and IndexError for rows outside of `x`.
+    """
+    return run("top_k_of_rows", x, rows, k, bound)
+
+
+def locate(rows: Rows, place: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+    """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
+    return run("locate", rows, place)
+
+
+def smallest_magnitude(x: Float[Tensor, " n"]) -> float:
+    """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
+    return run("smallest_magnitude", x)
+
+
+def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
+    """Return the positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
+
+    Numbers may be negative. Raises ValueError when `k` is not in [0, n].
+    """
+    return run("argtopk", magnitude, k)
+
+
+def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
+    """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
+    run("scatter_add_", out, part)
+
+
+def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
+    """Set `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
+    run("clear_", x, index)
+
+
+def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, " k"]) -> None:
+    """Set `x` to `value` at the positions `index`, distinct or with equal values.
+
+    Raises IndexError, before anything is written, for positions outside of it.
+    """
+    run("put_", x, index, value)
+
+
+def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " k"]:
+    """Return the elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
+    return run("gather", x, index)
+
+
+def move_put_(
+    to: Float[Tensor, " n"], source: Float[Tensor, " n"], kept: Sequence[Sparse], written: Sequence[Sparse]
+) -> None:
+    """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
+
+    Raises IndexError, before anything is written, for positions outside.
+    """
+    run("move_put_", to, source, kept, written)
+
+
+def merge(parts: Sequence[Sparse]) -> Sparse:
+    """Return all elements of `parts`, which have no position in common, as one; positions ascend."""
+    return run("merge", parts)
+
+
+def coalesce(parts: Sequence[Sparse]) -> Sparse:
+    """Return the sum of `parts` as one, added in their order, starting from 0; positions ascend."""
+    return run("coalesce", parts)
+
+
+def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
+    """Cut `part` at adjacent `regions` that cover it; positions become relative to the start of their region."""
+    return run("split", part, regions)
+
+
+def isin(index: Int[Tensor, " a"], others: Int[Tensor, " b"]) -> Bool[Tensor, " a"]:
+    """Return for each of `index` whether it is one of the ascending `others`."""
+    return run("isin", index, others)

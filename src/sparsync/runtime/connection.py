@@ -1,0 +1,408 @@
+"""The connection of one model to the other ranks: has buckets reduced, rolls back steps that are skipped, recovers from failures.
+
+And the log of what was reduced over it, which a handle keeps.
+"""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from typing_extensions import Self
+
+from sparsync.base.scheme import ReduceScatterScheme, overflowed
+from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
+from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
+from sparsync.comm.interrupts import abort
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.runtime.optimizers import Compared, Comparison
+
+_CURE = (
+    "all ranks must reduce the same model at the same step, from the same checkpoint: reduce equally often on all of them, and load "
+    "each checkpoint on all of them"
+)
+_SETTINGS_CURE = "give all ranks a scheme with the same settings"
+_AFTER_FAILURE = (
+    "where a step was reduced on some ranks and failed on others, their weights and residuals differ from then on: load a checkpoint on "
+    "all ranks, handle and model, or start again"
+)
+
+MAX_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
+
+
+@runtime_checkable
+class Reduction(Protocol):
+    """What a connection calls of whatever is reduced: every Scheme has it. Subclass it, and write `reduce`, for what is none.
+
+    Here stand the defaults of one without state; see Scheme for what each member promises.
+    """
+
+    name: str
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report: ...
+
+    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
+        return self.reduce(bucket, comm)
+
+    @property
+    def has_residual(self) -> bool:
+        return False
+
+    def rollback(self, bucket: Bucket) -> None:
+        return
+
+    def shared_text(self, bucket: Bucket) -> str:
+        return ""
+
+    def reset_shared_state(self) -> None:
+        return
+
+    def config_fingerprint(self) -> str:
+        return self.name
+
+
+class Rollback:
+    """Tracks the buckets that a step has written, and rolls them back when one of them is non-finite, as a loss scaler skips the step then.
+
+    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of that step, earlier
+    and later ones, have sent from their residuals what nobody will apply: each rank adds the mean that was written to its residual again,
+    P times in all. All ranks see the same buckets and do the same, so no message is needed.
+    """
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._written: list[tuple[Reduction, Bucket]] = []
+        self._skipped = False
+
+    def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> None:
+        """Take note of a bucket that `scheme` has just reduced; roll back what this step has written if it is to be skipped.
+
+        To be called in the same order on all ranks, while no gradient of the step has been touched since it was reduced.
+        """
+        if bucket.step != self._step:
+            self._step, self._written, self._skipped = bucket.step, [], False
+        if overflowed(report, bucket.grad):
+            self._skipped = True
+        elif scheme.has_residual:
+            self._written.append((scheme, bucket))
+        if self._skipped:
+            for each, written in self._written:
+                each.rollback(written)
+            self._written = []
+
+    def end_step(self) -> None:
+        """Forget the step. The next bucket belongs to another one, even if that has the same number."""
+        self._step, self._written = None, []
+
+
+@dataclass
+class Totals:
+    """Sums over the reports of one bucket, or of several."""
+
+    reduced: int = 0  # reports
+    elements: int = 0
+    selected: int = 0
+    union: int = 0
+    whole: int = 0  # reports of what was too small for a step of its scheme, and sent whole
+    nbytes: int = 0  # that this rank sent; as counted where it was, else the closed form
+    rounds: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+
+    def add(self, report: Report) -> None:
+        """Add a report."""
+        sent = report.sent or report.cost
+        self.reduced += 1
+        self.elements += report.elements
+        self.selected += report.selected
+        self.union += report.union
+        self.whole += report.details.get("whole") is True
+        self.nbytes += sent.nbytes
+        self.rounds += report.cost.steps
+        self.seconds += report.seconds or 0.0
+        spent = {**report.phases, "exchange": report.wait_s or 0.0}
+        spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
+        for name, seconds in spent.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+    def __iadd__(self, other: "Totals") -> Self:
+        for name in ("reduced", "elements", "selected", "union", "whole", "nbytes", "rounds", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, seconds in other.phases.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        return self
+
+
+class ReportLog:
+    """The newest reports, until they are taken, and the totals of all reports that ever came, by scheme, bucket and elements."""
+
+    def __init__(self) -> None:
+        self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.totals: dict[tuple[str, str, int], Totals] = {}
+        self.steps = 0  # in which anything was reduced
+        self._last: int | None = None
+
+    def append(self, report: Report) -> None:
+        self._newest.append(report)
+        if report.step != self._last:
+            self._last, self.steps = report.step, self.steps + 1
+        self.totals.setdefault((report.scheme, report.key, report.elements), Totals()).add(report)
+
+    def __iadd__(self, reports: Iterable[Report]) -> Self:
+        for report in reports:
+            self.append(report)
+        return self
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self._newest)
+
+    def take(self) -> list[Report]:
+        """Return the reports since the last call, and forget them; totals stay."""
+        return [self._newest.popleft() for _ in range(len(self._newest))]
+
+
+class Connection:
+    """Reduces buckets over `comm`, one at a time and in the same order on all ranks.
+
+    Before each reduction the ranks compare what they are about to reduce, after which step, with which shared state and settings of
+    optimizers, and in some steps the weights. After a failure they no longer agree on what comes next on the wire. So the failing rank
+    closes its connections, which makes the others fail at once instead of waiting, and has `scheme.reset_shared_state`. The next bucket
+    opens fresh ones, provided that all ranks come with the same step and have reduced the same steps before. Of a communicator that is
+    no GroupComm nothing is compared, opened or closed. `on_written` is called with each bucket that a scheme with a residual has reduced.
+    """
+
+    def __init__(
+        self,
+        scheme: Reduction | ReduceScatterScheme,
+        comm: Comm,
+        what: str = "gradients",
+        on_written: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
+        self._scheme, self._what, self._on_written = scheme, what, on_written
+        self._group, self._comm = comm, MeteredComm(comm)
+        self._rollback = Rollback() if scheme.has_residual else None
+        self._settings = scheme.config_fingerprint()
+        self._broken = self._shut = False
+        self._reduced = -1  # the last step of which every bucket was reduced
+        self._step: int | None = None  # the one under way, of which no bucket has failed
+        self.partly_applied = False  # this rank has a part of a step: no state to continue from
+        self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # what a bucket was last time, and its digest
+        self._comparison: Callable[[], Comparison | None] = lambda: None
+        self._compared: Compared | None = None  # in the step under way; None: not read yet
+        self._failed = False  # since the last step that was reduced
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        scheme: Reduction,
+        written: Callable[[], Bucket] | None = None,
+        prepare: Callable[[], None] | None = None,
+        send_all: bool = False,
+    ) -> Report:
+        """Have `scheme` reduce `bucket` in place, and return its report with bytes and times as measured.
+
+        `prepare` is called first; where it raises, the step fails on all ranks. `written` returns the bucket that holds the result until
+        the step ends, where that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. An error carries a note with the
+        scheme, the bucket and the step; `close` is to follow.
+        Raises RanksDifferError, on all ranks, where they differ in what they are about to reduce.
+        """
+        try:
+            self._open(bucket.step, prepare)
+            began = time.perf_counter()
+            with torch.no_grad():
+                with recorded_phases(bucket.key) as spent:
+                    self._announce(bucket, scheme)
+                    report = (scheme.send_all if send_all else scheme.reduce)(bucket, self._comm)
+                    announced = self._announced()
+                sent, wait_s = self._comm.take()
+                seconds, cost, sent = time.perf_counter() - began, report.cost + announced, sent + announced
+                report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
+                if self._rollback is not None:
+                    result = written() if written else bucket
+                    self._rollback.reduced(scheme, result, report)
+                    self._on_written(result)
+        except BaseException as error:
+            add_note(error, f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}")
+            raise
+        return report
+
+    def any_of(self, own: Sequence[str], names: Sequence[str], step: int) -> set[str]:
+        """Return which of `names` any rank has among its `own`, before the first bucket of `step`. See `GroupComm.any_of`.
+
+        What it sends counts with the next bucket. An error is to be treated as one of `reduce`.
+        """
+        self._open(step)
+        if isinstance(self._group, GroupComm):
+            return self._group.any_of(own, names, step, self._reduced)
+        mine = torch.tensor(list("\n".join(own).encode()), dtype=torch.uint8)
+        texts = [bytes(each.tolist()).decode() for each in self._group.all_gather(mine)]
+        return {each for text in texts for each in text.split("\n")} & set(names)
+
+    def _open(self, step: int, prepare: Callable[[], None] | None = None) -> None:
+        """Begin a step, on fresh connections after a failure."""
+        if self._shut:
+            raise RuntimeError("this handle is closed; wrap the model again, and make a new one")
+        if step != self._step:
+            self.end_step()
+            self._step = step
+        if prepare is not None:
+            prepare()
+        if not self._broken:
+            return
+        if isinstance(self._group, GroupComm):
+            part = f", but rank {self._group.rank} has applied only a part of one" if self.partly_applied else ""
+            reduced = f"step {self._reduced} as the last one before that was reduced{part}"
+            self._group = self._group.reconnect(f"{self._what} of step {step}, and {reduced}", _AFTER_FAILURE)
+        if self.partly_applied:  # where there is no other rank to differ from, or nothing is compared
+            raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
+        self._comm, self._broken = MeteredComm(self._group), False
+
+    def use(self, scheme: Reduction) -> None:
+        """Reduce with `scheme` from the next step on; ranks compare its settings before each bucket from then on."""
+        self._scheme, self._settings = scheme, scheme.config_fingerprint()
+        self._rollback = Rollback() if scheme.has_residual else None
+
+    def compare(self, comparison: Comparison) -> None:
+        """Compare in each step what `comparison` reads then. Refers to it weakly, because it refers to models."""
+        self._comparison = weakref.ref(comparison)
+
+    def compare_in_next_step(self, compared: Compared) -> None:
+        """Compare in the step that begins with the next bucket what was read before."""
+        self.end_step()
+        self._compared = compared
+
+    def continue_after(self, step: int) -> None:
+        """Take `step` for the last one that was reduced, because a checkpoint of it was loaded."""
+        self._reduced, self._step, self.partly_applied = step, None, False
+
+    def close_partly_applied(self, cause: BaseException) -> None:
+        """Close because what was reduced was not applied in full on this rank: all ranks raise until a checkpoint is loaded."""
+        self.partly_applied = True
+        self.close(cause)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `shut` was called."""
+        return self._shut
+
+    def shut(self) -> None:
+        """Close for good, and give the connections back. Safe to call again, while the process ends, and in a fork, which has none."""
+        self._shut = self._broken = True
+        if isinstance(self._group, GroupComm) and self._group.origin.is_here:
+            with suppress(Exception):  # the process group may be gone already
+                if self._group.group is not None:
+                    abort(self._group.group)  # wakes another thread that waits
+                self._group.close()
+
+    def _announced(self) -> Cost:
+        """Compare what was announced, where no operation did, and return its cost since the last call, mostly of one announcement."""
+        if not isinstance(self._group, GroupComm):
+            return Cost()
+        self._group.settle()
+        made = self._group.take_announced()
+        return sum((announcement_cost(self._group.size) for _ in range(made)), Cost())
+
+    def _announce(self, bucket: Bucket, scheme: Reduction) -> None:
+        """Tell the other ranks what is reduced."""
+        if not isinstance(self._group, GroupComm) or self._group.size == 1:
+            return
+        if self._compared is None:
+            comparison = self._comparison()
+            # After a failure weights are compared in any step.
+            steps = bucket.step + 1 if self._failed else 1
+            self._compared = comparison.at(bucket.step, steps) if comparison is not None else Compared()
+        compared = self._compared
+        what = (bucket.grad.dtype, scheme.name, bucket.layout, self._settings)
+        known = self._layouts.get(bucket.key)
+        if known is None or known[0] != what:
+            text = "\n".join([self._settings, *_lines(bucket, scheme)])
+            known = self._layouts[bucket.key] = what, digest(text)
+        shared, reduced = scheme.shared_text(bucket), self._reduced
+        optimizers, weights = compared.told
+
+        def told() -> list[Told]:
+            # The first part in which ranks differ is what an error tells: others may follow from it.
+            last = (
+                f"step {reduced} as the last one that was reduced"
+                if reduced >= 0
+                else "no step that was reduced before"
+            )
+            return [
+                Told([f"step {bucket.step}"], _CURE),
+                Told([last], _CURE),
+                Told([self._settings], _SETTINGS_CURE),
+                optimizers,
+                Told(_lines(bucket, scheme), _CURE),
+                weights,
+                Told([f"state of {scheme.name}: {shared}"], _CURE),
+            ]
+
+        self._group.announce(Announcement((bucket.step, reduced, known[1] ^ compared.number, digest(shared)), told))
+
+    def close(self, cause: BaseException | str) -> str:
+        """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
+
+        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank, and neither is a difference
+        between ranks, which all know. After KeyboardInterrupt this does not wait for the others.
+        """
+        self._broken, self._failed, self._step, self._compared = True, True, None, None
+        self._scheme.reset_shared_state()  # now, and not when it is open again: a checkpoint may be loaded in between
+        within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
+        if isinstance(cause, BaseException):
+            cause = (
+                "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else f"{type(cause).__name__}: {cause}"
+            )
+        with suppress(Exception):  # the error that closes the connection is on its way to the caller already
+            if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
+                return f" ({others})"
+        return ""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """End the step with the block; an error inside closes the connection, and says what the other ranks report of it."""
+        try:
+            yield
+        except BaseException as error:
+            others = self.close(error)
+            if isinstance(error, ConnectionLostError):
+                error.args = (f"{error}{others}",)
+            raise
+        finally:
+            self.end_step()
+
+    def attempt(self, work: Callable[[], None], caught: type[BaseException] = BaseException) -> str:
+        """Do the work, and return why it failed, with what the other ranks report; "" where it did not. After a failure it is closed."""
+        try:
+            work()
+            return ""
+        except caught as error:
+            cause, known = (
+                f"{type(error).__name__}: {error}",
+                isinstance(error, (ConnectionLostError, RanksDifferError)),
+            )
+        # After the except clause: until there the error's traceback keeps the connections open.
+        return cause + self.close("" if known else cause)
+
+    def end_step(self) -> None:
+        """Forget what the step has written; the next bucket belongs to another step."""
+        if self._step is not None:
+            self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
+        if self._rollback is not None:
+            self._rollback.end_step()
+
+
+def _lines(bucket: Bucket, scheme: Reduction) -> list[str]:
+    """Return what must be the same on all ranks of a bucket, line by line."""
+    n, parameters = bucket.grad.numel(), len(bucket.layout)
+    return [
+        f"bucket {bucket.key!r} of {scheme.name}: {n} elements of {bucket.grad.dtype} in {parameters} parameters",
+        *(
+            f"parameter {entry.name!r} of {list(entry.shape) if entry.shape else len(entry.span)}"
+            for entry in bucket.layout
+        ),
+    ]

@@ -1,0 +1,311 @@
+"""The one thread of a model on which it is reduced: jobs one after the other, in the order in which they were submitted.
+
+A scheme is several collectives in a row. Issued from callbacks on a shared group, those of different buckets mix; here every phase of
+a bucket ends before the next bucket begins, in the same order on all ranks, on a group nobody else uses. The backward pass, or training
+itself, goes on meanwhile.
+"""
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from sparsync.comm.group import Origin
+from sparsync.core import Bucket, Report
+from sparsync.runtime.connection import Connection, Reduction
+from sparsync.runtime.findings import Finding, warn_of
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.summary import Hidden
+
+EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
+ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
+
+Result = TypeVar("Result")
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "futures.Future[Any]"] | None]
+Prepare = Callable[[], None]
+Promised = Any  # a future of a Tensor; what `then` returns is of another class than torch.futures.Future
+
+
+class Worker:
+    """A thread for the jobs of one model. It starts with the first job, and again with the first one after `stop`."""
+
+    def __init__(self) -> None:
+        self._origin = Origin()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Result]) -> "futures.Future[Result]":
+        """Have the thread do `job` after those before it, and return the future of its result. Raises RuntimeError in a fork."""
+        self._origin.check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
+            self._thread.start()
+            atexit.register(_end, self._thread, self._jobs)
+        done: futures.Future[Result] = futures.Future()
+        self._jobs.put((job, done))
+        return done
+
+    def finish(self) -> None:
+        """Wait until all jobs are done. Raises RuntimeError where the thread has ended before, as it does when the interpreter ends."""
+        if self._thread is None:
+            return None
+        last = self.submit(lambda: None)
+        while True:
+            try:
+                return last.result(ALIVE_CHECK_S)
+            except futures.TimeoutError:
+                if not self._thread.is_alive():
+                    raise RuntimeError(
+                        "the thread that reduces gradients has ended; call attach on the model again"
+                    ) from None
+
+    def stop(self) -> None:
+        """End the thread after the jobs submitted so far, without waiting for them."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+
+def _run(jobs: _Jobs) -> None:
+    while _next(jobs):
+        pass
+
+
+def _next(jobs: _Jobs) -> bool:
+    """Wait for a job and do it; return False at the end. In a frame of its own, so that nothing of the model is held while waiting."""
+    found = jobs.get()
+    if found is None:
+        return False
+    job, done = found
+    try:
+        done.set_result(job())
+    except BaseException as error:  # raised again where it is waited for
+        done.set_exception(error)
+    return True
+
+
+def _end(thread: threading.Thread, jobs: _Jobs) -> None:
+    """End a thread before the interpreter ends: one that closes its group later is killed inside C++, with SIGABRT."""
+    jobs.put(None)
+    thread.join(EXIT_S)
+
+
+class Dispatcher:
+    """Reduces buckets over `connection` on a thread of its own, and passes each Report to `on_report` on that thread.
+
+    When a bucket fails, the other buckets of its step fail too, with the same cause.
+    """
+
+    def __init__(self, connection: Connection, on_report: Callable[[Report], None]) -> None:
+        self._connection, self._on_report = connection, on_report
+        self._worker = Worker()
+        self.stop = self._worker.stop
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
+        self._failure: tuple[int, str] | None = None
+        self._exposure = _Exposure()
+
+    def submit(
+        self,
+        bucket: Bucket,
+        scheme: Reduction,
+        prepare: Prepare | None = None,
+        written: Callable[[], Bucket] | None = None,
+        send_all: bool = False,
+    ) -> Promised:
+        """Return a future that becomes `bucket.grad` once `scheme` has reduced it; the other arguments are as in Connection.reduce.
+
+        Returns at once; errors, those of `prepare` too, are raised by the future.
+        """
+        device, submitted_s = bucket.grad.device, time.perf_counter()
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        done, error = future_on(device), list[str]()
+        promised = promise(done, error)
+
+        def reduced() -> None:
+            # A host sync inside a scheme holds up this thread only.
+            with nullcontext() if ready is None else torch.cuda.stream(self._stream_after(device, ready)):
+                began = time.perf_counter()
+                try:
+                    self._reduce(bucket, scheme, error, written, prepare, send_all)
+                finally:
+                    self._exposure.add(bucket.step, submitted_s, began, time.perf_counter())
+                done.set_result(bucket.grad)
+
+        def job() -> None:
+            try:
+                reduced()
+            except (
+                BaseException
+            ) as unforeseen:  # of a failure's own handling: without this the backward pass would wait for ever
+                error.append(f"bucket {bucket.key!r} was not reduced: {type(unforeseen).__name__}: {unforeseen}")
+                self._failure = bucket.step, error[0]
+                done.set_exception(RuntimeError(error[0]))
+
+        self._worker.submit(job)
+        return promised
+
+    def flush(self) -> None:
+        """Wait until all submitted buckets are reduced, and end the step: the next bucket belongs to another one."""
+        self._worker.finish()
+        self._failure = None
+        self._connection.end_step()
+
+    def wait(self, promised: Promised) -> None:
+        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what its reduction raised."""
+        began = time.perf_counter()
+        try:
+            promised.wait()
+        finally:
+            self._exposure.waited_s = (self._exposure.waited_s or 0.0) + time.perf_counter() - began
+
+    def hidden(self) -> Hidden:
+        """Return how long buckets were reduced, and for how much of it the backward pass waited.
+
+        DDP waits where it cannot be seen: at the end of the backward pass, from when the last bucket of a step was submitted until it is
+        reduced. An integration that waits itself calls `wait`, and its waits are counted instead. On CUDA the times are the host's.
+        """
+        return self._exposure.hidden()
+
+    def _stream_after(
+        self, device: torch.device, ready: Any
+    ) -> torch.cuda.Stream:  # Any: torch's stubs know two Event classes
+        """Return the stream on which this device reduces, which waits for the gradient."""
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_event(ready)
+        return stream
+
+    def _reduce(
+        self, bucket: Bucket, scheme: Reduction, error: list[str], *how: Any
+    ) -> None:  # Any: see Connection.reduce
+        """Reduce a bucket, and add the message to `error` where that fails, for the thread that waits for it."""
+        if self._failure is not None and self._failure[0] == bucket.step:
+            error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
+            return
+
+        def reduce() -> None:
+            self._on_report(self._connection.reduce(bucket, scheme, *how))
+
+        self._failure = None
+        if failure := self._connection.attempt(reduce):
+            error.append(f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {failure}")
+            self._failure = bucket.step, error[0]
+
+
+def future_on(device: torch.device) -> Future:
+    """Return a future of a tensor on this device."""
+    return Future(devices=[device] if device.type == "cuda" else None)
+
+
+def promise(done: Future, error: list[str]) -> Promised:
+    """Return the future of the value of `done`; it raises what is in `error` then, if anything.
+
+    HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
+    """
+
+    def result(finished: Future) -> Tensor:
+        if error:
+            raise RuntimeError(error[0])
+        return finished.value()
+
+    return done.then(result)
+
+
+@dataclass
+class _Exposure:
+    """The seconds spent on reducing, and those of them in which the backward pass waited."""
+
+    reducing_s: float = 0.0
+    ended_s: float = 0.0  # waited at the end of the steps before this one
+    step: int | None = None
+    step_s: float = 0.0  # of this step: reducing,
+    step_ended_s: float = 0.0  # and from when its latest bucket was submitted until it was reduced
+    waited_s: float | None = None  # in `Dispatcher.wait`; None where nothing calls that
+
+    def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
+        """Add a bucket of a step; buckets come in the order in which they were submitted."""
+        if step != self.step:
+            self.ended_s += min(self.step_s, self.step_ended_s)
+            self.step, self.step_s = step, 0.0
+        self.reducing_s += ended_s - began_s
+        self.step_s += ended_s - began_s
+        self.step_ended_s = ended_s - submitted_s
+
+    def hidden(self) -> Hidden:
+        ended_s = self.ended_s + min(self.step_s, self.step_ended_s)
+        return Hidden(self.reducing_s, min(self.reducing_s, ended_s if self.waited_s is None else self.waited_s))
+
+
+class AttachedHandle(Handle):
+    """The handle that `attach` returns. Buckets are reduced on a thread of their own, which ends with the handle."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: those of Handle
+        super().__init__(*args, **options)
+        self._dispatcher = Dispatcher(self._connection, self._reports.append)
+        weakref.finalize(self, self._dispatcher.stop)
+
+    def close(self) -> None:
+        self._dispatcher.stop()
+        super().close()
+
+    def detach(self) -> None:
+        """Have the model reduce as it did before `attach`. Call it on all ranks, between two steps.
+
+        Reports, summary and state stay readable; the scheme of this handle cannot be changed any more.
+        """
+        raise NotImplementedError
+
+    def _hidden(self) -> Hidden:
+        return self._dispatcher.hidden()
+
+    def _flush(self) -> None:
+        self._dispatcher.flush()
+
+
+class LateParameters:
+    """Warns of trained parameters of `module` that are not reduced, once of each. Refers to the module weakly.
+
+    They were frozen, or not there, when the model was wrapped, and no wrapper of torch reduces them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._known: object = None
+        self._told: set[str] = set()
+
+    def warn(self, is_reduced: Callable[[str, nn.Parameter], bool], wrapper: str, cure: str) -> None:
+        """Warn of those for which `is_reduced` is False. For each step: it makes names only where modules, or what is trained, changed."""
+        module = self._module()
+        if module is None or self._seen() == self._known:
+            return
+        self._modules = [weakref.ref(each) for each in module.modules()]
+        self._known = self._seen()
+        late = [name for name, each in trained(module) if name not in self._told and not is_reduced(name, each)]
+        self._told.update(late)
+        if late:
+            what = f"{', '.join(map(repr, late))} came to be trained after {wrapper}: nothing reduces their gradients"
+            warn_of(Finding(what, cure))
+
+    def _seen(self) -> object:
+        """Return what changes where a module or parameter comes or goes, or is frozen or not; in microseconds, as names are not made."""
+        modules = [found for each in self._modules if (found := each()) is not None]
+        return (
+            [
+                each is not None and each.requires_grad and id(each)
+                for module in modules
+                for each in module._parameters.values()
+            ],
+            [id(each) for module in modules for each in module._modules.values()],
+        )

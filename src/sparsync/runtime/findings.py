@@ -1,0 +1,166 @@
+"""The findings of a preflight, and the checks that all integrations share."""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
+
+from sparsync.base.scheme import Scheme
+from sparsync.base.scheme_text import scheme_of_environment
+from sparsync.core import matches
+from sparsync.runtime.parameter_names import plain_name
+
+Axis = DeviceMesh | dist.ProcessGroup
+_BACKENDS = {
+    "cpu": ("gloo",),
+    "cuda": ("nccl",),
+}  # on which send, recv and all_reduce were tried, or their source was read
+_ADAM = (Adam, NAdam, RAdam, Adamax)
+_DIVIDING = (*_ADAM, Adagrad, RMSprop, Adadelta, Adafactor)  # by the size of past gradients, each element by its own
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong with a model or a scheme. `refused`: `attach` raises this; None: it warns."""
+
+    what: str
+    cure: str
+    refused: type[Exception] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}"
+
+
+def warn_of(finding: Finding) -> None:
+    """Warn of a finding at the line that called into sparsync, however many of our own calls lie between."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sparsync":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(finding), stacklevel=level)
+
+
+def check_scheme(scheme: object) -> None:
+    """Raise TypeError for anything but an instance of Scheme."""
+    if isinstance(scheme, Scheme):
+        return
+    cure = "subclass sparsync.Scheme to write one"
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        settings = "density=0.01" if "density" in getattr(scheme, "__dataclass_fields__", {}) else "..."
+        cure = f"give an instance: {scheme.__name__}({settings})"
+    if isinstance(scheme, str):
+        cure = f"pass sparsync.scheme({scheme!r})"
+    raise TypeError(f"scheme must be an instance of sparsync.Scheme such as TopK(density=0.01), got {scheme!r}; {cure}")
+
+
+def given_or_default(scheme: Scheme | None) -> Scheme:
+    """Return `scheme`, or where it is None a new one, of the environment variable SPARSYNC_SCHEME: see `scheme_of_environment`.
+
+    Raises TypeError for anything but a Scheme.
+    """
+    if scheme is None:
+        return scheme_of_environment()
+    check_scheme(scheme)
+    return scheme
+
+
+def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
+    """Find the devices whose gradients this group cannot send."""
+    for device in sorted(devices):
+        name = backend(group, device)
+        if name not in _BACKENDS.get(device, ()):
+            yield Finding(
+                f"gradients on {device} would be sent by {name}, which lacks operations that schemes need, or was never tried",
+                "make a group with gloo for CPU models and nccl for CUDA models",
+                RuntimeError,
+            )
+
+
+def backend(group: dist.ProcessGroup | None, device: str) -> str:
+    """Return the name of the backend for tensors on this device; a group may have one for each."""
+    try:
+        assert group is not None
+        return group._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return "no backend"
+
+
+def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
+    """Find given names and patterns that match no parameter; a scheme's own default patterns need not match."""
+    for setting in ("protect", "dense", "patterns"):
+        given = getattr(scheme, setting, ())
+        if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
+            continue
+        for pattern in given:
+            if not any(matches(name, [pattern]) for name in names):
+                yield Finding(
+                    f"{setting}={pattern!r} matches no parameter",
+                    f"parameters are called {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+                )
+
+
+def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Find the embeddings whose gradients are sparse, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield plain_name(name), module
+
+
+def steps_in_backward(model: nn.Module) -> bool:
+    """Return whether an optimizer steps during the model's backward pass."""
+    return any(getattr(parameter, "_in_backward_optimizers", None) for parameter in model.parameters())
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Return whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]:
+    """Find what this optimizer makes of the gradients that this scheme writes; nothing where none is given.
+
+    An optimizer within another one is the one that counts.
+    """
+    if optimizer is None:
+        return
+    inner = innermost(optimizer)
+    name, ours = type(inner).__name__, type(scheme).__name__
+    if scheme.has_momentum:
+        momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
+        if not isinstance(inner, SGD) or any(momenta):
+            given = f"SGD(momentum={max(momenta):g})" if isinstance(inner, SGD) else name
+            yield Finding(
+                f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
+            )
+    elif scheme.has_residual and scheme.leaves_out and _divides(inner):
+        steps = "sparsync.AdamWSteps, or " if isinstance(inner, Adam) else ""
+        yield Finding(
+            f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
+            "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
+            f"use {steps}TwoShot(density=1.0, values='int4')",
+        )
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer within another one, as Accelerate and ZeroRedundancyOptimizer have it; itself where there is none."""
+    while isinstance(wrapped := getattr(optimizer, "optimizer", getattr(optimizer, "optim", None)), Optimizer):
+        optimizer = wrapped
+    return optimizer
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return `optimizer` and all that it has as attributes, as SAM and Lookahead do, and those inside them."""
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    return [optimizer, *(each for one in inner for each in with_inner(one))]
+
+
+def _divides(optimizer: Optimizer) -> bool:
+    """Return whether this is Adam or of its kind; other packages' versions are known by their names."""
+    return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()

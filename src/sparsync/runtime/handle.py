@@ -1,0 +1,431 @@
+"""The handle of a model whose gradients a scheme reduces: reports, and the state to save. Every integration returns one."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from sparsync.base.error_feedback import ErrorFeedbackScheme
+from sparsync.base.scheme import ReduceScatterScheme, Scheme
+from sparsync.comm.group import GroupComm
+from sparsync.core import Comm, Report
+from sparsync.feedback import PER_RANK, redistributed
+from sparsync.runtime.connection import Connection, ReportLog
+from sparsync.runtime.findings import check_scheme
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler, UsualShare
+from sparsync.runtime.ownership import check_empty, check_free, drive, module_of, release, take
+from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.state_checks import (
+    check_form,
+    check_model,
+    check_residuals,
+    check_version,
+    refuse_distributed_checkpoint,
+)
+from sparsync.runtime.state_file import VERSION
+from sparsync.runtime.summary import Hidden, Summary
+from sparsync.schemes.per_parameter import PerParameter
+
+Residual = Literal["carry", "drop"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every integration of gradients takes besides a model and a scheme; `sparsync.attach` says what each is."""
+
+    optimizer: Optimizer | None = None
+    scaler: GradScaler | None = None
+    follow_rates: bool = True
+    timeout_s: float = 300.0
+    check_weights_every: int = CHECK_WEIGHTS_EVERY
+
+    def rescaler(
+        self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
+    ) -> ResidualRescaler:  # Any: as Handle
+        """Return what rescales the residuals of `scheme`; `names` has each parameter's name by its id."""
+        return ResidualRescaler(scheme, names, self.optimizer, self.scaler, self.follow_rates, adds_up)
+
+    def comparison(
+        self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
+    ) -> Comparison:
+        """Return what the ranks compare besides what is reduced; see Comparison."""
+        given = [] if self.optimizer is None else [self.optimizer]
+        return Comparison(given, names, weights, self.check_weights_every, applies)
+
+    def connected(self, group: dist.ProcessGroup | None, *lines: str) -> GroupComm:
+        """Return private connections between the ranks of `group`, which must have the same `lines`. Collective over them."""
+        fingerprint = "\n".join([*lines, f"check_weights_every={self.check_weights_every}"])
+        return GroupComm.private(group, self.timeout_s, fingerprint=fingerprint)
+
+
+class Handle:
+    """The reports and the state of `scheme` on one model, seen from one rank.
+
+    `part` names what this rank's worker group has of the model, such as "shard0of2"; "" is all of it. States of different parts have
+    nothing in common. `module` is the model where it is known, and `driven` its parameters that this handle trains, on an `axis` of FSDP2.
+    A copy, by `copy` or `pickle`, is a `DetachedHandle`: connections and threads stay with the original.
+    """
+
+    switches = False  # whether this integration can change its scheme between two steps
+    origin = "sparsync.attach"  # what the user has called for this handle
+    integration = "gradients"  # what residuals are of; another integration's state has other units
+
+    def __init__(
+        self,
+        scheme: Scheme | ReduceScatterScheme,
+        comm: Comm,
+        rescaler: ResidualRescaler,
+        comparison: Comparison,
+        part: str = "",
+        module: nn.Module | None = None,
+        driven: Sequence[tuple[str, nn.Parameter]] = (),
+        axis: str = "",
+    ) -> None:
+        check_free(scheme)
+        take(scheme, self, module)
+        drive(driven, self, axis)
+        self._scheme = scheme
+        self.part = part
+        self._rescaler = rescaler
+        self._connection = Connection(scheme, comm, on_written=rescaler.written)
+        self._comparison = comparison
+        self._connection.compare(comparison)
+        self._place = {"rank": comm.rank, "ranks": comm.size}
+        self._step = -1
+        self._detached = False
+        self._reports = ReportLog()
+        # When nothing refers to the handle any more, which model and optimizer do. Not at exit, where torch may have ended before.
+        weakref.finalize(self, self._connection.shut).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
+        settings, (rank, ranks) = self._scheme.config_fingerprint(), self.place
+        return DetachedHandle, (settings, rank, ranks, self.part, self._step, tuple(self._reports))
+
+    @property
+    def scheme(self) -> Any:  # Any: a Scheme, or its reduce-scatter form on a shard axis
+        """The scheme that reduces the gradients. Assign another one as `switch` takes it, which carries the residual over."""
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self.switch(scheme)
+
+    def switch(self, scheme: Scheme, *, residual: Residual = "carry") -> None:
+        """Reduce with another scheme from the next step on. Call it on all ranks, between two steps, with the same settings.
+
+        The residual is carried over by parameter name: to a scheme of the same class with its whole state (thresholds and partitions go
+        on adapting), to one of another class as it is, where both have plain error feedback; a PerParameter of such schemes gives it, and
+        takes it only from another one with the same patterns. Otherwise what is held back would be lost:
+        train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
+        The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
+        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard
+        axis), TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be
+        carried over.
+        """
+        check_scheme(scheme)
+        self._check_attached()
+        if not self.switches:
+            raise RuntimeError(
+                f"{type(self).__name__} keeps the scheme that it was made with; save a checkpoint and make a new one with other settings"
+            )
+        # HACK: torch has no public function for this. Price: it may change with torch; tests/test_switch.py calls it.
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the scheme cannot change inside a backward pass, where buckets of one step would differ; change it between two steps"
+            )
+        if residual not in ("carry", "drop"):
+            raise ValueError(f"residual must be 'carry' or 'drop', got {residual!r}")
+        before: Any = self._scheme  # Any: no reduce-scatter form, which `switches` excludes
+        if scheme is before:
+            return
+        check_free(scheme, module_of(before), self)
+        self._settle()
+        if residual == "drop" or not _carried(before, scheme):
+            check_empty(scheme)
+        release(before)
+        take(scheme, self, module_of(before))
+        self._use(scheme)
+        self._scheme = scheme
+        self._rescaler.use(scheme)
+        self._connection.use(scheme)
+
+    def set(self, **settings: Any) -> None:  # Any: of a field of the scheme
+        """Change settings of the scheme from the next step on, such as `handle.set(density=0.02)`; state and residual stay. See `switch`.
+
+        For schedules: call it between steps with a value that depends on the step only, the same on all ranks. Settings are checked as
+        those of a new scheme are; where none differ from the present ones nothing happens. A state says which it was saved with
+        (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have, and
+        RuntimeError after `detach`.
+        """
+        self._check_attached()
+        scheme = self._scheme
+        known = [each.name for each in fields(scheme) if each.init] if is_dataclass(scheme) else []
+        if unknown := sorted(settings.keys() - set(known)):
+            raise ValueError(f"{scheme.name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        if any(getattr(scheme, key) != value for key, value in settings.items()):
+            self.switch(replace(scheme, **settings))  # pyright: ignore[reportArgumentType]  # a dataclass
+
+    def _check_attached(self) -> None:
+        if self._detached:
+            raise RuntimeError("this handle is detached; attach again, with sparsync.attach(model, scheme)")
+
+    def _use(self, scheme: Scheme) -> None:
+        """Take what the integration itself has of a scheme from another one."""
+        return
+
+    @property
+    def closed(self) -> bool:
+        """Whether the handle was closed or detached, so that its scheme may serve another one."""
+        return self._detached or self._connection.closed
+
+    def summary(self) -> Summary:
+        """Return what was reduced on this rank since the handle was made: print it at any time. It sends nothing.
+
+        By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
+        """
+        parameters = sum(math.prod(shape) for shape in self.layout().values())
+        return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
+
+    def _hidden(self) -> Hidden | None:
+        """Return how much of the reduction the backward pass hid; None where it comes after the backward pass."""
+        return None
+
+    def close(self) -> None:
+        """Give back connections and threads. What is reduced afterwards raises RuntimeError; reports and state stay readable.
+
+        For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an
+        error. A handle without references closes itself.
+        """
+        self._connection.shut()
+        self._rescaler.close()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._place["rank"], self._place["ranks"]
+
+    def reports(self) -> list[Report]:
+        """Return one report for each bucket and step so far, oldest first; only the newest 10 000 are there."""
+        return list(self._reports)
+
+    def take_reports(self) -> list[Report]:
+        """Return the reports since the last call, and forget them."""
+        return self._reports.take()
+
+    def layout(self) -> dict[str, list[int]]:
+        """Return the shape of each parameter of the model by name; {} where the model is not known."""
+        model = vars(self).get("model")
+        return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
+        """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint.
+
+        Raises TypeError inside torch.distributed.checkpoint, which would keep one rank's only; see sparsync.checkpoint.entries. Raises
+        RuntimeError where an error has left a step applied in part, until a state was loaded.
+        """
+        refuse_distributed_checkpoint()
+        if self._connection.partly_applied:
+            raise RuntimeError(
+                "an error has left a step applied in part on this rank, which is no state to continue from; load an older one on all ranks"
+            )
+        self._settle()
+        return {
+            "version": VERSION,
+            "integration": self.integration,
+            **self._place,
+            "part": self.part,
+            "step": self._step,
+            "scheme_name": self.scheme.name,
+            "settings": self._scheme.config_fingerprint(),
+            "layout": self.layout(),
+            "rates": dict(self._rescaler.units.rates),
+            "highest_rates": dict(self._rescaler.units.highest),
+            "loss_scale": self._rescaler.units.scale,
+            "clipping": asdict(self._rescaler.units.clipping),
+            "scheme": self.scheme.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
+
+        Settings of the scheme may have changed. `attach` and GradientReducer continue each other's states. Raises ValueError, and changes
+        nothing, for a state of another integration, scheme, model or format, for one with an entry that cannot be, such as NaN, for
+        another rank's, whose residual would count twice, and for one of another number of ranks. Copies the present state once, to
+        return to it; where an error has left none that can be read, there is none to return to.
+        """
+        refuse_distributed_checkpoint()
+        with _as_value_errors(self):
+            self.check_state(state)
+            self._check_place(state)
+            self._check(state)
+        before = self._state_or_none()
+        try:
+            with _as_value_errors(self):
+                self._load(state)
+        except BaseException:
+            if before is not None:
+                self._load(before)
+            raise
+
+    def _state_or_none(self) -> dict[str, Any] | None:  # Any: as state_dict
+        """Return the present state; None where it cannot be read, as after the failure that loading another one is to mend."""
+        try:
+            return self.state_dict()
+        except RuntimeError:
+            return None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is of this format, scheme and model, on whatever rank of how many it was made."""
+        check_version(state)
+        check_form(state)
+        layout = self.layout()
+        check_model(state, self.integration, self.scheme.name, layout)
+        check_residuals(state["scheme"], layout, self._residual_sizes())
+
+    def resized(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as state_dict
+        """Return a state for this rank, made from those of all ranks of another number, in rank order. See `sparsync.checkpoint.load`."""
+        rank, ranks = self.place
+        scheme = _resized_scheme([each["scheme"] for each in states], rank, ranks)
+        return {**states[0], **self._place, "scheme": scheme}
+
+    def _residual_sizes(self) -> dict[str, int]:
+        """Return how many elements of each parameter this rank's state has, by name, where that is known."""
+        return {name: math.prod(shape) for name, shape in self.layout().items()}
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        place = {key: state[key] for key in self._place}
+        if place != self._place or state["part"] != self.part:
+            raise ValueError(
+                f"this is the state of {_described(place, state['part'])}, and this is {_described(self._place, self.part)}; "
+                "load each rank's own. sparsync.checkpoint.load finds it, and redistributes residuals to another number of ranks"
+            )
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that this integration cannot continue from."""
+        return
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that was checked."""
+        self._flush()
+        self.scheme.load_state_dict(state["scheme"])
+        self._step = state["step"]
+        self._connection.continue_after(state["step"])
+        units = self._rescaler.units
+        units.rates, units.highest = dict(state["rates"]), dict(state["highest_rates"])
+        units.scale, units.clipping = state["loss_scale"], UsualShare(**state.get("clipping", {}))
+        self._rescaler.forget()
+
+    def _settle(self) -> None:
+        """Wait until the scheme's state is that of a whole step, as far as the optimizer has applied it."""
+        self._flush()
+        self._rescaler.settle()
+
+    def _flush(self) -> None:
+        """Wait until the last step is reduced, and end it."""
+        self._connection.end_step()
+
+
+@dataclass(frozen=True)
+class DetachedHandle:
+    """What a copy of a handle is, also after `pickle`: what it was attached with, and its reports. It reduces nothing and has no state."""
+
+    settings: str  # of the scheme
+    rank: int
+    ranks: int
+    part: str
+    step: int  # the last one that was reduced, -1 for none
+    kept_reports: tuple[Report, ...]
+
+    def reports(self) -> list[Report]:
+        """Return the reports that the handle had when it was copied."""
+        return list(self.kept_reports)
+
+    def __getattr__(self, name: str) -> Any:  # Any: there is none
+        raise AttributeError(
+            f"this is a copy of a handle, which has reports() only and no {name!r}: connections and state stay with the original; "
+            "call sparsync.attach on the copied model"
+        )
+
+
+def _carried(before: Scheme, scheme: Scheme) -> bool:
+    """Give `scheme` what `before` holds, if it can hold anything. Raises ValueError where that is impossible; `before` does not change."""
+    if type(scheme) is type(before):
+        try:
+            scheme.load_state_dict(before.state_dict())
+        except ValueError as error:
+            raise ValueError(f"{error}; or {_cure(before)}") from error
+        return True
+    if not before.has_residual:
+        return False
+    state = before.state_dict()
+    if not (_plain(before) and isinstance(scheme, ErrorFeedbackScheme) and _plain(scheme)) or _has_velocity(state):
+        raise ValueError(
+            f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; {_cure(before)}"
+        )
+    scheme.feedback.load_state_dict(state["residual"])
+    return True
+
+
+def _plain(scheme: Scheme) -> bool:
+    """Return whether all that `scheme` holds back is the residual of error feedback, by parameter name."""
+    if isinstance(scheme, PerParameter):
+        return all(_plain(each) or not each.has_residual for each in scheme.inner_schemes)
+    return isinstance(scheme, ErrorFeedbackScheme) and not scheme.has_momentum
+
+
+def _has_velocity(state: Mapping[str, Any]) -> bool:  # Any: as Scheme.state_dict
+    return bool(state.get("velocity")) or any(map(_has_velocity, state.get("schemes", {}).values()))
+
+
+def _cure(before: Scheme) -> str:
+    """Return how to change to a scheme that cannot take over what `before` holds back."""
+    if _plain(before) and not _has_velocity(before.state_dict()):
+        first = "assign TopK(density=1.0) to handle.scheme and train one step, which sends all of it"
+    else:
+        first = "have handle.set(...) make it send every element, and train one step"
+    return f'{first}; then handle.switch(scheme, residual="drop") forgets what is left'
+
+
+def _resized_scheme(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as state_dict
+    """Return the state of a scheme, without what differs between ranks."""
+    state = {key: value for key, value in states[0].items() if key != "own"}
+    for key in PER_RANK:
+        vectors = [each.get(key, {}) for each in states]
+        if any(vectors):
+            state[key] = redistributed(vectors, ranks)[rank]
+    if "schemes" in state:
+        state["schemes"] = {
+            key: _resized_scheme([each["schemes"][key] for each in states], rank, ranks) for key in state["schemes"]
+        }
+    return state
+
+
+@contextmanager
+def _as_value_errors(handle: Handle) -> Iterator[None]:
+    """Turn what a state of a wrong form leads to into a ValueError."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"this state does not fit {type(handle).__name__} with {handle.scheme.name!r} ({type(error).__name__}: {error}); "
+            "load the state of the same scheme and model"
+        ) from error
+
+
+def _described(place: Mapping[str, int], part: str) -> str:
+    return f"rank {place['rank']} of {place['ranks']}" + (f" of {part}" if part else "")

@@ -1,0 +1,448 @@
+"""What is read from the user's optimizers in each step: settings that ranks compare, and the rates and clipping that residuals follow.
+
+Ranks compare settings before each bucket, and every few steps a digest of the weights. It travels in the numbers that ranks tell each
+other anyway, see `Connection`.
+
+Residuals have units: gradients carry a learning rate and a loss scale, and what is left of older ones follows when these change.
+
+Residuals follow the rate until it is a tenth of the highest rate so far. Down to there rate * residual stays the same, so that every
+gradient is applied at its own rate, whenever it is sent. Below, residuals stay as they are, and what is sent late is applied at the lower
+rate: where a schedule ends at zero they would grow without bound, and what clipping then cuts off, or the last step leaves, would be lost.
+
+A step that clipping cuts to less than the usual share counts less in the residual, too, or what was not sent of a spike would follow whole.
+Let f be its share over the usual one. Then f times the gradient comes in and f times what was sent goes out: the residual becomes f times
+what it is after the step + (1 - f) times what it was before. Clipping that is usual changes nothing, as it cuts what is sent later as well.
+
+How a gradient was clipped is not asked: norms are compared, of each parameter's reduced gradient when it was written, and of its gradient
+when the optimizer's step begins.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from sparsync.base.scheme import ReduceScatterScheme, parameter_of
+from sparsync.comm.announcement import Told
+from sparsync.core import Bucket, digest, generator
+from sparsync.runtime.findings import innermost
+
+CHECK_WEIGHTS_EVERY = 100  # steps
+
+_SETTINGS_CURE = (
+    "give the optimizers of all ranks the same settings at every step: step schedules equally often on all ranks, give one that "
+    "follows the loss the mean loss of all ranks, and freeze the same parameters on all of them"
+)
+_WEIGHTS_CURE = (
+    "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
+    "differs in last bits"
+)
+_BLOCK = 1 << 16  # elements that are summed at once, small enough for a processor's cache
+_WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
+
+# Settings also where no argument is called so, because an optimizer takes its groups ready-made.
+_COMMON = frozenset({"lr", "weight_decay", "momentum", "betas", "eps"})
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+class Compared(NamedTuple):
+    """What must be the same on all ranks at one step: a number, and what it stands for."""
+
+    number: int = 0
+    told: tuple[Told, Told] = (Told([], ""), Told([], ""))  # settings of optimizers, and weights
+
+
+class Comparison:
+    """Reads what ranks compare: the settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
+
+    `names` are those of parameters by id. While `applies` returns False nothing is compared; it returns the same on all ranks.
+    The owner fills and clears `adopted`: names of weights that were set from outside, which are compared in any step.
+    Raises ValueError for an `every` that is no whole number from 0 on.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        weights: Callable[[], Named] | None,
+        every: int,
+        applies: Callable[[], bool] = lambda: True,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
+        self.settings = OptimizerSettings(optimizers, names)
+        self.adopted: set[str] = set()
+        self._weights, self._every, self._applies = weights, every, applies
+
+    def at(self, step: int, steps: int = 1) -> Compared:
+        """Return what is to be compared before `step`; weights where a check was due in one of the last `steps` steps up to this one."""
+        if not self._applies():
+            return Compared()
+        number, settings = self.settings.read()
+        due = bool(self._every) and step // self._every * self._every > step - steps
+        weights: list[str] = []
+        if self._weights is not None and (due or self.adopted):
+            named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
+            weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
+            number ^= digest("\n".join(weights))
+        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, _WEIGHTS_CURE)))
+
+
+class OptimizerSettings:
+    """The settings of each parameter group of some optimizers, and the names of its parameters with whether they are frozen.
+
+    A setting is what the optimizer's class takes as an argument. What else is in a group counts as state that the optimizer keeps there,
+    such as a number of steps or a rate that it has found itself.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        self._optimizers, self._names = optimizers, names
+        self._options = [_options(type(innermost(each))) for each in optimizers]
+        self._values = _Cached(self._value_lines)
+        self._members = _Cached(self._member_lines)
+
+    def read(self) -> tuple[int, list[str]]:
+        """Return a digest of the settings as they are now, and the same in words, line by line."""
+        groups = [(i, each.param_groups) for i, each in enumerate(self._optimizers)]
+        values = [
+            [[(key, _plain(group[key])) for key in self._options[i] if key in group] for group in each]
+            for i, each in groups
+        ]
+        members = [[[(id(one), one.requires_grad) for one in group["params"]] for group in each] for _, each in groups]
+        (one, value_lines), (two, member_lines) = self._values.of(values), self._members.of(members)
+        return one ^ two, [*value_lines, *member_lines]
+
+    def _value_lines(self, values: Sequence[Sequence[Sequence[tuple[str, object]]]]) -> list[str]:
+        lines = []
+        for optimizer, groups in zip(self._optimizers, values, strict=True):
+            kind = type(innermost(optimizer)).__name__
+            lines.append(f"{len(groups)} parameter groups of {kind}")
+            for place, group in enumerate(groups):
+                lines += [f"{key}={value!r} in parameter group {place} of {kind}" for key, value in group]
+        return lines
+
+    def _member_lines(self, members: object) -> list[str]:
+        """Return a line for each parameter, in the order of their names: so the same one has the same place on all ranks."""
+        return sorted(
+            f"{self._described(each)} in parameter group {place} of {type(innermost(optimizer)).__name__}"
+            + ("" if each.requires_grad else ", frozen")
+            for optimizer in self._optimizers
+            for place, group in enumerate(optimizer.param_groups)
+            for each in group["params"]
+        )
+
+    def _described(self, parameter: Tensor) -> str:
+        name = self._names.get(id(parameter))
+        return f"a parameter of {list(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+
+class _Cached:
+    """The lines that `make` makes of what it is given, and their digest, made again only if that has changed."""
+
+    def __init__(self, make: Callable[[Any], list[str]]) -> None:  # Any: whatever `of` is called with
+        self._make = make
+        self._known: tuple[Any, int, list[str]] = None, 0, []
+
+    def of(self, given: Any) -> tuple[int, list[str]]:  # Any: see above
+        if given and given != self._known[0]:
+            lines = self._make(given)
+            self._known = given, digest("\n".join(lines)), lines
+        return self._known[1], self._known[2]
+
+
+def weight_lines(weights: Named, when: str) -> list[str]:
+    """Return a line with the digest of each tensor. It changes with any element, and where two change places. A host sync."""
+    named = [(name, _sum(each.detach())) for name, each in weights]
+    sums = torch.stack([each.to(named[0][1].device) for _, each in named]).tolist() if named else []
+    return [
+        f"weights {name!r} with digest {one & (1 << 64) - 1:016x} {when}"
+        for (name, _), one in zip(named, sums, strict=True)
+    ]
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the words of `tensor`, each times a factor that its place in the tensor gives, modulo 2^64."""
+    flat, factors = tensor.reshape(-1), _factors(tensor.device)
+    parts = flat.view(_WORDS.get(flat.element_size(), torch.int32)).split(_BLOCK)
+    # The products of words of 32 bits and factors of 31 fit into 64. An odd factor of a block loses no bit of its sum.
+    sums = [(part * factors[: len(part)]).sum() * (2 * number + 1) for number, part in enumerate(parts)]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    return torch.randint(1, 1 << 31, (_BLOCK,), generator=generator(0, "digest of weights", 0)).to(device)
+
+
+@cache
+def _options(kind: type) -> tuple[str, ...]:
+    """Return the common settings, and the arguments of an optimizer's class and of those that it derives from."""
+    made = [each for each in kind.__mro__ if "__init__" in vars(each)]
+    arguments = {name for each in made for name in inspect.signature(each.__init__).parameters}
+    return tuple(sorted(_COMMON | arguments - {"params"}))
+
+
+def _plain(value: object) -> object:
+    """Return a number, text or a tuple of them, so that equal ones have the same text; "" for anything else."""
+    if isinstance(value, Tensor):
+        return _plain(value.item()) if value.numel() == 1 else ""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return value if isinstance(value, (bool, str)) or value is None else ""
+
+
+FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that one is scaled up by, in all
+USUAL_STEPS = 32  # over which the usual share is the mean; a single spike lowers it by a 32nd at most
+UNCUT = 0.999  # from this share of the usual one on, a step counts as not clipped
+
+# The arguments of a step, as torch passes them to hooks: the optimizer comes first.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class UsualShare:
+    """The share of a reduced gradient that clipping usually leaves."""
+
+    mean: float | None = None  # None: no step was seen yet
+    steps: int = 0  # over which it is the mean
+    cuts: bool = False  # whether any step was cut to less, so that residuals are held before each one
+
+    def weigh(self, share: float) -> float:
+        """Return how much a step counts of which the optimizer got this share: that over the usual one, at most 1."""
+        usual = share if self.mean is None else self.mean
+        self.steps = min(self.steps + 1, USUAL_STEPS)
+        self.mean = usual + (share - usual) / self.steps
+        if share >= UNCUT * usual:
+            return 1.0
+        self.cuts = True
+        return share / usual
+
+
+@dataclass
+class ResidualUnits:
+    """The learning rates and the loss scale that the residuals of one scheme are in, and the share of a gradient that clipping leaves."""
+
+    rates: dict[str, float] = field(default_factory=dict)  # by parameter name; the one followed, not below the tenth
+    highest: dict[str, float] = field(default_factory=dict)  # the highest rate so far, by parameter name
+    scale: float | None = None  # None: there is no residual yet
+    clipping: UsualShare = field(default_factory=UsualShare)
+
+    @classmethod
+    def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
+        """Return those of `scheme`, which a second handle of it continues with."""
+        units = scheme.residual_units or cls()
+        units.belong_to(scheme)
+        return units
+
+    def belong_to(self, scheme: Any) -> None:  # Any: as in `of`
+        """Be the units of the residual of `scheme`, and of its copies."""
+        vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
+
+    def follow(self, name: str, rate: float) -> float:
+        """Return the factor by which the residual of a parameter comes to be in units of this rate, which it has from now on.
+
+        The factor is old rate / new rate, where each counts as no less than 1 / FOLLOWED of the highest so far. While a rate is zero
+        the residual does not change: nothing is applied until the rate changes again.
+        """
+        if rate == 0.0:
+            return 1.0
+        self.highest[name] = max(rate, self.highest.get(name, rate))
+        new = max(rate, self.highest[name] / FOLLOWED)
+        old = self.rates.get(name, new)
+        self.rates[name] = new
+        return old / new
+
+
+class ResidualRescaler:
+    """Rescales the residuals of `scheme` when the learning rate of `optimizer` or the scale of `scaler` has changed, or a step was clipped.
+
+    `names` gives each parameter's name by its id. Without an optimizer, or without `follow_rates`, the learning rate counts as constant,
+    without a scaler the scale is 1. `adds_up` see Clipping. Raises TypeError for a scaler that is no torch.amp.GradScaler.
+    """
+
+    def __init__(
+        self,
+        scheme: Any,  # as ResidualUnits.of
+        names: Mapping[int, str],
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        follow_rates: bool = True,
+        adds_up: bool = False,
+    ) -> None:
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(
+                f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; pass the scaler itself"
+            )
+        self.units = ResidualUnits.of(scheme)
+        self.names, self.scaler = dict(names), scaler
+        self._scheme, self._optimizer = scheme, optimizer if follow_rates else None
+        self.clipping = None if optimizer is None else Clipping(optimizer, self.names, adds_up)
+        self._held = False  # since the last step of the optimizer
+
+    def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
+        """Rescale the residuals of another scheme from now on, which are in the units of the one before."""
+        self._scheme, self._held = scheme, False
+        self.units.belong_to(scheme)
+
+    def written(self, bucket: Bucket) -> None:
+        """Take note of a bucket that was reduced, as its parameters get it."""
+        if self.clipping is not None:
+            names = [entry.name for entry in bucket.layout]
+            sharded = isinstance(self._scheme, ReduceScatterScheme)
+            self.clipping.written([parameter_of(name) for name in names] if sharded else names, bucket)
+
+    def rescale(self) -> None:
+        """Bring the residuals to the units of this step; to be called once a step, before its first bucket."""
+        self.settle()
+        if factors := self.factors():
+            self._scheme.rescale_residual(factors)
+        if self.units.clipping.cuts and self.clipping is not None and not self._held:
+            self._scheme.hold_residual()
+            self._held = True
+
+    def settle(self) -> None:
+        """Have the residuals be what the last step has left, as far as the optimizer has applied it."""
+        if self.clipping is None or (found := self.clipping.take()) is None:
+            return
+        names, share = found
+        # Of scaled gradients the optimizer gets those without the scale.
+        factor = self.units.clipping.weigh(share * (self.units.scale or 1.0))
+        if factor < 1.0:
+            self._scheme.weigh_step(dict.fromkeys(names, factor))
+        self._held = False
+
+    def forget(self) -> None:
+        """Forget what was measured of the last step, because another state was loaded."""
+        self._held = False
+        if self.clipping is not None:
+            self.clipping.forget()
+
+    def close(self) -> None:
+        """Settle, and follow the optimizer no more. Safe to call again."""
+        self.settle()
+        if self.clipping is not None:
+            self.clipping.close()
+
+    def factors(self) -> dict[str, float]:
+        """Return the factor of each parameter whose units have changed since the last call, and take the new units for the old ones.
+
+        The factor is that of `ResidualUnits.follow` times new scale / old scale.
+        """
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
+        before, self.units.scale = self.units.scale or scale, scale
+        changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            rate = float(group["lr"])
+            for name in (self.names[id(each)] for each in group["params"] if id(each) in self.names):
+                factor = self.units.follow(name, rate)
+                if factor != 1.0:
+                    changed[name] = changed.get(name, 1.0) * factor
+        return changed
+
+
+class Clipping:
+    """Watches the steps of `optimizer`, until `close`. `names` has each parameter's name by its id, also of those that come later.
+
+    With `adds_up`, what is reduced twice before a step is added to the gradient, of which no norm is known then; without, it replaces it.
+    The optimizer does not keep this object alive.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], adds_up: bool = False) -> None:
+        self._names, self._adds_up = names, adds_up
+        # Norms by parameter name: when the gradient was written, and when the step began.
+        self._written: dict[str, Tensor] = {}
+        self._applied: dict[str, Tensor] = {}
+        self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
+        known = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+            found = known()
+            return found._before_step(optimizer, args, kwargs) if found is not None else None
+
+        self._hook = innermost(optimizer).register_step_pre_hook(before_step)
+        weakref.finalize(self, self._hook.remove).atexit = False
+
+    def close(self) -> None:
+        """Watch no further steps. Safe to call again."""
+        self._hook.remove()
+
+    def written(self, names: Iterable[str], bucket: Bucket) -> None:
+        """Take note of a reduced gradient, whose parameters have these names."""
+        for name, norm in zip(names, _norms([entry.span.of(bucket.grad) for entry in bucket.layout]), strict=True):
+            self._written[name] = norm * torch.nan if self._adds_up and name in self._written else norm
+
+    def forget(self) -> None:
+        """Forget the steps whose share was not taken."""
+        self._written, self._applied = {}, {}
+
+    def take(self) -> tuple[list[str], float] | None:
+        """Return the parameters that the latest step was for, and which share of their reduced gradient it applied; then forget it.
+
+        None where there was no step since the last call, or where a norm is not known or not finite. The share is that of the length of all
+        gradients together, so it does not matter that a sparse gradient may be zero in some parameters.
+        """
+        if not self._applied:
+            return None
+        names = list(self._applied)
+        applied, written = _values(self._applied.values()), _values(self._written[name] for name in names)
+        scale = float(self._loss_scale)
+        self.forget()
+        # A parameter that no rank used keeps a gradient of zero, whatever was written for it.
+        used = [(one, other) for one, other in zip(applied, written, strict=True) if one != 0] or [
+            (0.0, math.hypot(*written))
+        ]
+        before = math.hypot(*(each for _, each in used)) * scale
+        share = math.hypot(*(each for each, _ in used)) / before if before else math.nan
+        return (names, share) if math.isfinite(share) else None
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._measure(optimizer)
+            return None
+
+        def measured() -> Any:  # Any: what the closure returns
+            loss = closure()
+            self._measure(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": measured}
+        return (*args[:1], measured, *args[2:]), kwargs
+
+    def _measure(self, optimizer: Optimizer) -> None:
+        names, found = self._names, {}
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            name, grad = names.get(id(parameter)), parameter.grad
+            if grad is not None and name in self._written and grad.layout == torch.strided:
+                found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
+        self._applied = dict(zip(found, _norms(list(found.values())), strict=True))
+        # Of a fused optimizer, which divides by it in its step.
+        scale = getattr(optimizer, "grad_scale", None)
+        self._loss_scale = 1.0 if scale is None else scale
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor, at least in float32, without a host sync."""
+    if not tensors:
+        return []
+    wide = any(each.dtype == torch.float64 for each in tensors)
+    # HACK: torch has no public function for many norms at once, which on CUDA take a few kernels. Price: it may change with torch.
+    return torch._foreach_norm(tensors, 2, torch.float64 if wide else torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _values(norms: Iterable[Tensor]) -> list[float]:
+    """Return numbers: a host sync on CUDA."""
+    known = list(norms)
+    return torch.stack([each.to(known[0].device) for each in known]).tolist()

@@ -1,0 +1,152 @@
+"""Which handle drives a scheme, and which one a model: one at a time.
+
+A scheme also serves one model only, because the residuals that it holds are of one model. So for the schemes inside a scheme.
+All that is known of a scheme or a parameter from outside is kept here, weakly; nothing is put on either, and a copy is free.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sparsync.base.scheme import Scheme
+from sparsync.feedback import PER_RANK
+
+_ENDS = {
+    "sparsync.attach": "call detach() or close() on its handle first",
+    "sparsync.reduce_gradients": "use sparsync.GradientReducer in its place, and call close() on that first",
+}
+
+
+class Driver(Protocol):
+    """What drives a scheme and a model until it is closed. `origin` is what the user has called for it."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def origin(self) -> str: ...
+
+
+@dataclass
+class Owned:
+    """What is known of a scheme: the handle that drives it, and the model of its residuals, where these are known."""
+
+    driver: weakref.ref[Any] | None = None  # Any: a Driver; a Protocol cannot be the argument at run time
+    module: weakref.ref[nn.Module] | None = None
+
+
+_owned: Any = WeakIdKeyDictionary()  # Any: a mapping, which torch has not typed; of Owned by scheme
+# By trained parameter of a model: weak references to the handles that drive it, by axis of FSDP2.
+_drivers: Any = WeakIdKeyDictionary()
+
+
+def owned(scheme: Any) -> Owned:  # Any: a Scheme or its reduce-scatter form, here and below
+    """Return what is known of `scheme`, to be changed in place."""
+    return _owned.setdefault(scheme, Owned())
+
+
+def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "") -> None:
+    """Raise ValueError where a handle drives one of these parameters already. Those of two axes of an FSDP2 model go together."""
+    named = list(parameters)
+    if not _driven(named, axis):
+        return
+    gc.collect()  # a handle that is gone may wait in a cycle
+    if found := _driven(named, axis):
+        name, driver = found
+        raise ValueError(
+            f"{driver.origin} trains {name!r} of this model already, and two would each reduce its gradients or move its weights; "
+            f"{_ENDS.get(driver.origin, 'call close() on it first')}"
+        )
+
+
+def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: str = "") -> None:
+    """Have `driver` drive these parameters until it is closed, or gone."""
+    for _, parameter in parameters:
+        _drivers[parameter] = {**_drivers.get(parameter, {}), axis: weakref.ref(driver)}
+
+
+def _driven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: as in Owned
+    """Return the first of these parameters that something drives which cannot go together with `axis`, and what does."""
+    for name, parameter in parameters:
+        for other, reference in _drivers.get(parameter, {}).items():
+            driver: Driver | None = reference()
+            if driver is not None and not driver.closed and (not axis or not other or axis == other):
+                return name, driver
+    return None
+
+
+def check_free(scheme: Any, module: nn.Module | None = None, driver: Any = None) -> None:
+    """Raise ValueError while a handle other than `driver` drives `scheme`, and where it holds residuals of another model than `module`.
+
+    The same holds for each scheme inside it, as PerParameter has them. A handle that is closed or detached drives nothing. None: it is
+    not known of which model they will be.
+    """
+    for each in _with_inner(scheme):
+        name, known = type(each).__name__, owned(each)
+        this = f"this {name}" if each is scheme else f"the {name} inside this {type(scheme).__name__}"
+        cure = f"make one for each model, {name}(...) with the same settings"
+        drives: Driver | None = known.driver and known.driver()
+        if drives is not None and drives is not driver and not drives.closed:
+            raise ValueError(
+                f"{this} is attached to a model already, and two models would mix their residuals in it; {cure}, or "
+                "close the handle of the other one first"
+            )
+        if (
+            module is not None
+            and known.module is not None
+            and known.module() is not module
+            and _holds(each.state_dict())
+        ):
+            raise ValueError(
+                f"{this} holds residuals of another model, which would be added to this one's gradients; {cure}"
+            )
+
+
+def take(scheme: Any, driver: Driver, module: nn.Module | None = None) -> None:
+    """Have `driver` drive `scheme` and those inside it from now on, until it is closed, for `module` where that is known."""
+    for each in _with_inner(scheme):
+        owned(each).driver = weakref.ref(driver)
+        if module is not None:
+            owned(each).module = weakref.ref(module)
+
+
+def release(scheme: Any) -> None:
+    """Have nothing drive `scheme` and those inside it any more."""
+    for each in _with_inner(scheme):
+        owned(each).driver = None
+
+
+def check_empty(scheme: Any) -> None:
+    """Raise ValueError where `scheme` holds residuals."""
+    if _holds(scheme.state_dict()):
+        raise ValueError(
+            f"this {type(scheme).__name__} holds residuals of earlier steps, which would be sent again; give a new one"
+        )
+
+
+def module_of(scheme: Any) -> nn.Module | None:
+    """Return the model that the residuals of `scheme` are of; None where that is not known, or the model is gone."""
+    module = owned(scheme).module
+    return module and module()
+
+
+def driver_of(scheme: Any) -> Any:  # Any: as in Owned
+    """Return the handle that drives `scheme`, perhaps a closed one; None where there is none."""
+    driver = owned(scheme).driver
+    return driver and driver()
+
+
+def _with_inner(scheme: Any) -> list[Any]:
+    """Return `scheme`, and all schemes inside it and inside those."""
+    inner = scheme.inner_schemes if isinstance(scheme, Scheme) else []
+    return [scheme, *(each for one in inner for each in _with_inner(one))]
+
+
+def _holds(state: Mapping[str, Any]) -> bool:  # Any: as Scheme.state_dict
+    """Return whether a state has residuals, of it or of schemes inside: the same on all ranks that have made the same steps."""
+    return any(state.get(key) for key in PER_RANK) or any(map(_holds, state.get("schemes", {}).values()))

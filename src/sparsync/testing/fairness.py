@@ -1,0 +1,189 @@
+"""Invariants of what ranks give and get: each one's elements are examined, means have their size, shares add up, no rank sends most.
+
+Each returns None where it holds, or why it says nothing about the scheme.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync.base.scheme import Scheme
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.core import Bucket
+from sparsync.testing.checks import described, fail
+from sparsync.testing.subject import SchemeUnderTest
+from sparsync.testing.world import COUNT, flat_residual, layout, run
+
+PATIENCE = 4  # times the steps it takes to send all elements of all ranks one after the other
+OFF = 1.2  # a total that is OFF times too large or too small has the wrong scale
+UNEVEN = 1.5  # times the bytes that ranks send on average, the busiest rank may send
+LEAST = 8  # elements a step for each rank, so that counts can be even
+LARGEST = 1 << 13  # elements of a bucket
+
+
+def examination(subject: SchemeUnderTest) -> str | None:
+    """Check that what one rank alone has of an element is written within 4 P n / k steps, wherever the element is; k = density * n.
+
+    The first rank, and then the last, has the same gradient at every step, no element of which is larger than twice another. All other
+    ranks have zeros. Where ranks take turns, and k elements of one rank are sent at each step, it takes P n / k steps.
+    """
+    if subject.decay != 1.0:
+        return "the residual decays, so what stays small is never written"
+    P = subject.world(3)
+    n = P + 1
+    most = PATIENCE * P * -(-n // max(1, int(subject.share * n)))
+    for source in sorted({0, P - 1}):
+        grads = [(r == source) * 16.0 * P * torch.linspace(1, 2, n) for r in range(P)]
+        waits = never_written(subject.start(P), grads, subject.warmup, most)
+        if waits.any():
+            fail(
+                "examination",
+                f"P = {P}, n = {n}",
+                f"within {most} steps, which is 4 P n / k, of the elements that rank {source} alone has, nothing was written at",
+                waits.nonzero().flatten().tolist(),
+                "what is left there at the end must be",
+                "no element",
+            )
+    return None
+
+
+def never_written(schemes: Sequence[Scheme], grads: Sequence[Tensor], warmup: int, most: int) -> Tensor:
+    """Return where nothing was written in `most` steps of the same gradients, bool [n]; those of the warm-up do not count."""
+
+    def body(comm: LocalComm) -> Tensor:
+        waits = torch.ones_like(grads[0], dtype=torch.bool)
+        for step in range(warmup + most):
+            bucket = Bucket("bucket0", grads[comm.rank].clone(), step, layout(waits.numel()))
+            schemes[comm.rank].reduce(bucket, comm)
+            if step >= warmup:
+                waits &= bucket.grad == 0
+            if not waits.any():
+                break
+        return waits
+
+    return LocalWorld(len(schemes)).run(body)[0]
+
+
+def scale(subject: SchemeUnderTest) -> str | None:
+    """Check that where all ranks have the same gradient, what is written of it is as large: in total, within a factor of 1.2.
+
+    It is the first gradient, or the first after the warm-up, so that there is nothing else in any residual; 16 elements a rank are sent.
+    """
+    P = subject.world(3)
+    source = torch.Generator().manual_seed(0)
+    grad = 16.0 * torch.randn(_length(subject, P, 2 * LEAST), generator=source).abs()
+    step = run(subject.start(P), [[grad] * P] * (subject.warmup + 1))[-1]
+    there = step.written[0] != 0
+    found, expected = float(step.written[0].sum()), float(grad[there].sum())
+    if not there.any():
+        return "nothing is written at the first step"
+    if not expected / OFF <= found <= expected * OFF:
+        what = f"where all ranks have the same gradient, {int(there.sum())} elements were written, whose sum is"
+        fail("scale", step.where(), what, found, "the gradient's is", expected)
+    return None
+
+
+def shares(subject: SchemeUnderTest) -> str | None:
+    """Check that the shares of `unsent` add up to the residuals, as its definition says.
+
+    Of each element a share is an m-th of the residual, for a whole m, and over the ranks no more than P - 1 others' gradients are held.
+    The last rank has no gradients: what it holds of elements that were never written came from others, so that m is not 1 there.
+    (Below the largest mean that was written it may be what rounding dropped, on its way, of a sum that was sent.)
+    """
+    if not subject.has_residual:
+        return subject.unaccounted
+    P = subject.world(4)
+    source = torch.Generator().manual_seed(1)
+    schemes, never, largest = subject.start(P), torch.ones(COUNT, dtype=torch.bool), 0.0
+    for number in range(subject.warmup + 2):
+        grads = [P * torch.randint(-4, 5, (COUNT,), generator=source).bfloat16() for _ in range(P)]
+        if P > 1:
+            grads[-1].zero_()
+        step = run(schemes, [grads], first_step=number)[0]
+        never &= step.written[0] == 0
+        largest = max(largest, float(step.written[0].abs().max()))
+        found = shares_of(schemes, number + 1)
+        held_for = torch.stack(
+            [
+                _held_for(step.where(rank), share, residual, P)
+                for rank, (share, residual) in enumerate(zip(found, step.residuals, strict=True))
+            ]
+        )  # m, [P, n]
+        if ((held_for - 1).sum(0) > P - 1).any():
+            at = int(((held_for - 1).sum(0) > P - 1).nonzero()[0])
+            what = f"element {at} of unsent is this part of the residual, by rank: 1 /"
+            fail("shares", step.where(), what, held_for[:, at].tolist(), "less 1 they may add up to P - 1,", P - 1)
+        for_others = never & (step.residuals[-1].abs() > largest) & (held_for[-1] == 1)
+        if P > 1 and for_others.any():
+            at = int(for_others.nonzero()[0])
+            what = f"this rank had no gradients and holds, for others, {float(step.residuals[-1][at])} at element {at}; unsent is"
+            fail(
+                "shares",
+                step.where(P - 1),
+                what,
+                found[-1][at],
+                "its share is, for all ranks,",
+                step.residuals[-1][at] / P,
+            )
+    return None
+
+
+def shares_of(schemes: Sequence[Scheme], step: int) -> list[Tensor]:
+    """Return what `unsent` says on each rank of the bucket of `run`, zeros for None."""
+
+    def body(comm: LocalComm) -> Tensor:
+        bucket = Bucket("bucket0", torch.zeros(COUNT, dtype=torch.bfloat16), step, layout(COUNT))
+        share = schemes[comm.rank].unsent(bucket, comm)
+        residual = flat_residual(schemes[comm.rank], bucket.layout, bucket.grad)
+        return torch.zeros_like(residual) if share is None else share.clone()
+
+    return LocalWorld(len(schemes)).run(body)
+
+
+def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:
+    """Return for how many ranks each element of the residual is held: m, where `share` is an m-th. Raises AssertionError for others."""
+    if share.shape != residual.shape:
+        fail("shares", where, "unsent is", described(share), "the residual is", described(residual))
+    m = torch.where((residual == 0) & (share == 0), 1.0, residual / share).round()
+    wrong = ~(
+        (m >= 1) & (m <= P) & torch.isclose(m * share, residual, rtol=4 * torch.finfo(residual.dtype).eps, atol=0)
+    )
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        fail(
+            "shares",
+            where,
+            f"element {at} of unsent is",
+            share[at],
+            f"for m of {P} ranks it must be an m-th of",
+            residual[at],
+        )
+    return m.long()
+
+
+def _length(subject: SchemeUnderTest, P: int, each: int) -> int:
+    """Return a number of elements, at least 256, of which each rank sends `each` per step."""
+    return max(256, math.ceil(each * P / subject.share))
+
+
+def balance(subject: SchemeUnderTest) -> str | None:
+    """Check that no rank sends more than 1.5 times the mean of all ranks, where a P-th of the bucket has gradients 100 times as large.
+
+    Counted are the bytes of P steps, in which ranks that take turns have all had theirs, after 3 steps in which a scheme may learn.
+    """
+    P = subject.world(4)
+    n = _length(subject, P, LEAST)
+    if P == 1 or n > LARGEST:
+        return f"of {LARGEST} elements, ranks send fewer than {LEAST} each" if P > 1 else "there is one rank"
+    source = torch.Generator().manual_seed(0)
+    size = torch.ones(n)
+    size[: n // P] = 100.0
+    grads = [[size * torch.randn(n, generator=source) for _ in range(P)] for _ in range(subject.warmup + 3 + P)]
+    steps = run(subject.start(P), grads)[-P:]
+    sent = [sum(step.counted[rank].nbytes for step in steps) for rank in range(P)]
+    if max(sent) * P > UNEVEN * sum(sent):
+        what = f"in {P} steps rank {sent.index(max(sent))} sends the most, of bytes by rank"
+        fail("balance", steps[-1].where(), what, sent, "the most may be", UNEVEN * sum(sent) / P)
+    return None

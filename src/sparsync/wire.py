@@ -1,0 +1,223 @@
+"""Packets: positions, values, and both in one; bytes out of a Sparse, and a Sparse out of bytes.
+
+Count and span determine codec and length of every packet, so nothing about it needs to be sent. The sender knows what the receiver
+decodes: decode(encode(x)). The difference belongs into the residual. In every format but float32 a decoded value has at most 15
+significant bits, so it and its multiples by small integers are exact in float32. Rounding makes no infinities: a finite value beyond the
+largest number of its format becomes that. `kernels/codec_reference.py` specifies the codecs of positions.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from sparsync.core import Sparse, check_one_of
+from sparsync.kernels.codec_reference import PositionCodec, size_of
+from sparsync.kernels.dispatch import run
+from sparsync.kernels.rounding import rounded
+from sparsync.kernels.value_reference import values_nbytes
+
+Values = Literal[
+    "float32", "bfloat16", "float16", "int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"
+]
+_FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_BITS = {"int8": 8, "int4": 4, "int3": 3, "int8_stochastic": 8, "int4_stochastic": 4, "2bit": 2, "sign": 1}
+_MEANS = ("2bit", "sign")
+# Of Raw.
+_INDEX_NBYTES = 4
+_MAX_LENGTH = 2**31 - 1
+
+
+@lru_cache(maxsize=4096)
+def fixed_length_codec(k: int, span: int) -> PositionCodec:
+    """Return the codec with the shortest packet of any `k` positions inside [0, span); the first of equals."""
+    return min(get_args(PositionCodec), key=lambda codec: size_of(codec, k, span))
+
+
+def fixed_length_nbytes(k: int, span: int) -> int:
+    """Return the bytes of `encode_fixed_length` for any `k` positions inside [0, span): none for all of them.
+
+    Spans of 2^31 or more have a size too, although none of their positions can be encoded: what a plan is made for need not run here.
+    """
+    return 0 if k == span else size_of(fixed_length_codec(k, span), k, span)
+
+
+def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet of `index`, which must ascend inside [0, span), by the codec that k and the span determine.
+
+    Raises ValueError for other positions, and for spans of 2^31 or more.
+    """
+    if index.numel() == span:
+        return _nothing_for_all(index, span)
+    return run("encode_positions", fixed_length_codec(index.numel(), span), index, span)
+
+
+def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> Int[Tensor, " k"]:
+    """Return what `encode_fixed_length` was given, int32. Raises RuntimeError for a packet that cannot be one of them."""
+    if k == span and not packet.numel():
+        return torch.arange(span, dtype=torch.int32, device=packet.device)
+    return run("decode_positions", fixed_length_codec(k, span), packet, k, span)
+
+
+def _nothing_for_all(index: Tensor, span: int) -> Tensor:
+    if not torch.equal(index, torch.arange(span, dtype=index.dtype, device=index.device)):
+        raise ValueError(f"{span} positions inside [0, {span}) must be all of them in order, got others")
+    return torch.empty(0, dtype=torch.uint8, device=index.device)
+
+
+@dataclass(frozen=True)
+class ValueCodec:
+    """One format of values.
+
+    "float32"                   values as they are, float64 ones too
+    "bfloat16", "float16"       16 bits; at most 3.39e38 and 65504
+    "int8", "int4", "int3"      value / scale rounded to nearest, the scale being that of the block's greatest magnitude, which is 127,
+                                7 or -4 times the scale; in int3 the scale has a sign
+    "int8_stochastic", "int4_stochastic"
+                                rounded up or down at random, right on average; what is drawn is a function of the values, so that the
+                                same values make the same packet, in every run and after every resume
+    "2bit"                      the sign, and whether the magnitude is above the block's mean; decoded as the mean of those that are, or
+                                of those that are not
+    "sign"                      the sign, the scale being the block's mean magnitude
+
+    NaN and Inf pass in the float formats. In the others their block of 256 is decoded as NaN.
+    """
+
+    format: Values = "float32"
+
+    def __post_init__(self) -> None:
+        check_values(self.format)
+
+    @property
+    def exact(self) -> bool:
+        """Return whether decoding gives back exactly what was encoded."""
+        return self.format == "float32"
+
+    def nbytes(self, k: int, dtype: torch.dtype) -> int:
+        """Return the bytes of `k` values of `dtype`."""
+        if self.exact:
+            return k * dtype.itemsize
+        return values_nbytes(k, _BITS[self.format]) if self.format in _BITS else 2 * k
+
+    def encode(self, value: Float[Tensor, " k"]) -> UInt8[Tensor, " nbytes"]:
+        """Return the packet of `value`."""
+        if self.exact:
+            return value.contiguous().view(torch.uint8)
+        if self.format in _FLOATS:
+            return rounded(value, _FLOATS[self.format]).contiguous().view(torch.uint8)
+        value = rounded(value, torch.float32)
+        if self.format in _MEANS:
+            return run("means_encode", value, _BITS[self.format])
+        noise = _noise(value) if self.format.endswith("_stochastic") else None
+        return run("scaled_encode", value, _BITS[self.format], noise)
+
+    def decode(self, packet: UInt8[Tensor, " nbytes"], k: int, dtype: torch.dtype) -> Float[Tensor, " k"]:
+        """Return the `k` values of a packet in `dtype`. Raises RuntimeError when the packet has another length."""
+        if packet.numel() != self.nbytes(k, dtype):
+            raise RuntimeError(
+                f"{k} values as {self.format} take {self.nbytes(k, dtype)} bytes, the packet has {packet.numel()}; "
+                "sender and receiver must agree on format and count"
+            )
+        if self.exact:
+            return packet.clone().view(dtype)
+        if self.format in _FLOATS:
+            return packet.clone().view(_FLOATS[self.format]).to(dtype)
+        if self.format in _MEANS:
+            return run("means_decode", packet, k, _BITS[self.format]).to(dtype)
+        return run("scaled_decode", packet, k, _BITS[self.format]).to(dtype)
+
+
+def _noise(value: Tensor) -> Tensor:
+    """Return uniform numbers in [0, 1), [k], from a generator seeded with the bits of the values."""
+    # A host sync on CUDA. The sum of integers is the same in any order.
+    seed = int(value.contiguous().view(torch.int32).sum(dtype=torch.int64))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand(value.numel(), generator=generator, dtype=torch.float32, device="cpu").to(value.device)
+
+
+def check_values(values: str) -> None:
+    """Raise ValueError unless `values` names a format of values."""
+    check_one_of("values", values, Values)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Packets of sparse vectors whose values are encoded as `values`. A receiver gets `decode(encode(part))`."""
+
+    values: Values = "float32"
+
+    @property
+    def exact(self) -> bool:
+        """Return whether decoding gives back exactly what was encoded."""
+        return self._codec.exact
+
+    def encode(self, part: Sparse) -> Tensor:
+        """Return the packet, uint8, of a sparse vector whose positions ascend."""
+        return torch.cat([encode_fixed_length(part.index, part.length), self._codec.encode(part.value)])
+
+    def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
+        """Return the `k` elements of a span of `length` in a packet. Raises RuntimeError when it cannot be one of them."""
+        head = fixed_length_nbytes(k, length)
+        index = decode_fixed_length(packet[:head], k, length)
+        return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
+
+    def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the values of `decode`, [k], without reading the positions."""
+        return self._codec.decode(packet[fixed_length_nbytes(k, length) :], k, dtype)
+
+    def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a packet of any `k` elements of a span of `length`."""
+        return fixed_length_nbytes(k, length) + self._codec.nbytes(k, dtype)
+
+    @property
+    def _codec(self) -> ValueCodec:
+        return _codec_of(self.values)
+
+
+@lru_cache
+def _codec_of(values: Values) -> ValueCodec:
+    return ValueCodec(values)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The plain format: k positions as int32, then k values in their own type."""
+
+    @property
+    def exact(self) -> bool:
+        """Return whether decoding gives back exactly what was encoded."""
+        return True
+
+    def encode(self, part: Sparse) -> Tensor:
+        """Return a packet, uint8 [k * (4 + bytes of a value)]. Raises ValueError for vectors too long for int32 positions."""
+        if part.length > _MAX_LENGTH:
+            raise ValueError(
+                f"raw packets index at most {_MAX_LENGTH} elements, got {part.length}; use smaller buckets"
+            )
+        return torch.cat([part.index.to(torch.int32).view(torch.uint8), part.value.contiguous().view(torch.uint8)])
+
+    def decode(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Sparse:
+        """Return what was encoded. Raises RuntimeError when the packet cannot be one of `k` elements of a vector of `length`."""
+        if packet.numel() != self.nbytes(k, length, dtype):
+            raise RuntimeError(
+                f"{k} elements of {_INDEX_NBYTES + dtype.itemsize} bytes each do not make a packet of {packet.numel()} bytes"
+            )
+        index = packet[: k * _INDEX_NBYTES].clone().view(torch.int32)
+        value = self.decode_values(packet, k, length, dtype)
+        # A host sync. A position outside would write out of bounds.
+        if k and not bool(((index >= 0) & (index < length)).all()):
+            raise RuntimeError(f"a packet has positions outside [0, {length - 1}]")
+        if not bool((index[1:] > index[:-1]).all()):  # a position twice would be cleared once and added twice
+            raise RuntimeError(f"the {k} positions of a packet do not ascend")
+        return Sparse(index, value, length)
+
+    def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:  # as `nbytes`
+        """Return the values of `decode`, [k], without reading the positions."""
+        return packet[k * _INDEX_NBYTES :].clone().view(dtype)
+
+    def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:  # other packets depend on the length
+        """Return the bytes of a packet of k elements."""
+        return k * (_INDEX_NBYTES + dtype.itemsize)

@@ -1,1 +1,0 @@
-"""Packets of positions and values: bytes out of a Sparse, and a Sparse out of bytes."""

@@ -1,0 +1,135 @@
+"""What makes the figures of the pages, run from the clone of the repository: `python -m studies --help`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sparsync_lab.cli_options import positive
+from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, example, run_command
+from sparsync_lab.simulate.command import write
+from sparsync_lab.writable import check_file
+
+# The modules that have options of their own, and what they do.
+PARTS = {
+    "cost_forms": "closed forms of costs beside counted ones, to 1024 ranks: a table of docs/cost_model.md",
+    "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
+    "demo_page": "what `make demo` has written, for the README",
+    "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
+    "integrations": "what works where: a table of docs/attach.md",
+    "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
+    "predictions": "predicted steps beside measured ones: docs/predictions.md",
+    "traffic_by_ranks": "the traffic of few ranks and of many: tables of docs/traffic.md",
+    "when_to_use": 'the table "when to use what" of the README',
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one study. Exit status as that of the command `sparsync`."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in PARTS:
+        import_module(f"studies.{words[0]}").main(words[1:])
+    else:
+        run_command(parser(), argv)
+
+
+def parser() -> Parser:
+    """Return the parser of all studies."""
+    made = Parser(
+        prog="python -m studies",
+        description="What makes the figures of the pages.",
+        epilog=example("python -m studies bench kernels"),
+        formatter_class=Formatter,
+    )
+    add_commands(made, _commands() | {name: _part(name, about) for name, about in PARTS.items()})
+    return made
+
+
+def _commands() -> dict[str, Command]:
+    return {
+        "bench": (
+            _bench,
+            _add_bench_options,
+            "measure buckets, collectives, kernels, overlap or codecs beside alternatives and the physical limit",
+            "python -m studies bench kernels",
+        ),
+        "campaign": (
+            _campaign,
+            _add_campaign_options,
+            "disturb trainings with faults, and count where a rank hangs or says nothing of it",
+            "python -m studies campaign --trials 20 --only freeze,ddp",
+        ),
+        "published": (
+            _published,
+            _add_published_options,
+            "compare published figures with what the model of `sparsync simulate` says of them",
+            "python -m studies published --json published.json",
+        ),
+    }
+
+
+def _part(name: str, about: str) -> Command:
+    return (lambda *_: None), (lambda _: None), about, f"python -m studies {name} --help"
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    subjects = ("buckets", "collectives", "kernels", "overlap", "wire")
+    parser.add_argument("subject", choices=subjects, help="what to measure")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `python -m studies bench SUBJECT --help`")
+
+
+def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trials", type=int, default=200, help="number of trials (default: 200)")
+    add("--seed", type=int, default=0, help="of faults, moments, ranks, weights and data (default: 0)")
+    add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
+    add("--timeout", type=positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
+    add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
+    add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
+
+
+def _add_published_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", default=None, metavar="FILE", help="write the figures there; -: on standard output, and nothing else")
+    add("--page", type=Path, default=None, metavar="FILE.md", help="write the page")
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
+    import_module(f"studies.bench.{options.subject}").main(options.arguments)
+
+
+def _campaign(options: argparse.Namespace, arguments: list[str]) -> None:
+    from sparsync_lab.netlab import restart_with_rights
+    from studies.campaign import records
+    from studies.campaign.command import campaign
+
+    check_file(options.out / records.FILE_NAME)
+    restart_with_rights("studies", arguments)
+    only = [name for name in options.only.split(",") if name]
+    command = ["python", "-m", "studies", *arguments]
+    campaign(options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
+
+
+def _published(options: argparse.Namespace, arguments: list[str]) -> None:
+    from studies import published
+
+    if options.json is not None:
+        found, _ = published.rows()
+        content: list[dict[str, Any]] = [{**asdict(row), "error": row.error} for row in found]  # Any: JSON
+        if options.json == "-":
+            print(json.dumps(content))
+        else:
+            write(Path(options.json), json.dumps(content, indent=1) + "\n")
+    if options.page is not None:
+        write(options.page, published.page())
+    elif options.json is None:
+        print(published.page(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Measure the kernels that schemes run, beside the memory's limit and beside other ways to select the same elements.
+
+    python -m studies bench kernels [--n 1e6,1e7 --density 0.01 --backend cpp --rounds 15] [--json -]
+    python -m studies bench kernels --device cuda --n 1e7,1e8 --gradient float32,bfloat16
+
+One JSON line per case. Every result is first compared with the reference, and a wrong one ends the run. The cases are interleaved;
+`ratio` is the median over rounds of a case's seconds to those of the plain pass in the same round: b += a in float32, which reads two
+vectors, writes one, and does nothing else. Every case must read and write as many bytes of whole vectors, so `ceiling_s`, the seconds of
+that pass, is the memory's limit. `target` is where the ratio should lie for n >= 10^7 (10^8 on a GPU), on an idle machine.
+The clock is the processor time of the one thread that runs. On a GPU it is wall time, from one moment at which the device has nothing left
+to do to the next, so that launches and host syncs count.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync import Span, Sparse, kernels
+from sparsync.core import Rows
+from sparsync.kernels import dispatch, reference, sparse_reference
+from sparsync.selection.exclusive import BlockCyclic
+from sparsync_lab.environment import machine, versions
+from sparsync_lab.progress import progress
+from studies.bench.interleave import Tell, interleaved
+from studies.bench.output import destination, write
+
+WARM = 0.97  # of the last step's smallest selected magnitude, the bound for the next one
+CEILING = "plain pass"
+SORTED = 1_000_000  # elements that a full sort is tried on at most
+LARGE = {"cpu": 10**7, "cuda": 10**8}  # elements from which on targets hold
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGETS = {"cpp/avx512": 1.4, "cpp/avx2": 1.4, "cpp/scalar": 2.0, "triton": 1.6}  # of an exact top-k with a bound
+
+
+@dataclass(frozen=True)
+class Data:
+    """One step: a residual and a gradient, and the expected results."""
+
+    before: Tensor
+    grad: Tensor
+    wide: Tensor  # the same gradient in float32
+    residual: Tensor  # what cases write to
+    out: Tensor
+    k: int
+    threshold: float
+    top: Sparse  # of residual + grad
+    skip: Span  # a quarter of the vector: the region of one of four ranks
+    beside: Sparse  # the k largest outside `skip`
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One of the interleaved measurements; `check` returns whether what `run` returned is right."""
+
+    name: str
+    run: Callable[[], Any]  # Any: what `check` takes
+    check: Callable[[Any], bool]
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Those of four ranks in TwoShot, and what is selected from each of them."""
+
+    rows: list[Rows]
+    counts: list[int]
+    bounds: list[float | None]
+    tops: list[Sparse]
+    parts: list[Sparse]  # the same at their positions in the vector
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print JSON lines."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    kernels.set_backend(options.backend)
+    context = {"backend": kernels.backend(), **versions(), **machine(), **_device(options)}
+    rows: list[dict[str, Any]] = []  # Any: JSON
+    for n, density, kind in product(options.n, options.density, options.gradient):
+        with progress(f"n {n:g}, density {density:g}, {kind}") as shown:
+            data = _data(n, density, TYPES[kind], options.device)
+            rows += [row | context for row in _measured(_cases(data), data, density, options, shown.measured)]
+    write(rows, options.json)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m studies bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--n", type=_sizes, default=[10**6, 10**7], help="elements, by commas (default: 1e6,1e7)")
+    parser.add_argument("--density", type=_shares, default=[0.01], help="shares to select, by commas (default: 0.01)")
+    parser.add_argument("--gradient", type=_kinds, default=["float32"], help=f"its types, of {', '.join(TYPES)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the vectors are (default: cpu)")
+    parser.add_argument("--backend", help=f"of {', '.join(kernels.backends())} (default: the device's fastest)")
+    parser.add_argument("--rounds", type=int, default=15, help="in which every case is measured once (default: 15)")
+    parser.add_argument("--json", type=destination, default="-", help="file for the JSON lines, - for standard output")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "--device cuda needs a GPU that torch can use, and there is none here; leave it out to measure the processor"
+        )
+    if options.device == "cuda" and options.backend not in (None, "triton", "reference"):
+        parser.error(f"on a GPU the kernels are those of triton or reference, got --backend {options.backend}")
+    options.backend = options.backend or ("triton" if options.device == "cuda" else kernels.backends()[0])
+    return options
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if not set(kinds) <= set(TYPES):
+        raise argparse.ArgumentTypeError(f"types of a gradient are {', '.join(TYPES)}, got {text!r}")
+    return kinds
+
+
+def _device(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
+    """Return the device, and of a GPU its kind."""
+    if options.device == "cpu":
+        return {"device": "cpu"}
+    return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(float(part)) for part in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
+    source = torch.Generator().manual_seed(0)
+    before = torch.randn(n, generator=source).to(device)
+    grad = torch.randn(n, generator=source).to(device=device, dtype=kind)
+    acc = before + grad
+    k = max(1, int(density * n))
+    top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
+    beside = sparse_reference.top_k_nonzero(acc, k, skip)
+    threshold = float(top.value.abs().min())
+    return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
+
+
+def _cases(data: Data) -> list[KernelCase]:
+    target = TARGETS.get(kernels.backend())
+    k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
+    warm_beside = WARM * float(data.beside.value.abs().min())
+
+    def accumulate_and_select(bound: float | None) -> tuple[Sparse, bool]:
+        finite = kernels.accumulate(residual, grad, residual)
+        return kernels.top_k_nonzero(residual, k, bound=bound), finite
+
+    def accumulate_and_compare() -> tuple[Sparse, bool]:
+        finite = kernels.accumulate(residual, grad, residual)
+        return kernels.select_ge(residual, data.threshold), finite
+
+    def right(result: tuple[Sparse, bool]) -> bool:
+        return result[1] and _same(result[0], data.top)
+
+    def right_beside(result: tuple[Sparse, bool]) -> bool:
+        return result[1] and _same(result[0], data.beside)
+
+    cases = [
+        KernelCase(
+            CEILING, lambda: dispatch.plain_(data.wide, residual), lambda _: torch.equal(residual, data.before + grad)
+        ),
+        KernelCase(
+            "TopK: accumulate_top_k, by the last step's bound",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual, warm),
+            right,
+            target,
+        ),
+        KernelCase(
+            "TopK: accumulate_top_k, by a sample",
+            lambda: kernels.accumulate_top_k(residual, grad, k, residual),
+            right,
+        ),
+        KernelCase(
+            "Ok-Topk: accumulate_top_k_nonzero, a quarter skipped",
+            lambda: kernels.accumulate_top_k_nonzero(residual, grad, k, residual, data.skip, warm_beside),
+            right_beside,
+            target,
+        ),
+        KernelCase("MiCRO: accumulate, then top_k_nonzero", lambda: accumulate_and_select(warm), right),
+        KernelCase("published thresholds: accumulate, then select_ge", accumulate_and_compare, right),
+        KernelCase("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
+    ]
+    return cases + _two_shot(data) + _alternatives(data)
+
+
+def _two_shot(data: Data) -> list[KernelCase]:
+    """Return what TwoShot does with whole vectors, each beside the kernels that it would take without the one for it."""
+    found, residual, out, n = _regions(data), data.residual, data.out, data.grad.numel()
+    partition = BlockCyclic(n, 4)
+
+    def in_one() -> tuple[list[Sparse], bool]:
+        return kernels.accumulate_top_k_of_rows(residual, data.grad, found.rows, found.counts, residual, found.bounds)
+
+    def one_by_one() -> tuple[list[Sparse], bool]:
+        finite = kernels.accumulate(residual, data.grad, residual)
+        whole = [partition.of(residual, p) for p in range(4)]
+        return [kernels.top_k(*each) for each in zip(whole, found.counts, found.bounds, strict=True)], finite
+
+    def right(result: tuple[list[Sparse], bool]) -> bool:
+        return result[1] and all(_same(*each) for each in zip(result[0], found.tops, strict=True))
+
+    def moved(_: None) -> bool:
+        kept, written = data.before.clone(), torch.zeros_like(out)
+        for part in found.parts:
+            reference.put_(kept, part.index, part.value)
+            reference.put_(written, part.index, part.value)
+        return torch.equal(out, kept) and torch.equal(residual, written)
+
+    return [
+        KernelCase("TwoShot: accumulate_top_k_of_rows, four regions", in_one, right),
+        KernelCase("the same by accumulate, copies of the regions and top_k", one_by_one, right),
+        KernelCase(
+            "TwoShot: move_put_",
+            lambda: kernels.move_put_(out, residual, found.parts, found.parts),
+            moved,
+        ),
+    ]
+
+
+def _regions(data: Data) -> Regions:
+    acc, partition = data.before + data.grad, BlockCyclic(data.grad.numel(), 4)
+    rows = [partition.rows(p, acc.device) for p in range(4)]
+    counts = [max(1, data.k * each.length // acc.numel()) for each in rows]
+    tops = [reference.top_k(partition.of(acc, p), k) for p, k in enumerate(counts)]
+    parts = [Sparse(partition.positions(p, top.index), top.value, acc.numel()) for p, top in enumerate(tops)]
+    bounds: list[float | None] = [WARM * float(top.value.abs().min()) for top in tops]
+    return Regions(rows, counts, bounds, tops, parts)
+
+
+def _alternatives(data: Data) -> list[KernelCase]:
+    """Return other ways from residual and gradient to the selected elements, with torch's own operations."""
+
+    def accumulated() -> Tensor:
+        return data.residual.add_(data.grad)
+
+    def topk() -> Sparse:
+        acc = accumulated()
+        index = acc.abs().topk(data.k, sorted=False).indices.sort().values
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def nonzero() -> Sparse:
+        acc = accumulated()
+        index = (acc.abs() >= data.threshold).nonzero().view(-1)
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def full_sort() -> Sparse:
+        acc = accumulated()
+        index = acc.abs().sort(descending=True, stable=True).indices[: data.k].sort().values
+        return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+    def right(result: Sparse) -> bool:
+        return _same(result, data.top)
+
+    cases = [
+        KernelCase("torch: topk", topk, right),
+        KernelCase("torch: abs(x) >= threshold, nonzero, gather", nonzero, right),
+        KernelCase(
+            "torch: threshold from a 1 % sample, as DGC",
+            lambda: _sampled(accumulated(), data.k),
+            lambda result: abs(result.index.numel() - data.k) <= 0.3 * data.k + 8 * math.sqrt(100 * data.k),
+        ),
+    ]
+    if data.grad.numel() <= SORTED:
+        cases.append(KernelCase("torch: full sort", full_sort, right))
+    return cases
+
+
+def _sampled(acc: Tensor, k: int) -> Sparse:
+    """Return about the k largest, above the threshold that a sample of 1 % gives, cut to k when far more pass (arXiv 1712.01887)."""
+    magnitude = acc.abs()
+    sample = magnitude[torch.randint(acc.numel(), (max(1, acc.numel() // 100),), device=acc.device)]
+    threshold = sample.topk(max(1, k * sample.numel() // acc.numel()), sorted=False).values.min()
+    index = (magnitude >= threshold).nonzero().view(-1)
+    if index.numel() > 1.3 * k:
+        index = index[magnitude[index].topk(k, sorted=False).indices]
+    return Sparse(index.to(torch.int32), acc[index], acc.numel())
+
+
+def _same(result: Sparse, expected: Sparse) -> bool:
+    return torch.equal(result.index, expected.index) and torch.equal(result.value, expected.value)
+
+
+def _measured(
+    cases: list[KernelCase], data: Data, density: float, options: argparse.Namespace, tell: Tell
+) -> list[dict[str, Any]]:
+    """Run all cases interleaved, and return a JSON row for each."""
+    kind, clock = _clock(options)
+
+    def measure(case: KernelCase, number: int) -> float:
+        data.residual.copy_(data.before)
+        begun = clock()
+        result = case.run()
+        taken = clock() - begun
+        if number == 0 and not case.check(result):
+            raise RuntimeError(f"{case.name!r} gives another result than the reference on {kernels.backend()}")
+        return taken
+
+    found = interleaved(cases, measure, options.rounds, 1, tell)
+    seconds = {case.name: each for case, each in zip(cases, found, strict=True)}
+    return [_row(case, seconds, data, density, kind) for case in cases]
+
+
+def _clock(options: argparse.Namespace) -> tuple[str, Callable[[], float]]:
+    """Return the name of a clock, and the function that reads it."""
+    if options.device == "cpu":
+        return "processor", time.thread_time
+
+    def idle() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return "wall", idle
+
+
+def _row(case: KernelCase, seconds: dict[str, list[float]], data: Data, density: float, clock: str) -> dict[str, Any]:
+    own, ceiling = sorted(seconds[case.name]), seconds[CEILING]
+    ratios = [mine / plain for mine, plain in zip(seconds[case.name], ceiling, strict=True)]
+    n = data.grad.numel()
+    return {
+        "case": case.name,
+        "n": n,
+        "k": data.k,
+        "density": density,
+        "gradient": str(data.grad.dtype).removeprefix("torch."),
+        "clock": clock,
+        "p20_s": own[len(own) // 5],
+        "p50_s": statistics.median(own),
+        "p80_s": own[len(own) * 4 // 5],
+        "ceiling_s": statistics.median(ceiling),
+        "ceiling_gbytes_per_s": 12e-9 * n / statistics.median(ceiling),
+        "ratio": statistics.median(ratios),
+        "target": case.target if n >= LARGE[data.grad.device.type] else None,
+    }

@@ -1,0 +1,197 @@
+"""The fault inside the rank that it strikes, at its moment: in a phase, at a message, after a bucket or between steps."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sparsync import GroupComm, core
+from sparsync.runtime import connection
+from studies.campaign.training import ModelTraining, RankTraining
+from studies.campaign.trials import ALL, CHANGED, GONE, MADE_OTHERWISE, RAISED, WITHIN, Trial
+
+CAUSE = "no luck today"  # the message of exceptions that are raised on purpose
+DELAY = 0.4  # of the timeout
+LOOK_FOR = 3  # steps in which the moment may come; then the fault strikes between two steps
+# The step before which the state is saved that rank 0, or all of them, load later. After its first step DDP makes its buckets anew.
+SAVED_STEP = 2
+AHEAD = 3  # steps that one rank counts too many
+_CALLS = ("announce", "settle", "send_recv", "all_gather", "all_to_all", "all_reduce")
+
+
+class LeaveEarly(BaseException):
+    """This rank ends normally."""
+
+
+class FaultError(Exception):
+    """An exception that is raised on purpose."""
+
+
+class Striker:
+    """Strikes once, on the victim of `trial`; on the other ranks it does nothing.
+
+    `connection` leads to the supervisor, which is told of the strike before it happens; it cuts the link of a partition.
+    """
+
+    def __init__(self, trial: Trial, rank: int, connection: Connection, timeout_s: float, undisturbed: bool) -> None:
+        self.trial, self.connection, self.timeout_s = trial, connection, timeout_s
+        self.armed = rank == trial.victim and trial.when != "random" and not undisturbed
+        self.takes_part = self.armed or (trial.detail == ALL and not undisturbed)
+        self.step = -1
+        self.saved: Any = None  # Any: as ModelTraining.state
+        self._back = False  # it has gone back to what was saved
+        self._messages = 0
+        self._reduced, self._reduced_before = 0, 0  # buckets of this step, and of the last one that had any
+        if self.armed:
+            self._watch_messages()
+            self._watch_phases()
+
+    def begins_setup(self) -> None:
+        """Tell of a rank that is made otherwise than the others."""
+        if self.armed and self.trial.fault in MADE_OTHERWISE:
+            self._tell("where the model or the scheme is made")
+
+    def watch(self, training: RankTraining) -> None:
+        """Take note of every bucket that the scheme of this training has reduced."""
+        if not self.armed or training.handle is None:
+            return
+        scheme = training.handle.scheme
+        for name in ("reduce", "reduce_scatter"):
+            if (inner := getattr(scheme, name, None)) is not None:
+                # A scheme may be a frozen dataclass.
+                object.__setattr__(scheme, name, self._then(inner))
+
+    def begins(self, step: int, training: RankTraining) -> None:
+        """Strike, if it is time, before this step of the training."""
+        if isinstance(training, ModelTraining):
+            self._disturb(step, training)
+        if not self.armed:
+            return
+        if self._reduced:
+            self._reduced_before = self._reduced
+        self.step, self._reduced = step, 0
+        trial = self.trial
+        if trial.fault in ("other_step", "other_state"):
+            self._count_otherwise(step, training)
+        elif (trial.when in ("start", "before") and step == trial.step) or (
+            trial.when in WITHIN and step == trial.step + LOOK_FOR
+        ):
+            self.strike(f"before step {step}")
+        elif trial.fault == "nan" and step == trial.step:
+            self._tell(f"in the batch of step {step}")
+
+    def goes_back(self, training: RankTraining, error: Exception) -> int:
+        """Load what was saved on this rank, after an error that all ranks get, and return the step to go on with."""
+        if not isinstance(training, ModelTraining) or CAUSE not in "; ".join(
+            [str(error), *getattr(error, "__notes__", [])]
+        ):
+            raise error
+        training.load(self.saved)
+        self.saved, self._back = None, True  # so that a second error ends the trial
+        return SAVED_STEP
+
+    def strike(self, where: str) -> None:
+        """Let it happen, here and now."""
+        fault = self.trial.fault
+        if fault not in (*GONE, *RAISED, "delay", "retry_after_error"):
+            return
+        self._tell(where)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "partition":
+            self.connection.recv()  # the supervisor has cut the link
+        elif fault == "leave":
+            raise LeaveEarly
+        elif fault == "delay":
+            time.sleep(DELAY * self.timeout_s)
+        elif fault == "raise_late":
+            raise MemoryError(CAUSE)
+        else:
+            raise FaultError(CAUSE)
+
+    def _disturb(self, step: int, training: ModelTraining) -> None:
+        """Do, before a step, what has no place in it."""
+        trial = self.trial
+        if trial.fault == "retry_after_error" and step == SAVED_STEP and not self._back:
+            self.saved = training.state()
+        if trial.fault not in (*CHANGED, "forked_gc") or step != trial.step or not self.takes_part:
+            return
+        if self.armed:
+            self._tell(f"before step {step}")
+        training.fork() if trial.fault == "forked_gc" else training.change()
+
+    def _tell(self, where: str) -> None:
+        self.armed = False
+        self.connection.send(("strike", time.monotonic(), where))
+
+    def _within(self, when: str) -> bool:
+        return self.armed and self.trial.when == when and self.step >= self.trial.step
+
+    def _count_otherwise(self, step: int, training: RankTraining) -> None:
+        handle = training.handle
+        assert handle is not None
+        if step == SAVED_STEP:
+            self.saved = handle.state_dict()
+        if step != self.trial.step:
+            return
+        state = self.saved
+        if self.trial.fault == "other_step":
+            state = handle.state_dict()
+            state["step"] += AHEAD
+        self._tell(f"before step {step}")
+        handle.load_state_dict(state)
+
+    def _watch_messages(self) -> None:
+        # The class itself: integrations make communicators of their own, and this process is this trial's.
+        for name in _CALLS:
+            setattr(GroupComm, name, self._before(getattr(GroupComm, name), name))
+
+    def _before(self, inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._within("message"):
+                self._messages += 1
+                if self._messages > self.trial.message:
+                    self.strike(f"message {self._messages - 1}, {name}, step {self.step}")
+            return inner(*arguments, **named)
+
+        return call
+
+    def _then(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            done = inner(*arguments, **named)
+            self._reduced += 1
+            if self._within("late") and self._reduced >= self._reduced_before:
+                self.strike(f"after bucket {self._reduced - 1} of step {self.step}")
+            return done
+
+        return call
+
+    def _watch_phases(self) -> None:
+        recorded = connection.recorded_phases
+
+        @contextmanager
+        def striking(bucket: str) -> Iterator[dict[str, float]]:
+            with recorded(bucket) as spent:
+                core._THREAD.ledger = _Ledger(self, spent)
+                yield spent
+
+        connection.recorded_phases = striking
+
+
+class _Ledger(dict[str, float]):
+    """The seconds of each phase, and a strike when the phase of the trial ends."""
+
+    def __init__(self, striker: Striker, spent: dict[str, float]) -> None:
+        super().__init__()
+        self._striker, self._spent = striker, spent
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        super().__setitem__(name, seconds)
+        self._spent[name] = seconds
+        if self._striker._within(name):
+            self._striker.strike(f"{name}, step {self._striker.step}")

@@ -1,0 +1,240 @@
+"""What is tried: one fault at one moment of one training. Drawn from a seed; nothing is run here."""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sparsync.base.registry import nearest
+
+# Settings by scheme; the second ones are those of the rank that has others.
+SCHEMES = {
+    "dense": ({}, {"form": "ring"}),
+    "topk": ({"density": 0.05}, {"density": 0.1}),
+    "two_shot": ({"density": 0.05}, {"density": 0.1}),
+    "micro": ({"density": 0.05}, {"density": 0.1}),
+    "exdyna": ({"density": 0.05}, {"density": 0.1}),
+    "oktopk": ({"density": 0.05}, {"density": 0.1}),
+    "skip_reduce": ({"skip": 1}, {"skip": 0}),
+}
+
+SHARD_SCHEMES = ("dense", "two_shot", "oktopk", "skip_reduce")  # those that have a reduce-scatter
+NONE = "none"  # the scheme of trials that have none
+
+TRAININGS = {
+    "ddp": "attach, DistributedDataParallel",
+    "reducer": "GradientReducer",
+    "local_steps": "LocalSteps",
+    "local_steps_delayed": "LocalSteps, delay=1",
+    "adamw_steps": "AdamWSteps",
+    "fsdp_replicate": "attach, FSDP2, replicate axis",
+    "fsdp_shard": "attach, FSDP2, shard axis",
+}
+INTEGRATIONS = {**TRAININGS, "collectives": "GroupComm, no integration", "compare": "sparsync compare"}
+
+PHASES = ("accumulate", "select", "encode", "decode", "apply")
+# Of some schemes; the others have all.
+_LACKING = {
+    "dense": PHASES,
+    "skip_reduce": PHASES,
+    "topk": ("accumulate",),
+    "two_shot": ("accumulate",),
+    "oktopk": ("accumulate",),
+}
+# Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
+WITHIN = (*PHASES, "message", "late")
+# "start": before the first step; "before": before a later one; "random": a time, whatever the rank does then.
+ANYTIME = ("start", "before", *WITHIN, "random")
+SETUP = "setup"
+
+FAULTS = {
+    "kill": "SIGKILL of a rank",
+    "freeze": "SIGSTOP of a rank",
+    "partition": "the link of a rank goes down, without a reset",
+    "leave": "a rank ends normally, too early",
+    "delay": "a rank sleeps for less than the timeout",
+    "raise": "an exception in a phase",
+    "raise_at_message": "an exception at a message",
+    "raise_late": "MemoryError after the last exchange of a step",
+    "nan": "NaN or Inf on one rank",
+    "other_step": "one rank counts other steps",
+    "other_state": "a state loaded on rank 0 only",
+    "other_sizes": "one rank has parameters of other sizes",
+    "other_order": "one rank has its parameters in another order",
+    "other_dtype": "one rank has parameters of another type",
+    "other_settings": "one rank has other settings of the scheme",
+    "other_groups": "one rank has its optimizer's parameter groups swapped",
+    "other_rate": "one rank's learning rate is another one, from a step on",
+    "frozen": "a layer is frozen, on one rank or on all",
+    "loaded_late": "other weights are loaded, on one rank or on all",
+    "forked_gc": "a forked child collects the handle",
+    "retry_after_error": "after an exception all ranks load a checkpoint",
+    "killed_worker": "compare: SIGKILL of a worker",
+    "killed_parent": "compare: SIGKILL of the program",
+    "full_disk": "compare: the disk is full",
+    "two_at_once": "compare: two of them into one folder",
+}
+GONE = ("kill", "freeze", "partition", "leave")
+RAISED = ("raise", "raise_at_message", "raise_late")
+MADE_OTHERWISE = ("other_sizes", "other_order", "other_dtype", "other_settings", "other_groups")
+CHANGED = ("other_rate", "frozen", "loaded_late")  # in the training of the rank, or of all
+ONE, ALL = "one", "all"  # ranks that are changed
+DIFFERENT = ("other_step", "other_state", *MADE_OTHERWISE, *CHANGED)
+AT_A_STEP = ("nan", "other_step", "other_state", "forked_gc", *CHANGED)
+SAME_BITS = ("delay", "forked_gc", "retry_after_error")  # nothing of the result may change
+OF_COMPARE = ("killed_worker", "killed_parent", "full_disk", "two_at_once")
+OF_COLLECTIVES = ("kill", "freeze", "partition", "leave", "delay", "raise_at_message")
+
+_WHEN = {
+    "kill": ANYTIME,
+    "freeze": ANYTIME,
+    "partition": ANYTIME,
+    "leave": ("start", "before"),
+    "delay": ("start", "before", *WITHIN),
+    "raise": PHASES,
+    "raise_at_message": ("message",),
+    "raise_late": ("late",),
+    "retry_after_error": ("message", "late"),
+}
+_DETAILS = {"nan": ("nan", "inf"), "other_rate": (ONE,), "frozen": (ONE, ALL), "loaded_late": (ONE, ALL)}
+_MESSAGES = 8
+_RANDOM_S = 0.4
+STEPS, MANY_STEPS = 10, 300  # many, where the fault comes at a random time
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault in one training, described in full: the same Trial does the same again, as far as processes can."""
+
+    fault: str
+    integration: str
+    scheme: str
+    ranks: int
+    victim: int  # the rank that the fault strikes
+    when: str
+    step: int  # from which on it strikes
+    message: int  # of those since then, where `when` is "message"
+    after_s: float  # where `when` is "random"
+    detail: str = ""  # "nan" or "inf"; or whether ONE rank or ALL are changed
+    seed: int = 0  # of weights and data
+
+    @property
+    def steps(self) -> int:
+        """The steps of the training."""
+        return MANY_STEPS if self.when == "random" else STEPS
+
+    @property
+    def survivable(self) -> bool:
+        """Whether the training continues on all ranks."""
+        return self.fault in ("nan", *SAME_BITS) or self.detail == ALL
+
+    @property
+    def label(self) -> str:
+        """A line for people."""
+        when = {
+            "start": "before the first step",
+            "before": f"before step {self.step}",
+            "message": f"message {self.message} from step {self.step}",
+            "random": f"after {self.after_s:.2f} s",
+            SETUP: f"step {self.step}" if self.fault in AT_A_STEP else "",
+        }.get(self.when, f"{self.when} from step {self.step}")
+        scheme = "" if self.scheme == NONE else self.scheme
+        where = "all ranks" if self.detail == ALL else f"rank {self.victim} of {self.ranks}"
+        parts = [self.fault, where, self.integration, scheme, when]
+        return ", ".join(part for part in parts if part)
+
+
+def phases_of(scheme: str) -> tuple[str, ...]:
+    """Return the phases that a scheme of SCHEMES passes, by their names."""
+    return tuple(phase for phase in PHASES if phase not in _LACKING.get(scheme, ()))
+
+
+def cells(only: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Return every fault with every integration and scheme that it can strike.
+
+    `only`: names of faults, integrations and schemes; of each kind that is named, the named ones alone. Raises ValueError for others.
+    """
+    known = [*FAULTS, *INTEGRATIONS, *SCHEMES]
+    for name in only:
+        if name not in known:
+            raise ValueError(
+                f"--only takes faults, integrations and schemes, got {name!r}"
+                + (nearest(name, known) or f"; there are {', '.join(known)}")
+            )
+
+    def chosen(name: str, kind: Collection[str]) -> bool:
+        named = [each for each in only if each in kind]
+        return not named or name in named
+
+    found = [
+        (fault, integration, scheme)
+        for fault in FAULTS
+        for integration in _integrations(fault)
+        for scheme in _schemes(integration)
+        if fault != "raise" or phases_of(scheme)
+    ]
+    return [
+        cell
+        for cell in found
+        if chosen(cell[0], FAULTS) and chosen(cell[1], INTEGRATIONS) and (cell[2] == NONE or chosen(cell[2], SCHEMES))
+    ]
+
+
+def drawn(seed: int, count: int, only: Collection[str] = ()) -> list[Trial]:
+    """Return `count` trials; more of them begin with the same ones.
+
+    Every pair of a fault and an integration comes once before any comes again; schemes, moments and ranks are drawn.
+    """
+    schemes: dict[tuple[str, str], list[str]] = {}
+    for fault, integration, scheme in cells(only):
+        schemes.setdefault((fault, integration), []).append(scheme)
+    trials: list[Trial] = []
+    while schemes and len(trials) < count:
+        pairs = list(schemes)
+        random.Random(f"{seed}/round {len(trials) // len(pairs)}").shuffle(pairs)
+        trials += [_trial(seed, len(trials) + i, *pair, schemes[pair]) for i, pair in enumerate(pairs)]
+    return trials[:count]
+
+
+def _trial(seed: int, number: int, fault: str, integration: str, schemes: Sequence[str]) -> Trial:
+    draw = random.Random(f"{seed}/{number}")
+    ranks = 2 if integration == "compare" else draw.choice((2, 3))
+    victim = 0 if fault == "other_state" else draw.randrange(ranks)
+    scheme = draw.choice(schemes)
+    possible = [SETUP, "start", "before", "message", "random"]
+    if integration not in ("collectives", "compare"):
+        possible += phases_of(scheme)
+        # After the last bucket the next exchange of a sharded model is FSDP2's own, which no checkpoint mends once it has failed.
+        if (fault, integration) != ("retry_after_error", "fsdp_shard"):
+            possible.append("late")
+    when = draw.choice([each for each in _WHEN.get(fault, (SETUP,)) if each in possible])
+    return Trial(
+        fault=fault,
+        integration=integration,
+        scheme=scheme,
+        ranks=ranks,
+        victim=victim,
+        when=when,
+        step=0 if when == "start" else draw.randint(3, 4),
+        message=draw.randrange(_MESSAGES),
+        after_s=round(draw.uniform(0, _RANDOM_S), 3),
+        detail=draw.choice(_details(fault, integration)),
+        seed=seed,
+    )
+
+
+def _details(fault: str, integration: str) -> tuple[str, ...]:
+    if (fault, integration) == ("loaded_late", "fsdp_shard"):  # each rank has its own weights
+        return (ALL,)
+    return _DETAILS.get(fault, ("",))
+
+
+def _integrations(fault: str) -> tuple[str, ...]:
+    if fault in OF_COMPARE:
+        return ("compare",)
+    return (*TRAININGS, *(["collectives"] if fault in OF_COLLECTIVES else []))
+
+
+def _schemes(integration: str) -> tuple[str, ...]:
+    if integration in ("collectives", "compare"):
+        return (NONE,)
+    return SHARD_SCHEMES if integration == "fsdp_shard" else tuple(SCHEMES)

@@ -1,0 +1,40 @@
+"""Writes the two parts of the README that the demo made: of each half the picture, its caption, the table and the command.
+
+    .venv/bin/python -m studies demo_page [FOLDER]
+
+FOLDER is where `make demo` has written; demo by default. The pictures go to docs/.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from sparsync_lab.demo import HALVES, PICTURE, table
+from sparsync_lab.report.plots import ORIGIN
+from sparsync_lab.report.results import read
+from sparsync_lab.report.summary import summarise
+from sparsync_lab.terminal import markdown
+from studies import parts
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parts.options("demo_page", __doc__, writes=False)
+    options.add_argument("folder", type=Path, nargs="?", default=Path("demo"))
+    folder: Path = options.parse_args(argv).folder
+    for half in HALVES:
+        found = summarise(read(folder / half.folder).runs[-1])
+        if found.banners:
+            raise SystemExit(f"{half.folder}: {found.banners[0].text} {found.banners[0].why}; run the demo again")
+        picture = Path("docs") / f"demo_{half.folder}.png"
+        shutil.copyfile(folder / half.folder / PICTURE, parts.ROOT / picture)
+        with Image.open(parts.ROOT / picture) as image:
+            origin = json.loads(image.info[ORIGIN])
+        elements = found.run.workload["parameters"]
+        title = f"{half.title}, {elements / 1e6:.2f} M parameters"
+        shown = markdown(table(title, found, lambda scheme: scheme.label))
+        text = f"{title}:\n\n![{origin['caption']}]({picture})\n\n{shown}\n\n`{origin['command']}`"
+        parts.put("README.md", f"demo {half.folder}", text)
+        print(f"Written: README.md, {picture}")

@@ -1,0 +1,288 @@
+"""Predicts the steps of trainings over rate-limited links from probes, measures them, and writes docs/predictions.md.
+
+    .venv/bin/python -m studies predictions probe --out build/predictions            # 9 minutes
+    .venv/bin/python -m studies predictions probe --out build/predictions/again      # another day, or at least another hour: right before
+    .venv/bin/python -m studies predictions measure --out build/predictions          # half an hour
+    .venv/bin/python -m studies predictions table --out build/predictions --again build/predictions/again    # writes the page
+
+The second set of probes tells what the machine does in an hour from what the prediction gets wrong; it may be left out. Each command is
+resumable: what lies in the folder is not measured again, and what was interrupted is. `probe` runs `sparsync probe` for each number of
+ranks and link, and for each job with the buckets of `compare`. `measure` runs
+`python -m studies bench overlap` in cells of (ranks, link, megabytes, buckets), drawn by a seed, and `sparsync compare` with
+two jobs. Predictions use the probe and the closed forms, and of what was measured
+only how long the backward passes of sleeping layers were.
+"""
+
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+
+from sparsync_lab.advise.command import step
+from sparsync_lab.predict import advice, probe_file
+from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket
+from sparsync_lab.report import results
+from sparsync_lab.report.format import significant
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
+from studies import parts
+
+PAGE, PART = "docs/predictions.md", "predictions"
+RANKS, LINKS = (2, 4, 8), ("50mbit", "200mbit", "1gbit")
+MBYTES, BUCKETS = (1.0, 4.0, 25.0), (1, 4, 16)
+CELLS, SEED = 27, 0
+LONGEST_S = 1.2  # of a dense reduction in a cell: its many repetitions take minutes otherwise
+BACKWARD_S = 0.1
+ROUNDS = 4
+SCHEMES = (
+    "dense,bf16,two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,skip_reduce:skip=1,"
+    "micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+)
+JOBS = ("shakespeare-small", "gpt")
+JOB_SCHEMES = (
+    "dense,bf16,two_shot:density=1.0:values=int4,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8"
+)
+JOB_LINKS = ("100mbit", "1gbit")
+JOB_RANKS, JOB_STEPS = 4, 24
+DIFFERENT = 0.10  # orders and verdicts are judged where measured times differ by more
+
+
+@dataclass(frozen=True)
+class PredictionRow:
+    """One method in one place, predicted and measured."""
+
+    place: str
+    ranks: int
+    label: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = parts.options("predictions", __doc__)
+    parser.add_argument("what", choices=("probe", "measure", "table"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of what was measured")
+    parser.add_argument("--again", type=Path, help="folder of the probes that were made right before the runs")
+    options = parser.parse_args(argv)
+    if options.what == "probe":
+        probe_all(options.out)
+    elif options.what == "measure":
+        measure_all(options.out)
+    else:
+        parts.put(PAGE, PART, page(options.out, options.again), options.print)
+
+
+def cells() -> list[tuple[int, str, float, int]]:
+    """Return the drawn cells: ranks, link, megabytes and buckets. Every number of ranks and every link has equally many."""
+    chosen: list[tuple[int, str, float, int]] = []
+    draw = random.Random(SEED)
+    for P, link in product(RANKS, LINKS):
+        rest = [
+            (P, link, mbytes, buckets)
+            for mbytes, buckets in product(MBYTES, BUCKETS)
+            if 2 * (P - 1) / P * mbytes * 8e6 / _bits_per_s(link) <= LONGEST_S
+        ]
+        chosen += draw.sample(rest, min(len(rest), -(-CELLS // (len(RANKS) * len(LINKS)))))
+    return chosen
+
+
+def probe_all(out: Path) -> None:
+    """Probe every group; those of the jobs with the timeline of each."""
+    for P, link in product(RANKS, LINKS):
+        _run(_probe(out, P, link), "probe", "--ranks", str(P), "--link", link)
+    for job, link in product(JOBS, JOB_LINKS):
+        what = ("probe", "--ranks", str(JOB_RANKS), "--link", link, "--workload", job)
+        _run(_probe(out, JOB_RANKS, link, job), *what, "--bucket-mb", "25")  # as `compare` has them
+
+
+def measure_all(out: Path) -> None:
+    """Measure every cell and every job."""
+    for cell in cells():
+        P, link, mbytes, buckets = cell
+        size = ("--mbytes", str(mbytes), "--buckets", str(buckets), "--backward-s", str(BACKWARD_S))
+        what = ("bench", "overlap", "--ranks", str(P), "--link", link, "--schemes", SCHEMES, "--rounds", str(ROUNDS))
+        _run(_cell(out, cell), *what, *size, flag="--json")
+    for job, link in product(JOBS, JOB_LINKS):
+        what = ("compare", "--workload", job, "--ranks", str(JOB_RANKS), "--link", link, "--schemes", JOB_SCHEMES)
+        _run(out / f"job-{job}-{link}", *what, "--steps", str(JOB_STEPS), "--eval-every", str(JOB_STEPS))
+
+
+def rows_of(out: Path, probes: Path) -> list[PredictionRow]:
+    """Return every method in every place that was measured in `out` and probed in `probes`."""
+    rows: list[PredictionRow] = []
+    for cell in cells():
+        P, link, mbytes, buckets = cell
+        probe_path, path = _probe(probes, P, link), _cell(out, cell)
+        if not probe_path.exists() or not path.exists():
+            continue
+        probe = probe_file.read(probe_path)
+        measured = {each["case"]: each for each in map(json.loads, path.read_text().splitlines())}
+        for choice in parse_schemes(SCHEMES, 0.01):
+            found = measured[choice.label]
+            backward_s = found["backward_s"]["p50"]
+            predicted = _overlap(choice, probe, mbytes, buckets, backward_s)
+            place = f"{P} ranks, {link}, {mbytes:g} MB, {buckets} bucket{'s' if buckets > 1 else ''}"
+            rows.append(PredictionRow(place, P, choice.label, predicted, found["step_s"]["p50"]))
+    for job, link in product(JOBS, JOB_LINKS):
+        probe_path, folder = _probe(probes, JOB_RANKS, link, job), out / f"job-{job}-{link}"
+        if not probe_path.exists() or not folder.exists():
+            continue
+        probe = probe_file.read(probe_path)
+        assert probe.backward is not None
+        traces = {label: trace for (label, _), trace in results.read(folder).runs[-1].traces.items()}
+        for choice in parse_schemes(JOB_SCHEMES, 0.01):
+            seconds = statistics.median(each.step_s for each in traces[choice.label].steps[3:])
+            predicted = step(choice, probe, probe.backward).step_s
+            rows.append(PredictionRow(f"{job}, {JOB_RANKS} ranks, {link}", JOB_RANKS, choice.label, predicted, seconds))
+    return rows
+
+
+def page(out: Path, again: Path | None) -> str:
+    """Return the part of the page; `again` is the folder of the probes of the same hour.
+
+    With it the rows of both sets of probes are of the places that both have. Exits where there is none.
+    """
+    rows = rows_of(out, out)
+    if not rows:
+        raise SystemExit(f"{out} has nothing that was both probed and measured; run `probe` and `measure` first")
+    places = list(dict.fromkeys(each.place for each in rows))
+    rows_again = rows_of(out, again) if again else []
+    shared = {each.place for each in rows_again} & set(places) if again else set(places)
+    if not shared:
+        raise SystemExit(
+            f"{again} has no probe of any of the {len(places)} places of {out}; run `probe --out {again}`, or leave out --again"
+        )
+    partly = f"The rows are of the {len(shared)} of {len(places)} places that both sets of probes have."
+    summaries = [
+        _summary(probes, [each for each in own if each.place in shared])
+        for probes, own in (("of another hour", rows), ("right before the runs", rows_again))
+        if own
+    ]
+    by_place = [[each for each in rows if each.place == place] for place in places]
+    lines = [
+        "| probes | predictions | places | median error | within 25 % | worst | pairs in the right order "
+        "| time lost by the method predicted fastest: median, worst | verdicts right |",
+        f"|{' --- |' * 9}",
+        *summaries,
+        "",
+        *([partly] if len(shared) < len(places) else []),
+        f"A pair is two methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether any "
+        f"method is {advice.WORTH:g} times as fast as bf16, counted where the measured answer is clear by {100 * DIFFERENT:.0f} %. "
+        "The tables below use the probes of another hour.",
+        "",
+        "| method | predictions | median error | mean, with its sign | worst |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for label in dict.fromkeys(each.label for each in rows):
+        own = [each.error for each in rows if each.label == label]
+        worst = max(own, key=abs)
+        middle, mean = statistics.median(map(abs, own)), statistics.fmean(own)
+        lines.append(f"| `{label}` | {len(own)} | {100 * middle:.1f} % | {100 * mean:+.1f} % | {100 * worst:+.0f} % |")
+    labels = list(dict.fromkeys(each.label for each in rows))
+    lines += ["", "Step time (ms), predicted / measured:", ""]
+    lines += [f"| place | {' | '.join(f'`{label}`' for label in labels)} |", f"|{' --- |' * (len(labels) + 1)}"]
+    for place, own in zip(places, by_place, strict=True):
+        found = {each.label: each for each in own}
+        shown = [
+            f"{significant(1e3 * found[label].predicted_s)} / {significant(1e3 * found[label].measured_s)}"
+            if label in found
+            else ""
+            for label in labels
+        ]
+        lines.append(f"| {place} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _summary(probes: str, rows: Sequence[PredictionRow]) -> str:
+    """Return the row of the first table."""
+    errors = sorted(abs(each.error) for each in rows)
+    within = sum(error <= 0.25 for error in errors) / len(errors)
+    places = list(dict.fromkeys(each.place for each in rows))
+    by_place = [[each for each in rows if each.place == place] for place in places]
+    right, pairs = _order(by_place)
+    regrets = [_regret(each) for each in by_place]
+    good, judged = _verdicts(by_place)
+    median, worst = 100 * statistics.median(errors), 100 * errors[-1]
+    return (
+        f"| {probes} | {len(rows)} | {len(places)} | {median:.1f} % | {100 * within:.0f} % | {worst:.0f} % | "
+        f"{right} of {pairs} | {100 * statistics.median(regrets):.1f} %, {100 * max(regrets):.0f} % | {good} of {judged} |"
+    )
+
+
+def _overlap(choice: SchemeChoice, probe: Probe, mbytes: float, buckets: int, backward_s: float) -> float:
+    """Return the predicted step of the benchmark's model; its own backward time, which the machine decides, is given."""
+    width = round((mbytes * 1e6 / 4 / buckets) ** 0.5)
+    ready = tuple(ReadyBucket(width * width, backward_s * (i + 1) / buckets) for i in range(buckets))
+    backward = Backward("layers that sleep", 0.0, backward_s, 0.0, ready)
+    # Sleeping layers leave the cores to the reductions, and the benchmark joins no buckets.
+    return advice.step(choice.label, choice.make(), probe, backward, join_mb=0.0, crowded=False).step_s
+
+
+def _order(by_place: Iterable[Sequence[PredictionRow]]) -> tuple[int, int]:
+    """Return how many pairs are in the right order, and how many there are."""
+    pairs = [
+        (one, other)
+        for rows in by_place
+        for one, other in combinations(rows, 2)
+        if max(one.measured_s, other.measured_s) > (1 + DIFFERENT) * min(one.measured_s, other.measured_s)
+    ]
+    right = sum((one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s) for one, other in pairs)
+    return right, len(pairs)
+
+
+def _regret(rows: Sequence[PredictionRow]) -> float:
+    chosen = min(rows, key=lambda each: each.predicted_s)
+    return chosen.measured_s / min(each.measured_s for each in rows) - 1
+
+
+def _verdicts(by_place: Iterable[Sequence[PredictionRow]]) -> tuple[int, int]:
+    """Return in how many places the prediction says rightly whether anything is worth it, and how many places are clear."""
+    good = judged = 0
+    for rows in by_place:
+        bf16 = next(each for each in rows if each.label == "bf16")
+        others = [each for each in rows if each.label not in advice.BASELINES]
+        gain = bf16.measured_s / min(each.measured_s for each in others)
+        if abs(gain / advice.WORTH - 1) <= DIFFERENT:
+            continue
+        judged += 1
+        expected = bf16.predicted_s / min(each.predicted_s for each in others)
+        good += (expected > advice.WORTH) == (gain > advice.WORTH)
+    return good, judged
+
+
+def _probe(out: Path, P: int, link: str, job: str = "") -> Path:
+    return out / f"probe-{P}-{link}{f'-{job}' if job else ''}.toml"
+
+
+def _cell(out: Path, cell: tuple[int, str, float, int]) -> Path:
+    P, link, mbytes, buckets = cell
+    return out / f"overlap-{P}-{link}-{mbytes:g}-{buckets}.jsonl"
+
+
+def _bits_per_s(link: str) -> float:
+    return float(link[:-4]) * (1e9 if link.endswith("gbit") else 1e6)
+
+
+def _run(path: Path, *arguments: str, flag: str = "--out") -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")  # what is interrupted is measured again
+    shutil.rmtree(part, ignore_errors=True)  # where it is a folder, to which `compare` would append
+    _command(*arguments, flag, str(part))
+    part.rename(path)
+
+
+def _command(*arguments: str) -> None:
+    module = "studies" if arguments[0] == "bench" else "sparsync_lab.cli"
+    print("python -m", module, *arguments, file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=sys.stderr)

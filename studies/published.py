@@ -1,0 +1,482 @@
+"""Published figures, each predicted from the parameters that its own source gives, and the page that compares the two.
+
+Rows are data (`published.toml`): a model of this file, its inputs with their source, and the published figure. A row that fixes an unknown
+of its set-up is a calibration and is not counted; a row whose source says too little to predict it is listed with what is missing.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsync.comm.plan import Exchange
+from sparsync_lab.predict.network import AllReduce, Link, Tiers, flat_switch, nodes
+from sparsync_lab.predict.step_time import even_backward, overlapped, periodic, serial
+from sparsync_lab.toml import tomllib
+
+GOAL = 0.15  # of the published figure: how far off a prediction may be
+MARK = "<!-- generated: python -m studies published --page docs/published.md -->"
+Number = int | float
+WORD = 4  # bytes of a position or a float32 value
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A published figure and its prediction. `predicted` is None where the source says too little."""
+
+    name: str
+    what: str
+    kind: str  # of KINDS; empty without a model
+    unit: str
+    published: float | None
+    source: str
+    inputs: Mapping[str, Any]  # Any: numbers, and names of links
+    inputs_source: str
+    predicted: float | None
+    counted: bool
+    added: bool  # after the first comparison
+    why: str  # of a miss, of what is missing, or of what is not counted
+
+    @property
+    def error(self) -> float | None:
+        """By which share the prediction is above the published figure."""
+        if self.predicted is None or not self.published:
+            return None
+        return self.predicted / self.published - 1
+
+
+@dataclass(frozen=True)
+class LinkClass:
+    """One assumption for all rows with links of a kind."""
+
+    efficiency: float
+    latency_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was changed in the model or in inputs after the first comparison, and the source that says so."""
+
+    what: str
+    source: str
+
+
+def rows() -> tuple[list[PublishedRow], dict[str, LinkClass]]:
+    """Return all rows, predicted, in the order of the file, and the assumptions that they share."""
+    content = _content()
+    classes = {name: LinkClass(**each) for name, each in content["links"].items()}
+    found = []
+    for each in content["row"]:
+        inputs = dict(each.get("inputs", {}))
+        model = each.get("model")
+        predicted = None if model is None else float(MODELS[model](classes, **inputs))
+        counted = each.get("counted", True) and predicted is not None
+        found.append(
+            PublishedRow(
+                each["name"],
+                each["what"],
+                "" if model is None else KINDS[model],
+                each.get("unit", ""),
+                each.get("published"),
+                each["source"],
+                inputs,
+                each.get("inputs_source", ""),
+                predicted,
+                counted,
+                each.get("added", False),
+                each.get("why", ""),
+            )
+        )
+    return found, classes
+
+
+def changes() -> list[Change]:
+    """Return what was changed since the first comparison, in the order of the file."""
+    return [Change(**each) for each in _content()["changed"]]
+
+
+def counted(found: Sequence[PublishedRow]) -> list[float]:
+    """Return the errors that count, without their signs."""
+    return [abs(row.error) for row in found if row.counted and row.error is not None]
+
+
+# The models. Each takes the link classes and the inputs of a row.
+
+
+def network(
+    classes: Mapping[str, LinkClass],
+    link: str,
+    gbit_per_s: Number,
+    ranks_per_node: int = 1,
+    links_per_node: int = 1,
+    inside: str = "",
+    inside_gbit_per_s: Number = 0.0,
+    all_reduce: AllReduce = "best",
+) -> Tiers:
+    """Return the network of a row; NCCL's all_gather is a ring."""
+    chosen = classes[link]
+    between = Link(gbit_per_s * 1e9, chosen.latency_s).derated(chosen.efficiency)
+    if ranks_per_node == 1:
+        return flat_switch(between, all_reduce=all_reduce, rings=("all_gather",))
+    near = classes[inside]
+    within = Link(inside_gbit_per_s * 1e9, near.latency_s).derated(near.efficiency)
+    return nodes(within, between, ranks_per_node, links_per_node, all_reduce, ("all_gather",))
+
+
+def all_reduce(nbytes: Number, P: int) -> Exchange:
+    """Return the ring all_reduce of a tensor of `nbytes` bytes."""
+    sent = 2 * (P - 1) / P * nbytes
+    return Exchange("all_reduce", sent, 2 * (P - 1), 2 * (P - 1), sent, "ring")
+
+
+def all_reduce_s(classes: Mapping[str, LinkClass], nbytes: Number, ranks: int, **links: Any) -> float:
+    """Return the seconds of one all_reduce."""
+    return network(classes, **links).seconds(all_reduce(nbytes, ranks), ranks)
+
+
+def bus_gbyte_per_s(classes: Mapping[str, LinkClass], ranks: int, nbytes: Number = 2**33, **links: Any) -> float:
+    """Return what nccl-tests calls the bus bandwidth of an all_reduce, in GB/s; of 8 GiB."""
+    return 2 * (ranks - 1) / ranks * nbytes / all_reduce_s(classes, nbytes, ranks, **links) / 1e9
+
+
+def all_reduce_from(
+    classes: Mapping[str, LinkClass],
+    reference_s: Number,
+    reference_ranks: int,
+    nbytes: Number,
+    ranks: int,
+    **links: Any,
+) -> float:
+    """Return the seconds of an all_reduce on links whose true rate another all_reduce has shown: `reference_s` at `reference_ranks`."""
+    there = all_reduce_s(classes, nbytes, reference_ranks, **links)
+    return reference_s * all_reduce_s(classes, nbytes, ranks, **links) / there
+
+
+def step_s(
+    classes: Mapping[str, LinkClass],
+    forward_s: Number,
+    backward_s: Number,
+    nbytes: Number,
+    ranks: int,
+    after_s: Number = 0.0,
+    bucket_mb: Number = 25.0,
+    overlap: bool = True,
+    times: int = 1,
+    **links: Any,
+) -> float:
+    """Return `times` steps of data-parallel training: equal buckets, reduced one after the other while the backward pass runs."""
+    count = max(1, math.ceil(nbytes / (bucket_mb * 2**20)))
+    each = network(classes, **links).seconds(all_reduce(nbytes / count, ranks), ranks)
+    backward = even_backward([1] * count, forward_s, backward_s, after_s)
+    return times * (overlapped if overlap else serial)(backward, [each] * count).step_s
+
+
+def efficiency(
+    classes: Mapping[str, LinkClass], forward_s: Number, backward_s: Number, after_s: Number = 0.0, **inputs: Any
+) -> float:
+    """Return the share of the step, in percent, that is not lost to communication."""
+    step = step_s(classes, forward_s=forward_s, backward_s=backward_s, after_s=after_s, **inputs)
+    return 100 * (forward_s + backward_s + after_s) / step
+
+
+def throughput(classes: Mapping[str, LinkClass], samples: Number, **inputs: Any) -> float:
+    """Return the samples of a rank a second."""
+    return samples / step_s(classes, **inputs)
+
+
+def wire_halved(
+    classes: Mapping[str, LinkClass], forward_s: Number, backward_s: Number, measured: Number, share: float
+) -> float:
+    """Return a step after its reductions have become `share` times as long, from the step as it was measured before.
+
+    Buckets are many, so communication lasts from the first bucket on: step = forward + communication, where that is longer than the
+    backward pass.
+    """
+    return forward_s + max(backward_s, share * (measured - forward_s))
+
+
+def half_precision_hours(
+    classes: Mapping[str, LinkClass], hours: Number, steps: Number, nbytes: Number, ranks: int, **links: Any
+) -> float:
+    """Return the hours of a run whose gradients are sent in half the bytes, where communication is exposed before and after."""
+    dense = all_reduce_s(classes, nbytes, ranks, **links)
+    half = all_reduce_s(classes, nbytes / 2, ranks, **links)
+    return hours - steps * (dense - half) / 3600
+
+
+def data_parallel_hours(
+    classes: Mapping[str, LinkClass], steps: Number, compute_s: Number, nbytes: Number, ranks: int, **links: Any
+) -> float:
+    """Return the hours of data-parallel training whose all_reduce overlaps the whole backward pass, two thirds of the step."""
+    exchange = all_reduce_s(classes, nbytes, ranks, **links)
+    return steps * (compute_s / 3 + max(2 / 3 * compute_s, exchange)) / 3600
+
+
+def local_steps_hours(
+    classes: Mapping[str, LinkClass],
+    steps: Number,
+    compute_s: Number,
+    nbytes: Number,
+    ranks: int,
+    every: int,
+    fragments: int,
+    delay: int,
+    **links: Any,
+) -> float:
+    """Return the hours of a training that exchanges fragments of its weights every few steps."""
+    exchange = all_reduce_s(classes, nbytes, ranks, **links)
+    return steps * periodic(even_backward([1], 0.0, compute_s), every, exchange, fragments, delay).step_s / 3600
+
+
+def one_bit_speedup(
+    classes: Mapping[str, LinkClass],
+    compute_s: Number,
+    elements: Number,
+    ranks: int,
+    reference_s: Number,
+    reference_ranks: int,
+    warm_up: Number,
+    **links: Any,
+) -> float:
+    """Return how many times as quick a run is with 1-bit Adam's exchange: an all_to_all and an all_gather of one bit an element.
+
+    Nothing overlaps; the links' true rate is that of the measured all_reduce in 16 bits, `reference_s` at `reference_ranks`. `warm_up` is
+    the share of the steps that are dense.
+    """
+    there = all_reduce_s(classes, 2 * elements, reference_ranks, **links)
+    dense = reference_s / there * all_reduce_s(classes, 2 * elements, ranks, **links)
+    sent = (ranks - 1) / ranks * elements / 8
+    built = network(classes, **links)
+    kinds = ("all_to_all", "all_gather")
+    compressed = sum(built.seconds(Exchange(kind, sent, ranks - 1, 1, sent), ranks) for kind in kinds)
+    quick, slow = compute_s + reference_s / there * compressed, compute_s + dense
+    return slow / (warm_up * slow + (1 - warm_up) * quick)
+
+
+def sparse_speedup(classes: Mapping[str, LinkClass], against: str, **inputs: Any) -> float:
+    """Return Ok-Topk's speed-up over the quickest or the slowest of its baselines; `inputs` are those of `sparse_steps`."""
+    ours, baselines = sparse_steps(classes, **inputs)
+    return (min if against == "quickest" else max)(baselines.values()) / ours
+
+
+def sparse_steps(
+    classes: Mapping[str, LinkClass],
+    compute_s: Number,
+    elements: Number,
+    density: Number,
+    ranks: int,
+    memory_gb_per_s: Number,
+    topk_ns: Number,
+    copy_gb_per_s: Number,
+    host_gb_per_s: Number,
+    sort_ns: Number,
+    region_us: Number,
+    **links: Any,
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step with Ok-Topk and with each of its baselines, in the authors' implementation.
+
+    Volumes are those of arXiv 2201.07598, table 1, in words: dense 2n(P-1)/P; TopkA and Gaussiank 2k(P-1); TopkDSA 2k(P-1)/P, then the
+    union of all selections; gTopk 4k log2 P; Ok-Topk at most 6k(P-1)/P in 2P messages. The rest is read off the authors' code
+    (github.com/Shigangli/Ok-Topk, BERT/bert/allreducer.py at 9763dcc):
+
+    - Each sparse scheme passes over the gradient, its residual and its selection once on the GPU: 12 bytes an element.
+    - TopkA, TopkDSA and gTopk select with torch.topk in each step, `topk_ns` an element; Ok-Topk finds its two thresholds so every 128.
+    - Everything is exchanged by MPI from arrays in host memory, to which it is copied and from there back (`copy_gb_per_s`).
+    - One core of the host works on these arrays (`host_gb_per_s` of bytes read or written): it sums the dense gradient (two arrays read,
+      one written, and the buffer of the result cleared), clears what receives the selections of all ranks, and TopkA widens its positions
+      from 4 bytes to 8.
+    - gTopk merges two selections in each of log2 P rounds with NumPy's intersect1d and argsort: 6k elements sorted, `sort_ns` each.
+      Ok-Topk searches k positions in k sorted ones, as many comparisons as their sort.
+    - Ok-Topk and TopkDSA call PyTorch for each of P regions, twice, to cut them out and to add them up (`region_us`); TopkA and Gaussiank
+      for each of P selections.
+    """
+    built, P, k = network(classes, **links), ranks, density * elements
+    share, rounds = (P - 1) / P, math.ceil(math.log2(P))
+    select_s, regions_s = 1e-9 * topk_ns * elements, 1e-6 * region_us * P
+    sparse_s = compute_s + 12 * elements / (memory_gb_per_s * 1e9)
+    union = min(elements, k * P**0.6)  # as the forms of schemes estimate it
+    pairs = 2 * WORD * k * P  # the bytes of all ranks' selections
+
+    def exchanged(words: Number, steps: Number) -> float:
+        return built.seconds(Exchange("send_recv", WORD * words, steps, steps, WORD * words, "ring"), P)
+
+    def copied(nbytes: Number) -> float:
+        return nbytes / (copy_gb_per_s * 1e9)
+
+    def worked(nbytes: Number) -> float:
+        return nbytes / (host_gb_per_s * 1e9)
+
+    def sorted_s(count: Number) -> float:
+        return 1e-9 * sort_ns * count
+
+    n = WORD * elements
+    gathered_s = sparse_s + exchanged(2 * k * (P - 1), P - 1) + regions_s
+    baselines = {
+        "dense": compute_s + built.seconds(all_reduce(n, P), P) + copied(2 * n) + worked(4 * n),
+        "Gaussiank": gathered_s + worked(pairs) + copied(pairs),
+        "TopkA": gathered_s + select_s + worked(1.5 * pairs) + copied(1.5 * pairs),
+        "TopkDSA": sparse_s
+        + select_s
+        + exchanged(2 * k * share, P)
+        + exchanged(2 * union * share, P)
+        + worked(2 * WORD * union)
+        + copied(2 * WORD * union)
+        + 2 * regions_s,
+        "gTopk": sparse_s + select_s + exchanged(4 * k * rounds, 2 * rounds) + sorted_s(6 * k * rounds),
+    }
+    ours = sparse_s + (select_s + 1e-9 * topk_ns * union) / 128
+    ours += exchanged(6 * k * share, 2 * P) + copied(4 * WORD * k) + sorted_s(k) + 2 * regions_s
+    return ours, baselines
+
+
+def skipped_ring_speedup(classes: Mapping[str, LinkClass], ranks: int, skipped: int) -> float:
+    """Return how many times as quick a ring all_reduce is without its first `skipped` reduce-scatter steps."""
+    return 2 * (ranks - 1) / (2 * (ranks - 1) - skipped)
+
+
+MODELS: dict[str, Callable[..., float]] = {
+    model.__name__: model
+    for model in (
+        all_reduce_s,
+        bus_gbyte_per_s,
+        all_reduce_from,
+        step_s,
+        efficiency,
+        throughput,
+        wire_halved,
+        half_precision_hours,
+        data_parallel_hours,
+        local_steps_hours,
+        one_bit_speedup,
+        sparse_speedup,
+        skipped_ring_speedup,
+    )
+}
+
+
+EXCHANGE, STEP, GAIN = "an exchange alone", "a step, or how steps scale", "what sending less gains"
+KINDS = {
+    "all_reduce_s": EXCHANGE,
+    "bus_gbyte_per_s": EXCHANGE,
+    "all_reduce_from": EXCHANGE,
+    "step_s": STEP,
+    "efficiency": STEP,
+    "throughput": STEP,
+    "data_parallel_hours": STEP,
+    "wire_halved": GAIN,
+    "half_precision_hours": GAIN,
+    "local_steps_hours": GAIN,
+    "one_bit_speedup": GAIN,
+    "sparse_speedup": GAIN,
+    "skipped_ring_speedup": GAIN,
+}
+
+
+# The page.
+
+
+def summary(found: Sequence[PublishedRow]) -> list[str]:
+    """Return the table of errors by what is predicted, in Markdown."""
+    lines = [
+        f"| predicted | rows counted | within {100 * GOAL:.0f} % | median error | errors |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for kind in dict.fromkeys(KINDS.values()):
+        errors = sorted(row.error for row in found if row.kind == kind and row.counted and row.error is not None)
+        within = sum(abs(error) <= GOAL for error in errors)
+        median = statistics.median(map(abs, errors))
+        listed = ", ".join(f"{100 * error:+.0f}" for error in errors)
+        lines.append(f"| {kind} | {len(errors)} | {within} | {100 * median:.0f} % | {listed} % |")
+    return lines
+
+
+def page() -> str:
+    """Return the page that compares all rows, in Markdown."""
+    found, classes = rows()
+    lines = [
+        "# Published figures, predicted",
+        "",
+        MARK,
+        "",
+        "Each row is a published figure beside what `sparsync_lab.predict` says of that set-up, from the parameters in the same source.",
+        "No row is fitted to itself. What a source does not say is one assumption for all links of a kind, or is taken from another row or",
+        "figure of the same source; a row that gives such a parameter is not counted. The published figures were known when the rows were",
+        "written, and so was the first comparison when [inputs and model were changed](#what-was-changed-and-on-what-source).",
+        "[studies/published.toml](../studies/published.toml) has each row's source, its inputs and their sources.",
+        "",
+        "    python -m studies published --page docs/published.md",
+        "",
+        f"**{_tally(found)}** The first comparison had 36 rows, 16 of them within 15 %, and a median error of 20 %; of these rows "
+        f"{_tally([row for row in found if not row.added], 'are still counted')} Errors are of the figure as published: 93 % of scaling "
+        "efficiency for 90 % is an error of 3 %, though of 28 % in what is lost.",
+        "",
+        *summary(found),
+        "",
+        "| links | share of the rate that payload gets | latency | why |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {name} | {each.efficiency:g} | {1e6 * each.latency_s:g} µs | {each.why} |" for name, each in classes.items()
+    ]
+    lines += ["", "| row | predicted | published | error | why |", "| --- | ---: | ---: | ---: | --- |"]
+    lines += [_row(row) for row in found if row.predicted is not None and row.published]
+    lines += _baselines(found, classes)
+    lines += ["", "## What was changed, and on what source", "", "| change | source |", "| --- | --- |"]
+    lines += [f"| {each.what} | {each.source} |" for each in changes()]
+    missing = [row for row in found if row.predicted is None or not row.published]
+    lines += ["", "## Rows without a comparison", "", "| row | what is known | why |", "| --- | --- | --- |"]
+    lines += [
+        f"| {row.what} ({row.source}) | {_value(row.predicted or row.published, row.unit)} | {row.why} |"
+        for row in missing
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _content() -> dict[str, Any]:  # Any: of TOML
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def _tally(found: Sequence[PublishedRow], named: str = "rows counted") -> str:
+    errors = counted(found)
+    within = sum(error <= GOAL for error in errors)
+    return f"{len(errors)} {named}: median error {100 * statistics.median(errors):.0f} %, {within} of them within {100 * GOAL:.0f} %."
+
+
+def _baselines(found: Sequence[PublishedRow], classes: Mapping[str, LinkClass]) -> list[str]:
+    """Return the section on Ok-Topk's baselines, whose steps its row of the quickest one has."""
+    inputs = next(dict(row.inputs) for row in found if row.inputs.get("against") == "quickest")
+    del inputs["against"]
+    ours, baselines = sparse_steps(classes, **inputs)
+    n, P, dense_gb = inputs["elements"], inputs["ranks"], WORD * inputs["elements"] / 1e9
+    select_s, received_gb = 1e-9 * inputs["topk_ns"] * n, 2 * inputs["density"] * (P - 1) * dense_gb
+    return [
+        "",
+        "## Ok-Topk's baselines",
+        "",
+        f"BERT on {P} GPUs as the model has it; Ok-Topk's step takes {ours:.2f} s. TopkA, TopkDSA and gTopk select with `torch.topk` in",
+        f"each step, {select_s:.1f} s on that GPU, where Ok-Topk compares with a threshold that it keeps. In the all-gather of TopkA and",
+        f"Gaussiank each rank receives 2k(P-1) words, {received_gb:.1f} GB, and copies them to its GPU. Dense copies, sends and sums",
+        f"{dense_gb:.2f} GB on hosts. gTopk sorts on one core in each of its rounds.",
+        "",
+        "| baseline | step | gain of Ok-Topk |",
+        "| --- | ---: | ---: |",
+        *(f"| {name} | {step:.2f} s | {step / ours:.1f}x |" for name, step in baselines.items()),
+    ]
+
+
+def _row(row: PublishedRow) -> str:
+    assert row.error is not None
+    why = row.why if row.counted else f"not counted: {row.why}"
+    values = f"{_value(row.predicted, row.unit)} | {_value(row.published, row.unit)}"
+    return f"| {row.what} | {values} | {100 * row.error:+.0f} % | {why} |"
+
+
+def _value(value: Number | None, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit == "s" and value < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}".strip()

@@ -1,0 +1,101 @@
+"""Writes the table "when to use what" of the README: ranks x link x size of the model -> method, for SGD and for AdamW.
+
+    .venv/bin/python -m studies when_to_use [--print]
+
+Predicted from the closed forms, with assumptions that stand under the table: accelerators that compute at RATE, and a flat network. The
+factor of extra steps of a method is the largest that it had in the trainings of `sparsync advise`. Nothing is measured here.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+from sparsync_lab.advise import extra_steps
+from sparsync_lab.advise.command import even_backward, step
+from sparsync_lab.predict import advice
+from sparsync_lab.predict.advice import Extra
+from sparsync_lab.predict.network import Link, flat_switch
+from sparsync_lab.predict.probe_file import KERNELS, Kernel, Latency, Memory, Probe, ProbedGroup
+from sparsync_lab.report.format import significant
+from sparsync_lab.scheme_choice import parse_schemes
+from studies import parts
+
+PAGE, PART = "README.md", "when to use what"
+RANKS = (4, 16, 64)
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
+SIZES = {"10 M": 10_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
+TOKENS = 8192  # of a rank in a step
+RATE = 1e14  # floating-point operations a rank does in a second; 6 for each parameter and token (arXiv:2001.08361)
+LATENCY_S = 50e-6
+MEMORY = 1e12  # bytes/s of a rank's memory
+KERNEL_RATE = MEMORY / 40  # elements/s of each kind of kernel: some ten passes of 4 bytes
+CALL_S = 20e-6
+ANNOUNCE_S = 100e-6
+# Beyond this number of ranks these lose more (docs/frontier.md), so they are left out there.
+MOST_RANKS = {"adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign": 8}
+MOST_EXTRA = 2.0  # what needs more steps than so may not get there at all
+MARGIN = 1.1  # the upper end of a factor, times the largest that was measured
+SHORT = {
+    "two_shot:density=1.0:values=int4": "`two_shot`, all in int4",
+    "two_shot:density=0.05:values=int4": "`two_shot`, 5 % in int4",
+    "topk:density=0.01:values=int8": "`topk`, 1 % in int8",
+    "oktopk:density=0.01:values=int8": "`oktopk`, 1 % in int8",
+    "micro:density=0.01:values=int8": "`micro`, 1 % in int8",
+    "skip_reduce:skip=1": "`skip_reduce`, 1 step",
+    "local_steps(every=4)/two_shot:density=1.0:values=int4": "local steps, every 4, int4",
+    "local_steps(every=8)/dense": "local steps, every 8",
+    "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign": "AdamW steps, 0.8 bits",
+    "bf16": "dense bf16",
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parts.options("when_to_use", __doc__).parse_args(argv)
+    parts.put(PAGE, PART, table(), options.print)
+
+
+def table() -> str:
+    """Return the table as Markdown, and its assumptions."""
+    heads = ["link of a rank", "parameters", *(f"{P} ranks, {kind}" for kind in ("SGD", "AdamW") for P in RANKS)]
+    rows = list[list[str]]()
+    for (link, bits_per_s), (size, n) in product(LINKS.items(), SIZES.items()):
+        cells = [answer(P, bits_per_s, n, adaptive) for adaptive in (False, True) for P in RANKS]
+        rows.append([link, size, *cells])
+    lines = [
+        parts.table(heads, rows),
+        "",
+        "Predicted, not measured: speed-up over dense bf16 (time to dense's quality). Assumed: "
+        f"{TOKENS} tokens per rank and step at {RATE / 1e12:g} TFLOP/s,",
+        f"a flat network with {1e6 * LATENCY_S:g} µs latency, buckets of 25 MB, memory of {MEMORY / 1e9:g} GB/s, kernels at a tenth of it "
+        "(none was timed on a GPU). Extra",
+        "steps are the most seen in trainings of [small models on 4 ranks](docs/advise.md), for every size and number of ranks. "
+        "Methods that",
+        f"needed more than {MOST_EXTRA:g} times the steps are left out.",
+    ]
+    return "\n".join(lines)
+
+
+def answer(P: int, bits_per_s: float, n: int, adaptive: bool) -> str:
+    """Return the verdict in one cell."""
+    factors: dict[str, float] = {}
+    for each in extra_steps.trainings():
+        if each.adaptive == adaptive:
+            factors[each.method] = max(factors.get(each.method, 1.0), each.factor)
+    others = [
+        label for label in SHORT if MOST_RANKS.get(label, P) >= P and factors.get(label, MOST_EXTRA + 1) <= MOST_EXTRA
+    ]
+    labels = ["dense", "bf16", *others]
+    compute_s = 6 * n * TOKENS / RATE
+    backward = even_backward(n, 25.0, compute_s / 3, 2 * compute_s / 3, 0.0)
+    probe = Probe(
+        ProbedGroup(P, "assumed", P, "assumed", "cuda", 8, "", ""),
+        (),
+        Latency(2 * LATENCY_S, 2 * LATENCY_S, 0.0, 1.0, ANNOUNCE_S),
+        Memory(MEMORY),
+        tuple(Kernel(kind, KERNEL_RATE, CALL_S) for kind in KERNELS),
+    )
+    network = flat_switch(Link(bits_per_s, LATENCY_S), all_reduce="best")
+    steps = {each.label: step(each, probe, backward, network) for each in parse_schemes(",".join(labels), 0.01)}
+    extra = {label: Extra(factors[label], 1.0, MARGIN * factors[label]) for label in labels if label in factors}
+    chosen = advice.verdict(steps, extra).label
+    gain = steps["bf16"].step_s / (steps[chosen].step_s * extra.get(chosen, Extra()).factor)
+    return SHORT[chosen] + ("" if chosen == "bf16" else f", {significant(gain, 2)}x")

@@ -1,0 +1,462 @@
+"""The integrations `AdamWSteps` and `LocalSteps`: each training in processes and in a LocalWorld, which must give the same bits."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
+from helpers.distributed import run
+from helpers.known_gradients import KnownGradients, row
+from integrations.attach import BATCHES
+from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
+from integrations.situations import (
+    OTHER,
+    STEPS,
+    ChannelsLast,
+    Words,
+    of_bfloat16,
+    of_three,
+    with_infinity,
+)
+from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
+from invariants.world import same_bits
+from sparsync import AdamWSteps, LocalSteps, LocalWorld
+from sparsync.attached import checkpoint
+from sparsync.core import Comm
+from test_ddp import UNUSED, used
+
+BUCKET_MB = 2e-3  # four buckets of the model
+EVERY = 2  # steps between two exchanges of LocalSteps
+LEFT = 2  # the step from which on no rank has a gradient of the parameters that are LATE
+LATE = ("block2.weight", "block5.bias")
+NEVER = ("embed.weight", UNUSED)
+OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
+
+
+@dataclass
+class StepsSeen:
+    """What one rank saw."""
+
+    own: list[dict[str, Tensor]] = field(default_factory=list)  # weights by step
+    common: list[dict[str, Tensor]] = field(default_factory=list)
+    residual: list[dict[str, Tensor]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+
+
+class SteppedTraining:
+    """A training of KnownGradients on this rank, without a wrapper; `comm` is that of a LocalWorld, else it is between processes."""
+
+    def __init__(
+        self,
+        id: str,
+        comm: Comm | None = None,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        model: Any = None,  # KnownGradients, or what has its methods
+        **settings: Any,
+    ) -> None:
+        self.model = model or KnownGradients(COUNT, N, dtype)
+        self.forward: Any = self.model  # or what torch.compile makes of it
+        self.rank = dist.get_rank(group) if comm is None else comm.rank
+        self.scheme = row(id).make()
+        self.seen = StepsSeen()
+        with refusals():
+            self.steps = self.made(
+                {"bucket_mb": BUCKET_MB, "comm": comm, "group": group, "timeout_s": TIMEOUT_S} | settings
+            )
+
+    def made(self, settings: dict[str, Any]) -> AdamWSteps | LocalSteps:
+        raise NotImplementedError
+
+    def take(self, scaler: GradScaler | None = None) -> None:
+        """Take a step with the gradients that are there."""
+        raise NotImplementedError
+
+    def step(self, inputs: Any = None) -> None:  # Any: what the model takes; None: a rank that has no data
+        self.accumulate([] if inputs is None else [inputs])
+
+    def accumulate(self, parts: Sequence[Any]) -> None:
+        self.model.zero_grad()
+        for part in parts:
+            self.forward(part).backward()
+        self.take() if parts else self.steps.step()
+        self.record()
+
+    def record(self) -> None:
+        self.seen.own.append(self.weights())
+        with self.steps.averaged():
+            self.seen.common.append(self.weights())
+        residual = self.scheme.state_dict().get("residual", {})
+        self.seen.residual.append({name: residual[name].clone() for name in sorted(residual)})
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: each.detach().flatten().clone() for name, each in self.model.named_parameters()}
+
+    def train(self, first: int = 0, steps: int = STEPS) -> StepsSeen:
+        for step in range(first, first + steps):
+            self.step(self.model.inputs(self.rank, step))
+        return self.seen
+
+
+class ByAdamW(SteppedTraining):
+    def made(self, settings: dict[str, Any]) -> AdamWSteps:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5)
+        return AdamWSteps(self.model, self.optimizer, self.scheme, block=16, measure_every=2, **settings)
+
+    def take(self, scaler: GradScaler | None = None) -> None:
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        self.steps.step()
+
+
+class Locally(SteppedTraining):
+    def made(self, settings: dict[str, Any]) -> LocalSteps:
+        self.optimizer: Optimizer = (
+            torch.optim.SGD(self.model.parameters(), lr=0.125)  # torch's AdamW takes no sparse gradients
+            if isinstance(self.model, Words)
+            else torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5, eps=1e-3)  # not 0 in float16
+        )
+        return LocalSteps(self.model, self.optimizer, self.scheme, **{"every": EVERY, **settings})
+
+    def take(self, scaler: GradScaler | None = None) -> None:
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+        self.steps.step()
+
+
+Make = Callable[..., SteppedTraining]  # (id of the scheme, ...)
+Body = Callable[..., Any]  # (id of the scheme, make=Make)
+Judge = Callable[[list[Any]], None]
+
+
+def trained(id: str, make: Make, **options: Any) -> StepsSeen:
+    return make(id, **options).train()
+
+
+def several_types(id: str, make: Make) -> StepsSeen:
+    model = KnownGradients(COUNT, N)
+    for name, module in model.named_children():
+        if of_bfloat16(name):
+            module.bfloat16()
+    return make(id, model=model).train()
+
+
+def in_channels_last(id: str, make: Make) -> StepsSeen:
+    return make(id, model=ChannelsLast(torch.flatten)).train()
+
+
+def accumulated(id: str, make: Make) -> StepsSeen:
+    training = make(id)
+    for step in range(STEPS):
+        training.accumulate([training.model.inputs(training.rank, 3 * step + part) for part in range(3)])
+    return training.seen
+
+
+def at_once(id: str, make: Make) -> StepsSeen:
+    """The same with the sum of the gradients."""
+    training = make(id)
+    for step in range(STEPS):
+        training.step({name: of_three(training.rank, step, name) for name in NAMES})
+    return training.seen
+
+
+def in_part(id: str, make: Make) -> StepsSeen:
+    """Some parameters are left out by one of two ranks, one always and one from a step on by both."""
+    training = make(id)
+    for step in range(STEPS):
+        inputs = training.model.inputs(training.rank, step)
+        gone = (*NEVER, *(LATE if step >= LEFT else ()))
+        training.step({name: x for name, x in inputs.items() if used(training.rank, step, name) and name not in gone})
+    return training.seen
+
+
+def frozen(id: str, make: Make) -> StepsSeen:
+    """Some parameters from the beginning, and some from a step on."""
+    model = KnownGradients(COUNT, N)
+    for name in NEVER:
+        model.get_parameter(name).requires_grad_(False)
+    training = make(id, model=model)
+    for step in range(STEPS):
+        for name in LATE if step == LEFT else ():
+            training.model.get_parameter(name).requires_grad_(False).grad = None
+        training.step(training.model.inputs(training.rank, step))
+    return training.seen
+
+
+def left_alone(ranks: list[StepsSeen]) -> None:
+    """What has no gradient on any rank neither decays nor moves, and its residual waits."""
+    for seen in ranks:
+        for name in NEVER:
+            assert all((weights[name] == 1).all() for weights in (*seen.own, *seen.common)), f"{name} has moved"
+            assert not any(residual[name].any() for residual in seen.residual if name in residual), name
+        for name in LATE:
+            for what in (seen.own, seen.common, *([seen.residual] if name in seen.residual[-1] else [])):
+                for step in range(LEFT, STEPS):
+                    assert same_bits(what[step][name], what[LEFT - 1][name]), f"{name} has moved at step {step}"
+        assert all((seen.own[-1][name] != 1).any() for name in NAMES if name not in NEVER), "something has not moved"
+
+
+def uneven(id: str, make: Make) -> StepsSeen:
+    training = make(id)
+    for step in range(STEPS):
+        more = training.rank == 0 or step < BATCHES
+        training.step(training.model.inputs(training.rank, step) if more else None)
+    return training.seen
+
+
+def sparse(id: str, make: Make) -> StepsSeen:
+    return make(id, model=Words()).train()
+
+
+def two(id: str, make: Make) -> list[StepsSeen]:
+    both = [make(id), make(OTHER)]
+    for step in range(STEPS):
+        for training in both:
+            training.step(training.model.inputs(training.rank, step))
+    return [training.seen for training in both]
+
+
+def in_a_group(id: str, make: Make) -> StepsSeen | None:
+    group = dist.new_group([0, 2])
+    return trained(id, make, group=group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def rebucketed(id: str, make: Make) -> StepsSeen:
+    """Two steps in four buckets, and from their state two in one."""
+    first, second = make(id), make(id, bucket_mb=25.0)
+    first.train(0, STEPS // 2)
+    second.steps.load_state_dict(first.steps.state_dict())
+    second.record()
+    for what in ("common", "residual"):
+        ours, theirs = getattr(second.seen, what)[0], getattr(first.seen, what)[-1]
+        assert all(same_bits(ours[name], theirs[name]) for name in theirs), f"{what} of the state changed"
+    return second.train(STEPS // 2, STEPS // 2)
+
+
+def compiled(id: str, make: Make) -> StepsSeen:
+    torch._dynamo.reset()
+    training = make(id)
+    training.forward = torch.compile(training.model, backend="aot_eager")
+    return training.train()
+
+
+def overflowing(id: str, make: Make) -> StepsSeen:
+    training = make(id)
+    for step in range(STEPS):
+        training.step({name: with_infinity(training.rank, step, name) for name in NAMES})
+    return training.seen
+
+
+def finite(ranks: list[StepsSeen]) -> None:
+    for seen in ranks:
+        for what in (seen.own[EVERY:], seen.common, seen.residual):
+            assert all(part.isfinite().all() for each in what for part in each.values())
+        assert any((seen.common[-1][name] != seen.common[1][name]).any() for name in NAMES), "nothing has moved since"
+
+
+def scaled(id: str, make: Make) -> StepsSeen:
+    training, scaler = make(id), GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    for step in range(STEPS):
+        training.model.zero_grad()
+        inputs = {name: with_infinity(training.rank, step, name) for name in NAMES}
+        scaler.scale(training.forward(inputs)).backward()
+        training.take(scaler)
+        scaler.update()
+        training.seen.scales.append(scaler.get_scale())
+        training.record()
+    return training.seen
+
+
+def skipped(ranks: list[StepsSeen]) -> None:
+    assert [seen.scales for seen in ranks] == [[64.0] * STEPS, [64.0] + [32.0] * (STEPS - 1)]
+    finite(ranks)
+
+
+def unlucky(id: str, make: Make) -> list[Tensor | Failure]:
+    training = make(id)
+    scheme: Any = Unlucky(training.scheme)
+    # Past the setter, which takes schemes.
+    training.steps._scheme = scheme
+    if isinstance(training.steps, LocalSteps):
+        training.steps._exchanger._scheme = scheme
+    return failing(
+        lambda step: training.step(training.model.inputs(training.rank, step)),
+        lambda: torch.cat(list(training.seen.common[-1].values())),
+    )
+
+
+def resumed(id: str, make: Make) -> tuple[StepsSeen, StepsSeen]:
+    whole, first, second = (make(id) for _ in range(3))
+    first.train(0, STEPS // 2)
+    second.steps.load_state_dict(first.steps.state_dict())
+    second.seen = first.seen
+    return whole.train(), second.train(STEPS // 2, STEPS // 2)
+
+
+def resumed_to_the_same_bits(ranks: list[tuple[StepsSeen, StepsSeen]]) -> None:
+    for whole, again in ranks:
+        assert same(whole, again)
+
+
+def saved(ids: Sequence[str], make: Make) -> dict[str, tuple[Any, StepsSeen]]:
+    found = {}
+    for id in ids:
+        training = make(id)
+        found[id] = training.train(0, 2), training.steps.state_dict()
+    return {id: (state, seen) for id, (seen, state) in found.items()}
+
+
+def restored(id: str, make: Make, states: Mapping[str, list[Any]]) -> tuple[StepsSeen, StepsSeen]:
+    training = make(id)
+    checkpoint.restore(training.steps, states[id])
+    training.record()
+    loaded = replace(training.seen)
+    training.seen = StepsSeen()
+    return loaded, training.train(2, 2)
+
+
+def resized(ids: Sequence[str], make: Make) -> dict[str, TrialVerdict]:
+    before = run(saved, 3, ids=ids, make=make)
+    states = {id: [rank[id][0] for rank in before] for id in ids}
+
+    def judge(id: str, after: list[tuple[StepsSeen, StepsSeen]]) -> None:
+        old = [rank[id][1].residual[-1] for rank in before]
+        for name in old[0]:
+            # The third rank's residual goes to the first.
+            assert same_bits(after[0][0].residual[0][name], old[0][name] + old[2][name]), name
+            assert same_bits(after[1][0].residual[0][name], old[1][name]), name
+        for loaded, _ in after:
+            assert same(loaded.common[0], before[0][id][1].common[-1]), "the common weights of the state changed"
+        assert same(after[0][1].common, after[1][1].common)
+
+    return trial(partial(restored, make=make, states=states), judge)(ids)
+
+
+def with_stepping_optimizer(id: str, make: Make) -> StepsSeen:
+    """An optimizer of torch's that takes its step in the backward pass, and leaves no gradient."""
+    model = KnownGradients(COUNT, N)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.125})
+    return make(id, model=model).train()
+
+
+def with_ddp(id: str, make: Make) -> None:
+    make(id, model=DistributedDataParallel(KnownGradients(2, N)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two results, of tensors in dicts, lists, tuples or a StepsSeen, have the same bits."""
+    if isinstance(one, Tensor):
+        return same_bits(one, other)
+    if isinstance(one, StepsSeen):
+        one, other = vars(one), vars(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def as_in_a_local_world(id: str, ranks: list[Any], make: Make, body: Body, also: Judge | None) -> None:
+    """Fails unless all ranks did, to the last bit, what the same training does in a LocalWorld, with common weights that are the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps that are skipped
+        wanted = LocalWorld(len(ranks)).run(lambda comm: body(id, make=partial(make, comm=comm)))
+    for rank, (ours, theirs) in enumerate(zip(ranks, wanted, strict=True)):
+        assert same(ours, theirs), f"rank {rank} has other bits than in a LocalWorld"
+        mine, first = (each if isinstance(each, (list, tuple)) else (each,) for each in (ours, ranks[0]))
+        assert all(same(one.common, other.common) for one, other in zip(mine, first, strict=True)), "ranks differ"
+        assert not same(first[0].common[0], first[0].common[-1]), "nothing has moved"
+    if also is not None:
+        also(ranks)
+
+
+def unexpected(id: str, ranks: list[Any]) -> None:
+    raise AssertionError("it should have been refused")
+
+
+def cases(make: Make) -> dict[str, Case]:
+    local = make is Locally
+
+    def case(body: Body, claim: str = SAME, also: Judge | None = None, alone: Body | None = None, P: int = 2) -> Case:
+        """`alone`: the body that shows what must come out, where it is another."""
+        judge = partial(as_in_a_local_world, make=make, body=alone or body, also=also)
+        return Case(claim, trial(partial(body, make=make), judge, P))
+
+    idle = "a parameter that no rank has changed" if local else "a parameter without a gradient on any rank"
+    skips = (
+        "the exchange is dropped, and all ranks return to the weights of the last one"
+        if local
+        else "all ranks skip the step"
+    )
+    return {
+        **{
+            f"{name} parameters": case(partial(trained, dtype=getattr(torch, name)))
+            for name in ("float32", "float64", "bfloat16", "float16")
+        },
+        "parameters of several types": case(several_types),
+        "parameters in channels_last": case(in_channels_last),
+        "accumulation over backward passes (no_sync)": case(
+            accumulated, f"one step after the last backward pass; {SAME} as with the sum", alone=at_once
+        ),
+        "gradient_as_bucket_view=True": OPTION,
+        "static_graph=True": OPTION,
+        "torch.compile with the python reducer": OPTION,
+        "DDP's mixed_precision": OPTION,
+        "parameters that ranks do not use (find_unused_parameters=True)": case(
+            in_part,
+            f"{SAME}; {idle} neither decays nor moves, and keeps its residual",
+            left_alone,
+        ),
+        "frozen parameters": case(
+            frozen,
+            f"{SAME}; a parameter that is frozen on all ranks neither decays nor moves, and keeps its residual",
+            left_alone,
+        ),
+        "ranks that run out of data (join)": case(
+            uneven,
+            f"{SAME}; a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}",
+        ),
+        "sparse embeddings": case(sparse),
+        "two models at once": case(two, f"{SAME} for both models"),
+        "a group that is not the world": case(in_a_group, alone=trained, P=3),
+        "buckets that change": case(
+            rebucketed, f"{SAME} of common weights and residuals from a state saved with buckets of another size"
+        ),
+        "torch.compile": case(compiled, alone=trained),
+        "an optimizer in the backward pass": case(with_stepping_optimizer)
+        if local
+        else Case("-", trial(partial(with_stepping_optimizer, make=make), unexpected)),
+        "a model that is reduced already": Case("-", trial(partial(with_ddp, make=make), unexpected)),
+        "Inf on one rank": case(overflowing, f"{skips}; {SAME}; weights and residuals are finite", finite),
+        "a loss scaler skips a step (GradScaler)": case(
+            scaled,
+            f"{'that rank skips its step, the others do not' if local else skips}; its scale is halved; {SAME}",
+            skipped,
+        ),
+        "a rank fails in a step": Case(
+            FAILURE,
+            trial(partial(unlucky, make=partial(make, every=1) if local else make), failed_on_all_ranks),
+        ),
+        "resuming after a restart": case(
+            resumed, f"from a saved state, {SAME} as without an interruption", resumed_to_the_same_bits
+        ),
+        "resuming with another number of ranks": Case(
+            "2 ranks take over the common weights of 3 and the exact sum of their residuals, and continue with the same common weights",
+            partial(resized, make=make),
+        ),
+    }
+
+
+ADAMW, LOCAL = cases(ByAdamW), cases(Locally)

@@ -1,0 +1,321 @@
+"""The command line itself: helps with examples, the word that was probably meant, results as values, and files that are checked first."""
+
+import csv
+import fcntl
+import io
+import math
+import os
+import re
+import shlex
+import shutil
+import struct
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sparsync_lab
+from helpers import programs
+from helpers.made_results import BF16, DENSE, SPARSE, run, write
+from sparsync_lab import cli
+from sparsync_lab.doctor import command, trial
+from sparsync_lab.predict import probe_file
+from sparsync_lab.probe import command as probe
+from sparsync_lab.report.page import report
+from sparsync_lab.report.plots import Picture
+from sparsync_lab.terminal import wrapped
+from test_advice import PROBE
+
+pytestmark = pytest.mark.usefixtures("signal_handlers_are_put_back")
+
+
+@pytest.mark.parametrize("name", cli.commands())
+def test_each_help_has_a_sentence_and_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    said = capsys.readouterr().out
+    _, _, what, shown = cli._commands()[name]
+    assert f"{what[0].upper()}{what[1:]}." in " ".join(said.split())
+    examples = said[said.index("example:\n") :].splitlines()[1:]
+    assert [line.strip() for line in examples if line.strip()] == [line.strip() for line in shown.splitlines()]
+    assert max(map(len, examples)) < 80
+    for words in map(shlex.split, shown.replace("\\\n", "").splitlines()):
+        _, unknown = cli._parser().parse_known_args(words[1:])
+        assert (words[0], unknown) == ("sparsync", [])
+    assert any(line.startswith(f"sparsync {name}") for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("comapre", "there is no 'comapre'; there are .*; did you mean 'compare'?"),
+        ("compare --schems topk", "unknown arguments: --schems topk; did you mean '--schemes'?"),
+        ("frontier --raets=1", "--raets=1; did you mean '--rates'?"),
+        ("studies bench kernel", "there is no 'kernel'; there are .*; did you mean 'kernels'?"),
+        ("probe --backend gloos", "there is no 'gloos'; there are .*; did you mean 'gloo'?"),
+        ("schemes topq", "did you mean 'topk'?"),
+        ("doctor --workload gpt-tny", "unknown workload 'gpt-tny'.*; did you mean 'gpt-tiny'?"),
+        ("traffic --scheme topk:densty=0.5", "did you mean 'density'?"),
+        ("gradients --out x.pt --workload gpt-tny", "did you mean 'gpt-tiny'?"),
+        ("simulate --preset oktopk-bert-265", "did you mean 'oktopk-bert-256'?"),
+        ("xyzzy", "there is no 'xyzzy'; there are compare, "),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_probably_meant(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        programs.run(words)
+    assert ended.value.code == 2
+    assert re.search(said.replace("?", r"\?"), capsys.readouterr().err.replace("'compare', ", "compare, "))
+
+
+@pytest.mark.parametrize("name", ["", *cli.commands()])
+def test_help_on_80_columns_breaks_no_word_but_lists_at_their_commas(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit):
+            cli.main([*name.split(), "--help"])
+        return capsys.readouterr().out
+
+    narrow = said(80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert set(re.split(r"[\s,]+", narrow)) == set(re.split(r"[\s,]+", said(1000)))
+
+
+def test_an_error_on_a_terminal_is_wrapped_between_words_and_one_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = f"sparsync: error: {'word ' * 30}/a/path/{'x' * 90}\nsecond line"
+    controller, terminal_end = os.openpty()
+    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(terminal_end, "w") as screen, os.fdopen(controller):
+        monkeypatch.setattr("sys.stderr", screen)
+        lines = wrapped(text, error=True).splitlines()
+    assert " ".join(lines).split() == text.split()
+    assert sorted(map(len, lines))[-2] <= 80
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert wrapped(text, error=True) == text
+
+
+def test_read_results_returns_a_dict_for_each_training(tmp_path: Path) -> None:
+    write(tmp_path, DENSE, BF16, run=run(run="older"))
+    late = replace(SPARSE, values=(400.0, 300.0), seed=1)
+    write(tmp_path, *(replace(each, seed=1) for each in (DENSE, BF16)), late)
+    found = sparsync_lab.read_results(tmp_path)
+    assert [(row["run"], row["scheme"], row["seed"]) for row in found] == [
+        *(("older", "dense", 0), ("older", "bf16", 0)),
+        *(("one", "dense", 1), ("one", "bf16", 1), ("one", "topk", 1)),
+    ]
+    dense, bf16, sparse = found[2:]
+    assert (dense["quality"], dense["target_s"], dense["behind_dense"], dense["step_s"]) == (90.0, 10.0, 0.0, 4.0)
+    assert (bf16["speedup_over_dense"], bf16["speedup_over_bf16"], bf16["bits"]) == (2.0, 1.0, 24.0)
+    assert (sparse["target_s"], sparse["speedup_over_dense"], sparse["behind_dense"]) == (None, None, 50.0)
+    assert all(value is None or isinstance(value, str | int | float) for row in found for value in row.values())
+
+
+def test_a_folder_without_results_is_an_error_with_the_names_of_both_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has neither results.jsonl nor frontier.jsonl; give the folder"):
+        sparsync_lab.read_results(tmp_path)
+
+
+def test_the_csv_of_a_report_has_the_rows_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("quality_over_time", "quality_over_steps", "quality_over_bytes", "step_breakdown")
+    monkeypatch.setattr("sparsync_lab.report.plots.pictures", lambda *_: dict.fromkeys(names, Picture(b"", "")))
+    write(tmp_path, DENSE, run=run(run="older"))
+    write(tmp_path, DENSE, BF16, SPARSE)
+    report(tmp_path, csv=tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    expected = [row for row in sparsync_lab.read_results(tmp_path) if row["run"] == "one"]
+    assert [list(row) for row in found] == [list(row) for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        assert (row["scheme"], float(row["step_s"]), row["limited"]) == (other["scheme"], other["step_s"], "True")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compare --link none --csv {there}",
+        "frontier --csv {there}",
+        "frontier --out {file}",
+        "report {there} --csv {there}",
+        "traffic --plot {there}/x.png/x.png",
+        "gradients --out {there}",
+        "probe --link none --out {there}",
+        "advise --probe {file} --json {there}",
+        "demo --out {file}",
+        "studies campaign --out {file}",
+        "studies bench kernels --json {there}",
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "x.png").parent.mkdir()
+    (tmp_path / "there" / "x.png").touch()
+    (tmp_path / "file").touch()
+    for name in (
+        "compare.comparison.compare",
+        "frontier.study.train",
+        "probe.command.network",
+        "netlab.restart_with_rights",
+    ):
+        monkeypatch.setattr(f"sparsync_lab.{name}", lambda *_, **__: pytest.fail("something was started"))
+    with pytest.raises(SystemExit) as ended:
+        programs.run(words.format(there=tmp_path / "there", file=tmp_path / "file"))
+    assert ended.value.code == 1
+    assert re.search(
+        r"cannot write .*; choose another (file |folder )?with --(out|csv|plot|json)", capsys.readouterr().err
+    )
+
+
+def test_a_probe_is_written_before_its_tables_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(found: object) -> None:
+        raise ImportError("rich")
+
+    monkeypatch.setattr(probe, "_print", failing)
+    with pytest.raises(ImportError):
+        probe._finish(probe_file.text(PROBE), tmp_path / "probe.toml")
+    assert probe_file.read(tmp_path / "probe.toml") == PROBE
+
+
+# doctor
+
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which links can be limited, and nothing else runs."""
+    monkeypatch.setattr(command, "_links", lambda: command.Check("limited links", "two were made"))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.mark.usefixtures("sound")
+def test_doctor_of_a_sound_machine_has_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
+    assert said.endswith("Nothing to do. Try it: sparsync demo\n")
+    for name in ("python", "torch", "kernels", "backends", "limited links", "packages", "processor"):
+        assert re.search(rf"^  {name}  ", said, re.MULTILINE)
+    assert "busy" not in said
+
+
+@pytest.mark.usefixtures("sound")
+@pytest.mark.parametrize(
+    ("change", "value", "said"),
+    [
+        ("sparsync_lab.doctor.command.NEEDED", ("no_such_package",), "packages: install what is missing: "),
+        (
+            "sparsync.kernels.dispatch.why_missing",
+            lambda: "No module",
+            r"kernels: install a C\+\+ compiler such as g\+\+",
+        ),
+        (
+            "sparsync_lab.doctor.command._version",
+            lambda name: None if name == "torch" else "1",
+            "torch: .* -m pip install torch",
+        ),
+        ("sparsync_lab.doctor.command._version", lambda name: "2.7.1+cpu", "torch: install torch 2.8 or later"),
+    ],
+)
+def test_doctor_ends_with_what_to_do(
+    change: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(change, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    assert ended.value.code == 1
+    assert re.search(rf"To do:\n1\. +{said}", capsys.readouterr().out)
+
+
+@pytest.mark.network
+def test_doctor_makes_two_limited_links() -> None:
+    assert command._links().to_do == ""
+    assert command._links().found.startswith("two were made")
+
+
+def test_doctor_names_the_tools_that_limited_links_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsync_lab.netlab.rights._which", lambda name: None if name == "tc" else shutil.which(name))
+    assert "not found: tc; install iproute2" in command._links().to_do
+
+
+SCRIPT = """
+import sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+if "own" in sys.argv:
+    import sparsync
+    sparsync.attach(model, sparsync.TopK(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+if "failing" in sys.argv:
+    raise OSError("no data")
+model(torch.zeros(1, 4)).sum().backward()
+if "stepping" in sys.argv:
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "scheme", "expected"),
+    [
+        ("stepping", "topk", trial.Result("", "DistributedDataParallel, 10 parameters", "AdamW", "topk")),
+        pytest.param("own", "", trial.Result("", "DistributedDataParallel, 10 parameters", "the script's own"), marks=pytest.mark.slow),
+        pytest.param("failing", "", trial.Result("it ended with status 1 before its first optimizer step"), marks=pytest.mark.slow),
+        pytest.param("idle", "", trial.Result("it ended without a step of a torch optimizer, so there was nothing to look at"),
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_doctor_runs_a_script_up_to_its_first_step(
+    tmp_path: Path, argument: str, scheme: str, expected: trial.Result
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    found = trial.run(trial.TrialJob((str(script), argument), scheme=scheme))
+    assert (found.failure, found.model, found.optimizer) == (expected.failure, expected.model, expected.optimizer)
+    if argument == "stepping":
+        (warning,) = found.findings
+        assert warning["what"].startswith("TopK leaves elements out, and AdamW divides by second moments")
+        assert warning["cure"].startswith("use sparsync.AdamWSteps")
+    assert found.scheme.startswith("DdpHandle of TopK, made by the script" if argument == "own" else expected.scheme)
+    assert any("OSError: no data" in line for line in found.output) == (argument == "failing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "failure", "what"),
+    [("no_file.py:Job", "ValueError: no file no_file.py", ""), ("movielens-small", "", "divides by second moments")],
+)
+def test_doctor_looks_at_a_job(job: str, failure: str, what: str) -> None:
+    found = trial.run(trial.TrialJob(workload=job, scheme="topk"))
+    assert found.failure.startswith(failure)
+    assert all(what in each["what"] for each in found.findings)
+    assert bool(found.findings) == bool(what)
+
+
+def test_what_a_job_meets_is_shown_with_what_to_do() -> None:
+    finding = {"what": "a is b", "cure": "make it c", "refused": "RuntimeError"}
+    *_, last = command._of_job(trial.Result("", "M", "SGD", "topk", [finding]))
+    assert last == command.Check("refused 1", "a is b", "make it c")
+    *_, last = command._of_job(trial.Result("", "M", "SGD", "topk"))
+    assert last == command.Check("found", "nothing that would not work")
+    (failed,) = command._of_job(trial.Result("it ended", output=["why"]))
+    assert failed.to_do == "see what it wrote, and mend that"
+
+
+def test_frontier_rows_are_those_of_its_file(tmp_path: Path) -> None:
+    from sparsync_lab.frontier import runs
+    from sparsync_lab.frontier.runs import Finished, Key
+    from sparsync_lab.workloads.one_process import Trained
+
+    key = Key(runs.described({"workload": "gpt"}), "{}", 4, 30, 0, 0.5)
+    trained = Trained(((15, 9.0), (30, math.inf)), nbytes=100.0, rounds=2.0, messages=6.0, union=0.5, exchanges=3)
+    runs.append(tmp_path, Finished(key, 400, 1.5, trained), "topk")
+    (row,) = sparsync_lab.read_results(tmp_path)
+    assert (row["workload"], row["scheme"], row["rate"], row["quality"]) == ("gpt", "topk", 0.5, math.inf)
+    assert (row["bits"], row["exchanges"], row["seed"]) == (2.0, 3, 0)

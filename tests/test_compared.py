@@ -1,0 +1,182 @@
+"""What ranks compare besides what is reduced: settings of optimizers, and digests of weights. Without other ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsync.runtime.optimizers import Comparison, OptimizerSettings, weight_lines
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(each): name for name, each in model.named_parameters()}
+
+
+def told(change: Callable[[Any], None], **options: Any) -> list[str]:
+    """The lines that a change of an optimizer's groups has changed, with their number."""
+    model = layers()
+    groups = [{"params": list(each.parameters())} for each in model]
+    optimizer = torch.optim.AdamW(groups, **options)
+    settings = OptimizerSettings([optimizer], names_of(model))
+    before, lines = settings.read()
+    assert settings.read() == (before, lines)
+    change(optimizer.param_groups)
+    after, changed = settings.read()
+    assert (after == before) == (changed == lines)
+    return [line for line in changed if line not in lines]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lr", 0.5),
+        ("lr", torch.tensor(0.5)),
+        ("betas", (0.5, 0.75)),
+        ("weight_decay", 0.25),
+        ("amsgrad", True),
+        ("eps", 0.5),
+    ],
+)
+def test_each_setting_of_each_group_is_compared(setting: str, value: Any) -> None:
+    shown = 0.5 if isinstance(value, Tensor) else value
+    assert told(lambda groups: groups[1].update({setting: value})) == [
+        f"{setting}={shown!r} in parameter group 1 of AdamW"
+    ]
+
+
+def test_a_rate_in_a_tensor_that_is_written_to_is_compared_by_its_value() -> None:
+    changed = told(lambda groups: groups[0]["lr"].fill_(0.25), lr=torch.tensor(0.5))
+    assert changed == [f"lr=0.25 in parameter group {group} of AdamW" for group in (0, 1)]  # the same tensor in both
+
+
+def test_equal_numbers_of_other_types_are_no_difference() -> None:
+    assert (
+        told(lambda groups: groups[0].update(weight_decay=0, betas=[0.5, 0]), weight_decay=0.0, betas=(0.5, 0.0)) == []
+    )
+
+
+def test_parameters_that_are_in_another_group_are_named() -> None:
+    def swap(groups: Any) -> None:
+        groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
+
+    assert told(swap) == [f"parameter '{i}.weight' in parameter group {1 - i} of AdamW" for i in (0, 1)]
+    assert told(lambda groups: groups[0]["params"].append(groups[1]["params"].pop())) == [
+        "parameter '1.bias' in parameter group 0 of AdamW"
+    ]
+
+
+def test_a_parameter_that_is_frozen_is_named_and_one_that_is_trained_again_is_no_difference() -> None:
+    model = layers()
+    settings = OptimizerSettings([torch.optim.SGD(model.parameters())], names_of(model))
+    trained, lines = settings.read()
+    model[1].requires_grad_(False)
+    frozen, changed = settings.read()
+    assert frozen != trained
+    assert [line for line in changed if line not in lines] == [
+        f"parameter '1.{name}' in parameter group 0 of SGD, frozen" for name in ("bias", "weight")
+    ]
+    assert [line.removesuffix(", frozen") for line in changed] == lines  # each in its place
+    model[1].requires_grad_(True)
+    assert settings.read() == (trained, lines)
+
+
+def test_what_an_optimizer_learns_and_keeps_in_its_groups_is_no_setting() -> None:
+    assert told(lambda groups: groups[0].update(d=0.5, k=3, initial_lr=0.1, params_seen=7)) == []
+
+
+class Readymade(torch.optim.Optimizer):
+    """Takes groups with all of their settings, and no setting as an argument."""
+
+    def __init__(self, param_groups: Any) -> None:
+        super().__init__(param_groups, {})
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, as trainers make them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.param_groups
+
+
+def test_rates_of_optimizers_that_take_no_arguments_or_wrap_another_one_are_compared() -> None:
+    model = layers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.25)
+    for optimizer, wanted in (
+        (
+            Readymade([{"params": list(model.parameters()), "lr": 0.5, "scale": 3}]),
+            "lr=0.5 in parameter group 0 of Readymade",
+        ),
+        (Wrapped(plain), "momentum=0.25 in parameter group 0 of SGD"),
+    ):
+        assert wanted in OptimizerSettings([optimizer], names_of(model)).read()[1]
+
+
+def test_parameters_without_a_name_are_told_by_their_shapes() -> None:
+    _, lines = OptimizerSettings([torch.optim.SGD(layers().parameters())], {}).read()
+    assert [line for line in lines if line.startswith("a parameter")] == [
+        f"a parameter of {shape} in parameter group 0 of SGD" for shape in ([3, 3], [3, 3], [3], [3])
+    ]
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_shows_each_element_and_elements_that_change_places(dtype: torch.dtype) -> None:
+    values = torch.arange(1, 8).to(torch.float32).to(dtype)
+
+    def digest_of(tensor: Tensor) -> list[str]:
+        return weight_lines([("w", tensor)], "")
+
+    found = [digest_of(values)]
+    for place in range(7):
+        changed = values.clone()
+        changed[place] = -1.5
+        found.append(digest_of(changed))
+        for other in range(place):
+            swapped = values.clone()
+            swapped[place], swapped[other] = values[other], values[place]
+            found.append(digest_of(swapped))
+    assert len({each for (each,) in found}) == 1 + 7 + 21
+    assert digest_of(values.clone()) == found[0]
+
+
+def test_a_digest_shows_elements_that_differ_in_their_sign_alone_and_blocks_that_change_places() -> None:
+    n = 3 * (1 << 16) + 5
+    values = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    values[-1] = -values[0]
+    swapped, rolled = values.clone(), values.roll(1 << 16)
+    swapped[0], swapped[-1] = values[-1], values[0]
+    found = [weight_lines([("w", each)], "") for each in (values, swapped, rolled)]
+    assert len({each for (each,) in found}) == 3
+    shaped = values[:-5].view(3, 256, 16, 16)
+    assert weight_lines([("w", shaped)], "") == weight_lines(
+        [("w", shaped.contiguous(memory_format=torch.channels_last))], ""
+    )
+
+
+def test_weights_are_due_every_so_many_steps_and_never_with_zero() -> None:
+    weights = [("w", torch.ones(2))]
+
+    def due(every: int, steps: int = 1) -> list[int]:
+        comparison = Comparison([], {}, lambda: weights, every)
+        return [step for step in range(13) if comparison.at(step, steps).told[1].lines]
+
+    assert due(5) == [0, 5, 10]
+    assert due(0) == []
+    assert due(5, steps=0) == []
+    assert due(5, steps=4) == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12]  # a check was due in one of the last 4 steps
+    for wrong in (-1, True):
+        with pytest.raises(ValueError, match=f"check_weights_every must be a whole number .* got {wrong}"):
+            due(wrong)

@@ -1,0 +1,74 @@
+"""How many files of the library a reader has to open to follow one settled step, from the hook to the wire and back."""
+
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.distributed import run
+
+ROOT = Path(sparsync.__file__).parent
+TWO_SHOT = "two_shot:density=0.05:values=int4"
+# What trains, and at most how many files a step visits; all of `kernels` counts as one.
+MOST_FILES = {
+    ("attach", TWO_SHOT): 15,
+    ("attach", "oktopk"): 17,
+    ("attach", "skip_reduce"): 12,
+    ("AdamWSteps", TWO_SHOT): 18,
+}
+
+
+def visited(how: str, scheme: str) -> set[str]:
+    """Return the files whose functions the sixth step calls on this rank, in all threads."""
+    files: set[str] = set()
+    watching = False
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if watching and event == "call" and path.is_relative_to(ROOT):
+            inner = path.relative_to(ROOT)
+            files.add(inner.parts[0] if inner.parts[0] == "kernels" else str(inner))
+
+    threading.setprofile(watch)  # for the threads that the handle starts
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    optimizer = torch.optim.AdamW(model.parameters()) if how == "AdamWSteps" else torch.optim.SGD(model.parameters())
+    trained, made = model, sparsync.scheme(scheme)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(optimizer, torch.optim.AdamW):
+            handle = sparsync.AdamWSteps(model, optimizer, made)
+            step = handle.step
+        else:
+            trained = DistributedDataParallel(model)
+            handle = sparsync.attach(trained, made, optimizer=optimizer)
+            step = optimizer.step
+    for number in range(6):
+        if number == 5:
+            watching = True
+            sys.setprofile(watch)
+        optimizer.zero_grad()
+        trained(torch.randn(8, 64)).square().mean().backward()
+        step()
+    sys.setprofile(None)
+    threading.setprofile(None)  # pyright: ignore[reportArgumentType]  # as Python's documentation has it
+    handle.close()
+    return files
+
+
+def visited_by_all() -> list[set[str]]:
+    return [visited(how, scheme) for how, scheme in MOST_FILES]
+
+
+@pytest.mark.distributed
+def test_a_settled_step_visits_few_files() -> None:
+    found = dict(zip(MOST_FILES, run(visited_by_all, 2)[0], strict=True))
+    too_many = {each: sorted(files) for each, files in found.items() if len(files) > MOST_FILES[each]}
+    assert not too_many
+    assert all({"kernels", "core.py"} <= found["attach", scheme] for scheme in (TWO_SHOT, "oktopk"))  # it has watched

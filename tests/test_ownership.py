@@ -1,0 +1,163 @@
+"""A model is trained through one integration at a time; parts of it that have no parameter in common by as many as there are."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import AdamWSteps, Dense, GradientReducer, LocalSteps, LocalWorld, TopK
+from sparsync.core import Comm
+
+pytestmark = pytest.mark.distributed
+
+Made = Any  # a handle
+
+
+def bare() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def adamw(model: nn.Module) -> Made:
+    return AdamWSteps(model, torch.optim.AdamW(model.parameters()), Dense())
+
+
+def local(model: nn.Module) -> Made:
+    return LocalSteps(model, torch.optim.SGD(model.parameters()), Dense(), every=2)
+
+
+MAKE: dict[str, Callable[[nn.Module], Made]] = {
+    "sparsync.attach": lambda model: sparsync.attach(model, Dense()),
+    "sparsync.GradientReducer": lambda model: GradientReducer(model, Dense()),
+    "sparsync.AdamWSteps": adamw,
+    "sparsync.LocalSteps": local,
+}
+
+
+def each_pair() -> None:
+    for first, make in MAKE.items():
+        for second, other in MAKE.items():
+            with case((first, second)):
+                model = bare()
+                given, again = (
+                    DistributedDataParallel(model) if "attach" in each else model for each in (first, second)
+                )
+                handle = make(given)
+                with pytest.raises(
+                    ValueError, match=rf"^{first} trains '0\.weight' of this model already, .*close\(\)"
+                ):
+                    other(again)
+                if second != "sparsync.attach":
+                    with pytest.raises(ValueError, match=f"^{first} trains 'weight' of this model already"):
+                        other(model[1])
+                for copied in (copy.deepcopy(model), torch.load(saved(model), weights_only=False)):
+                    other(DistributedDataParallel(copied) if "attach" in second else copied).close()
+                handle.detach() if first == "sparsync.attach" else handle.close()
+                other(again).close()
+                if second != "sparsync.attach":
+                    other(again)  # nothing refers to it, so it trains the model no more
+                other(again).close()
+
+
+def saved(model: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def parts_of_one_model() -> None:
+    generator, discriminator = bare(), bare()
+    handles = [GradientReducer(generator, Dense()), adamw(discriminator)]
+    with pytest.raises(ValueError, match=r"sparsync\.GradientReducer trains '0\.0\.weight' of this model"):
+        local(nn.Sequential(generator, bare()))
+    shared = bare().requires_grad_(False)
+    adapters = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    handles += [local(nn.Sequential(shared, each)) for each in adapters]  # neither trains what they share
+    assert not any(each.closed for each in handles)
+
+
+def by_the_shorthand() -> None:
+    model = bare()
+    sparsync.reduce_gradients(model, Dense())
+    with pytest.raises(
+        ValueError, match=r"^sparsync\.reduce_gradients trains .* use sparsync\.GradientReducer in its place"
+    ):
+        adamw(model)
+    other = bare()
+    handle = adamw(other)
+    with pytest.raises(ValueError, match=r"^sparsync\.AdamWSteps trains"):
+        sparsync.reduce_gradients(other, Dense())
+    handle.close()
+    sparsync.reduce_gradients(other, Dense())
+
+
+def of_a_ddp_model_that_is_gone() -> None:
+    model = bare()
+    handle = sparsync.attach(DistributedDataParallel(model), Dense())
+    ddp = DistributedDataParallel(model)
+    again = sparsync.attach(ddp, Dense())  # the first one gets no bucket any more
+    assert handle.closed and not again.closed
+
+
+def the_optimizer_of_closed_steps() -> None:
+    model = bare()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = AdamWSteps(model, optimizer, Dense())
+    with pytest.raises(RuntimeError, match="AdamWSteps takes the steps of this optimizer"):
+        optimizer.step()
+    steps.close()
+    LocalSteps(model, optimizer, Dense(), every=2).step()
+    optimizer.step()
+
+
+def axes() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(bare(), mesh=mesh["shard"])
+    first = sparsync.attach(model, Dense())
+    second = sparsync.attach(model, Dense(), replicate=mesh["replicate"])
+    for handle in (first, second):
+        with pytest.raises(ValueError, match=r"^sparsync\.attach trains '0\.weight' .* detach\(\) or close\(\)"):
+            GradientReducer(model, Dense())
+        handle.detach()
+    GradientReducer(model, Dense()).close()
+
+
+def pairs() -> None:
+    for part in (
+        each_pair,
+        parts_of_one_model,
+        by_the_shorthand,
+        of_a_ddp_model_that_is_gone,
+        the_optimizer_of_closed_steps,
+    ):
+        with case(part.__name__):
+            part()
+
+
+def test_a_model_is_trained_through_one_integration_until_that_is_closed_or_gone() -> None:
+    run(pairs, 1)
+
+
+def test_both_axes_of_an_fsdp2_model_are_attached_to_but_nothing_else_trains_it_meanwhile() -> None:
+    run(axes, 2)
+
+
+def test_each_rank_of_a_local_world_trains_a_model_of_its_own() -> None:
+    def body(comm: Comm) -> None:
+        model = bare()
+        steps = LocalSteps(model, torch.optim.SGD(model.parameters()), TopK(0.5), every=1, comm=comm)
+        with pytest.raises(ValueError, match=r"sparsync\.LocalSteps trains '0\.weight' of this model already"):
+            AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm)
+        steps.close()
+        AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm).step()
+
+    LocalWorld(2).run(body)
