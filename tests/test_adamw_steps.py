@@ -299,7 +299,7 @@ def test_an_exchange_at_the_end_sends_all_that_is_unsent(name: str) -> None:
         scheme = SCHEMES[name]()
         steps = start(comm, scheme, (0.0, 0.95), keep=0.5)
         before = train(steps, range(6))[-1]
-        assert len(steps.exchange()) == (name != "dense")
+        assert len(steps.flush()) == (name != "dense")
         assert torch.equal(before, common(steps)) == (name == "dense")
         assert torch.equal(flat(steps.model.parameters()), common(steps))
         assert (steps.stats()["steps"], steps.stats()["drift"]) == (6, 0)

@@ -162,7 +162,7 @@ def test_with_fragments_and_delay_nothing_is_lost_either_and_a_result_depends_on
             learnt += own - flat(list(steps.model.parameters()))
             steps.step()
             seen.append(common(steps))
-        steps.exchange()
+        steps.flush()
         residual = torch.cat([scheme.state_dict()["residual"][name] for name, _ in steps.model.named_parameters()])
         rest = learnt - residual.double()
         return [*seen, common(steps)], before, rest, [(report.key, report.step) for report in steps.reports()]
@@ -707,7 +707,7 @@ def test_a_layer_that_is_loaded_in_training_is_the_common_one_and_steps_before_a
             learnt += bias.grad
             steps.optimizers[0].step()
             steps.step()
-        steps.exchange()
+        steps.flush()
         return common(steps)[-3:], learnt
 
     ranks = LocalWorld(2).run(body)

@@ -61,8 +61,8 @@ def in_processes(folder: Path) -> dict[str, list[Tensor]]:
             states = sparsync.checkpoint.gathered(whole)
             assert (states is None) == (rank > 0)
             assert all(report.sent == report.cost for report in whole.reports())
-            before.exchange()
-            whole.exchange()
+            before.flush()
+            whole.flush()
     return found
 
 
@@ -129,7 +129,7 @@ def failing(delay: int, before: bool) -> list[str]:
         except (MemoryError, RuntimeError) as error:
             seen.append(f"{step} {type(error).__name__}")
             assert "no memory" in str(error)
-    steps.exchange()
+    steps.flush()
     with steps.averaged():
         common = torch.cat([each.detach().clone() for each in model.values()])
     total = learnt - torch.cat([scheme.state_dict()["residual"][name] for name in "ab"])

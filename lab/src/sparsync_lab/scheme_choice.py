@@ -105,7 +105,7 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
     def reduce(comm: LocalComm) -> None:
         if choice.local is not None:
             steps = _trial_steps(choice, comm)
-            _ = steps.exchange() if choice.steps == "local_steps" else steps.step()
+            _ = steps.flush() if choice.steps == "local_steps" else steps.step()
             return
         report = choice.make().reduce(Bucket("trial", torch.zeros(TRIAL_ELEMENTS), 0), comm)
         if not isinstance(report, Report):

@@ -1,5 +1,7 @@
 """The integration for models that torch has wrapped: DistributedDataParallel, or fully_shard."""
 
+from dataclasses import replace
+
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -8,7 +10,11 @@ from torch.optim import Optimizer
 from sparsync.attached import ddp
 from sparsync.attached.doctor import doctor
 from sparsync.attached.parameter_format import ParameterFormat
+from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.choice import Exchange, choose
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import Axis, given_or_default, is_fsdp2, warn_of
 from sparsync.runtime.handle import Options
@@ -22,6 +28,7 @@ def attach(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
+    exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
@@ -30,9 +37,9 @@ def attach(
     timeout_s: float = 300.0,
     join_mb: float | None = None,
     dense_below: int | None = None,
-    check_weights_every: int = CHECK_WEIGHTS_EVERY,
-) -> AttachedHandle:
-    """Make `model` reduce its gradients with `scheme`, and return the handle to its reports and state.
+    check_weights_every: int | None = None,
+) -> AttachedHandle | AdamWSteps:
+    """Make `model` exchange its gradients, or the steps of its optimizer, with `scheme`; return the handle to reports and state.
 
     Call it on every rank that reduces, each with its own instance of the scheme and the same settings. An instance holds the residuals of
     one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only. `doctor` lists
@@ -43,19 +50,23 @@ def attach(
     until a checkpoint is loaded on all of them.
 
     Args:
-        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it.
-        scheme: how gradients are reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
+        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; for steps a bare
+            module, too.
+        scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
+        exchange: `Gradients()`, or `Steps()` of an Adam or AdamW, see there; the training loop is the same. None: steps under
+            DistributedDataParallel and of bare modules where `optimizer` is one of these and the scheme sends fewer than 4 bits an element,
+            gradients otherwise. `handle.exchange` says which.
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
-        optimizer: makes residuals follow gradient clipping. Warns if it does not suit the scheme. Ranks compare its settings before each
-            bucket.
-        scaler: makes residuals follow its loss scale.
+        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`. With gradients it makes residuals follow
+            gradient clipping; warns if it does not suit the scheme. Ranks compare its settings before each bucket.
+        scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks.
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
         timeout_s: seconds that a rank waits for the others.
         join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
             are joined). A scheme takes as many exchanges for a small bucket as for a large one.
         dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
-        check_weights_every: steps between two comparisons of the trained parameters (0: never). On FSDP2's shard axis each rank has
+        check_weights_every: steps between two comparisons of the trained parameters (100; 0: never). On FSDP2's shard axis each rank has
             different ones, and none are compared.
 
     Returns:
@@ -72,28 +83,39 @@ def attach(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
     """
-    scheme, model = given_or_default(scheme), inside_wrappers(model)
-    fsdp = is_fsdp2(model)
-    if not fsdp and not isinstance(model, DistributedDataParallel):
+    scheme, called = given_or_default(scheme), model
+    model = inside_wrappers(model)
+    fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
+    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp)
+    steps = isinstance(chosen, Steps)
+    if not (fsdp or wrapped or steps):
         raise TypeError(
             f"attach takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; "
-            "wrap it, or reduce the bare module with sparsync.GradientReducer"
+            "wrap it, pass the Adam or AdamW whose steps shall be exchanged, or reduce the bare module with sparsync.GradientReducer"
         )
-    if fsdp and (join_mb is not None or dense_below is not None):
+    if (fsdp or steps) and (join_mb is not None or dense_below is not None):
         raise ValueError(
-            "join_mb and dense_below are about the buckets of DistributedDataParallel; FSDP2 has none, leave them out"
+            "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here"
         )
     if not fsdp and replicate is not None:
-        raise ValueError("replicate is an axis of an FSDP2 model; leave it out for DistributedDataParallel")
+        raise ValueError("replicate is an axis of an FSDP2 model; leave it out for others")
     if not fsdp and parameters is not None:
-        raise ValueError("DistributedDataParallel gathers no parameters; leave parameters= out")
+        raise ValueError("only FSDP2 gathers parameters; leave parameters= out")
     if replicate is not None:  # a shard axis has another form of the scheme
         check_free(scheme, model)
-    for finding in doctor(model, scheme, replicate=replicate, parameters=parameters, optimizer=optimizer):
+    for finding in doctor(
+        model, scheme, exchange=chosen, replicate=replicate, parameters=parameters, optimizer=optimizer
+    ):
         if finding.refused:
             raise finding.refused(str(finding))
         warn_of(finding)
-    options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
+    if isinstance(chosen, Steps):
+        assert optimizer is not None  # as `choose` has checked
+        if check_weights_every is not None:
+            chosen = replace(chosen, check_weights_every=check_weights_every)
+        return attach_steps(model, called, scheme, optimizer, chosen, scaler, timeout_s)
+    every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
+    options = Options(optimizer, scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
         join_mb = ddp.JOIN_MB if join_mb is None else join_mb
         return ddp.attach(model, scheme, options, join_mb, ddp.DENSE_BELOW if dense_below is None else dense_below)

@@ -106,7 +106,7 @@ class HookState:
         if len(known) < len(parameters):
             self._seen |= {id(each): weakref.ref(each) for each in parameters}
 
-    def release(self, handle: "DdpHandle") -> None:
+    def release(self, handle: object) -> None:
         """Reduce densely from now on, if `handle` is what reduces."""
         if self.handle is handle:
             self.handle = self._make = None
@@ -128,7 +128,7 @@ class DdpHandle(AttachedHandle):
     ) -> None:
         super().__init__(*args, module=module, driven=driven)
         self._late = None if module is None else LateParameters(module)
-        self._ignored = _ignored(module)
+        self._ignored = ignored(module)
         self._came: set[int] = set()  # ids of the parameters that DDP reduces
         named = () if module is None else named_parameters(module)
         self.shapes = {name: list(each.shape) for name, each in named}  # of the parameters
@@ -277,13 +277,18 @@ def attach(
         return (model := reduced()) is None or not model._join_config.enable
 
     handle = opened(scheme, ddp_model.module, options, join_mb, dense_below, hook, compares)
+    register(ddp_model, hook)
+    hook.handle = handle
+    return handle
+
+
+def register(ddp_model: DistributedDataParallel, hook: HookState) -> None:
+    """Register `hook` with a model, unless it is already."""
     if not hook.registered:
         # Of a copied model: its reducer has no hook, but its list has.
         ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if not isinstance(each[1], HookState)]
         ddp_model.register_comm_hook(hook, reduce_bucket)
         hook.registered = True
-    hook.handle = handle
-    return handle
 
 
 class CommHook(NamedTuple):
@@ -391,11 +396,11 @@ def _plain_mean(bucket: GradBucket, group: dist.ProcessGroup | None) -> Promised
 def _weights(of: Callable[[], nn.Module | None]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a module that DDP keeps the same on all ranks."""
     module = of()
-    ignored = _ignored(module)
-    return [] if module is None else [(name, each) for name, each in trained(module) if name not in ignored]
+    left_alone = ignored(module)
+    return [] if module is None else [(name, each) for name, each in trained(module) if name not in left_alone]
 
 
-def _ignored(module: nn.Module | None) -> set[str]:
+def ignored(module: nn.Module | None) -> set[str]:
     """Return the names of the parameters that DDP was told to leave alone."""
     # HACK: torch has no public function for this. Price: a name that torch may change.
     return {plain_name(name) for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}

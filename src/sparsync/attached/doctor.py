@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from sparsync.attached.ddp import HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange, choose
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.parameter_names import inside_wrappers, named_parameters
@@ -19,6 +21,7 @@ def doctor(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
+    exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizer | None = None,
@@ -26,15 +29,19 @@ def doctor(
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
     Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
-    Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some schemes do harm under Adam, others
-    want SGD without momentum. Without it nothing is known of that, and nothing said.
+    `exchange` is as for `attach`. Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some
+    schemes do harm under Adam, others want SGD without momentum. Without it nothing is known of that, and nothing said.
     Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
     scheme = findings.given_or_default(scheme)
     model = inside_wrappers(model)
+    fsdp = findings.is_fsdp2(model)
+    steps = isinstance(choose(exchange, scheme, optimizer, steps_possible=not fsdp), Steps)
     if isinstance(model, DistributedDataParallel):
-        found = [*_ddp(model, scheme), *findings.optimizers(optimizer, scheme)]
-    elif findings.is_fsdp2(model):
+        found = [*_ddp(model, scheme), *([] if steps else findings.optimizers(optimizer, scheme))]
+    elif steps:
+        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
+    elif fsdp:
         from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
 
         found = fsdp2_doctor.examine(model, scheme, replicate, optimizer, parameters)

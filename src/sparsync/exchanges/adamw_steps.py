@@ -24,14 +24,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Adam
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
-from sparsync.exchanges.exchanged_steps import ExchangedSteps, ExchangedStepsOptions
+from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
 
 
-class AdamWSteps(ExchangedSteps, options=ExchangedStepsOptions):
+class AdamWSteps(ExchangedSteps, options=Steps):
     """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
 
     The model is not wrapped: `loss.backward(); steps.clip_grad_norm_(1.0); steps.step(); schedule.step()`. Parameters and buffers of rank
@@ -64,7 +65,6 @@ class AdamWSteps(ExchangedSteps, options=ExchangedStepsOptions):
         RuntimeError: when a rank is missing, or has other settings or other parameters.
     """
 
-    origin = "sparsync.AdamWSteps"
     integration = "adamw_steps"
     vectors = ("momentum", "square")  # m, the same on all ranks; v, a rank's own
     counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the own second moments
@@ -80,10 +80,12 @@ class AdamWSteps(ExchangedSteps, options=ExchangedStepsOptions):
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
         timeout_s: float = 300.0,
-        **options: Any,  # Any: the fields of ExchangedStepsOptions
+        scaler: GradScaler | None = None,
+        called: nn.Module | None = None,
+        **options: Any,  # Any: the fields of Steps
     ) -> None:
-        _check_optimizer(optimizer)
-        super().__init__(model, optimizer, scheme, ExchangedStepsOptions(**options), group, comm, timeout_s)
+        check_optimizer(optimizer)
+        super().__init__(model, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler, called)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         _, beta2, eps = self._betas_and_eps()
@@ -109,7 +111,7 @@ class AdamWSteps(ExchangedSteps, options=ExchangedStepsOptions):
         return float(beta1), float(beta2), float(group["eps"])
 
 
-def _check_optimizer(optimizer: object) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Raise TypeError or ValueError for an optimizer whose steps AdamWSteps cannot take."""
     if not isinstance(optimizer, Adam):
         raise TypeError(

@@ -7,7 +7,6 @@ rest: who takes part, the measured ratio, steps that are skipped, and the state.
 
 import math
 import warnings
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -17,12 +16,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.exchanges.shown_weights import ShownWeights
 from sparsync.exchanges.sketch import FIRST, BlockRatios, MeanOfSketches
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions, trained_parameters
+from sparsync.exchanges.taken_optimizer import Shortening, TakenOptimizer
 from sparsync.exchanges.weights import WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
@@ -34,10 +36,22 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangedStepsOptions(StepOptions):
+class Steps(StepOptions):
+    """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
+
+    For AdamW, and Adam without weight decay. Raises ValueError for a value out of range.
+
+    Args:
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
+        block: adjacent elements with one ratio.
+        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
+            measure.
+        bucket_mb: megabytes of a bucket.
+        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
+    """
+
     keep: float = 0.35
-    block: int = 64  # adjacent elements with one ratio
-    # Steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all measure.
+    block: int = 64
     measure_every: int = 8
 
     def __post_init__(self) -> None:
@@ -49,7 +63,7 @@ class ExchangedStepsOptions(StepOptions):
 
 
 class ExchangedSteps(StepMethod):
-    """Takes the steps of `optimizer` for `model` on all ranks. The optimizer has the settings; its own `step` raises from here on."""
+    """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
     replaces_optimizer = True
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
@@ -60,10 +74,12 @@ class ExchangedSteps(StepMethod):
         model: nn.Module,
         optimizer: Optimizer,
         scheme: Scheme | None,
-        options: ExchangedStepsOptions,
+        options: Steps,
         group: dist.ProcessGroup | None,
         comm: Comm | None,
         timeout_s: float,
+        scaler: GradScaler | None = None,
+        called: nn.Module | None = None,
     ) -> None:
         if steps_in_backward(model):
             raise ValueError(
@@ -72,7 +88,7 @@ class ExchangedSteps(StepMethod):
             )
         self.optimizer, self._groups = optimizer, _group_numbers(optimizer, trained_parameters(model))
         super().__init__(model, [optimizer], scheme, options, group, comm, timeout_s)
-        self.options = options
+        self.exchange = options
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
         self._ratios = BlockRatios(common, options.block, options.measure_every)
@@ -81,7 +97,12 @@ class ExchangedSteps(StepMethod):
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps since the last one that was not
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
-        _forbid_step(optimizer, self)
+        self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
+        self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
+        self._taken = TakenOptimizer(optimizer, self._step_for_optimizer, scaler)
+        self._shortening = Shortening(self._weights.trained)
+        shown = (model, model if called is None else called, self._weights, self._adopt, lambda: not self._averaging)
+        self._shown = ShownWeights(*shown) if self._keep else None
 
     @abstractmethod
     def _to_step_(self, place: int, gradient: Tensor) -> None:
@@ -91,11 +112,11 @@ class ExchangedSteps(StepMethod):
     def _move(self, place: int, mean: Tensor) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
 
-    @torch.no_grad()
     def step(self) -> list[Report]:
-        """Take one step with the gradients of all ranks, and return the reports: of the ratio, if it is due, and of each bucket.
+        """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
 
-        Call it on every rank. Weights that were set from outside since the last step, the same on all ranks, are the common ones from here
+        Returns the reports: of the ratio, if it is due, and of each bucket. A loop calls this or the optimizer's, on every rank.
+        Weights that were set from outside since the last step, the same on all ranks, are the common ones from here
         on. A parameter that has a gradient on some ranks counts as zero on the others. One that has none on any rank, or
         is frozen, does not move, nor do its moments, and what is unsent of it waits.
         Where a rank's gradient holds NaN or Inf, or is too long for its square norm to be finite, all ranks skip the step, with a warning:
@@ -105,6 +126,51 @@ class ExchangedSteps(StepMethod):
         connections. Where ranks cannot agree any more on what was applied, or an error came while the mean was applied, that one raises as
         well: continue from a checkpoint.
         """
+        self._check_caller("steps.step()")
+        return self._take_step()
+
+    def close(self) -> None:
+        """Give back connections and threads, and the optimizer its own `step`; see Handle."""
+        self._taken.release()
+        self._shortening.release()
+        if self._shown is not None:
+            self._shown.release()
+        super().close()
+
+    def detach(self) -> None:
+        """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
+        if self.on_detach is not None:
+            self.on_detach()
+        self._detached = True
+        self.close()
+
+    def _check_own(self) -> None:
+        if self._shown is not None:
+            self._shown.show(common=False)
+        super()._check_own()
+
+    def _adopt(self) -> list[str]:
+        changed = super()._adopt()
+        if self._shown is not None:
+            self._shown.take(changed)
+        return changed
+
+    def _step_for_optimizer(self) -> bool:
+        """Take a step in place of the optimizer, and return whether all ranks skipped it."""
+        self._check_caller("optimizer.step()")
+        self._take_step()
+        return self._skipped > 0
+
+    def _check_caller(self, caller: str) -> None:
+        if self._called not in (None, caller):
+            raise RuntimeError(
+                f"this loop has called {self._called} before, and {caller} would take a second step with the same gradients; "
+                "call one of them"
+            )
+        self._called = caller
+
+    @torch.no_grad()
+    def _take_step(self) -> list[Report]:
         self._check_own()
         self._check_trained()
         # A failed step counts, for it may have failed on some ranks only.
@@ -121,8 +187,13 @@ class ExchangedSteps(StepMethod):
                 self._move(place, mean)
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
+        self._shortening.next_step(self.clip_factor)
         self._tell_skipped(means is None)
         return reports
+
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
+        """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
+        return nn.utils.clip_grad_norm_(list(self._weights.trained.values()), max_norm, **options)
 
     @property
     def clip_factor(self) -> float:
@@ -130,7 +201,7 @@ class ExchangedSteps(StepMethod):
         return self._ratios.clip_factor(self._comm.size)
 
     @torch.no_grad()
-    def exchange(self) -> list[Report]:
+    def flush(self) -> list[Report]:
         """Send all that is unsent, in full precision, and apply it: at the end of training. Return a report for each bucket.
 
         Call it on every rank; it counts no step. Afterwards own weights are the common ones, but for frozen parameters, of which what is
@@ -151,6 +222,8 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def stats(self) -> dict[str, int | float]:
+        if self._shown is not None:
+            self._shown.show(common=False)
         found = super().stats()
         return {**found, "exchanges": found["steps"] - found["skipped"]}
 
@@ -216,6 +289,7 @@ class ExchangedSteps(StepMethod):
         self._skipped, self._idle = saved["skipped"], frozenset(saved["own"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
+        self._shortening.next_step(self.clip_factor)
         for name, own in saved["own"].items():
             parameter = self._weights.trained[name].detach()
             parameter.copy_(own.view(parameter.shape))
@@ -254,6 +328,8 @@ class ExchangedSteps(StepMethod):
             part = entry.span.of(flat).view(parameter.shape)
             gradient = None if entry.name in self._idle else parameter.grad
             part.zero_() if gradient is None else part.copy_(gradient.to_dense())
+            if (factor := self._shortening.undone(entry.name)) != 1:
+                part.mul_(factor)
         return blocks
 
     def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
@@ -375,20 +451,6 @@ def _check_finite(optimizer: Optimizer) -> None:
                 raise ValueError(
                     f"{key} of parameter group {number} is {float(group[key])}; it must be finite, look at its schedule"
                 )
-
-
-def _forbid_step(optimizer: Optimizer, steps: ExchangedSteps) -> None:
-    """Have `optimizer.step` raise RuntimeError as long as there is `steps`, and until it is closed."""
-    owner = weakref.ref(steps)
-
-    def refuse(*_: object) -> None:
-        if (found := owner()) is not None and not found.closed:
-            raise RuntimeError(
-                f"{type(found).__name__} takes the steps of this optimizer; call steps.step() in place of optimizer.step(). With a "
-                "GradScaler: scaler.unscale_(optimizer), steps.step(), scaler.update()"
-            )
-
-    optimizer.register_step_pre_hook(refuse)
 
 
 def _not_finite(trained: Mapping[str, nn.Parameter]) -> str | None:

@@ -117,7 +117,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
             self._note_written()
         return reports
 
-    def exchange(self) -> list[Report]:
+    def flush(self) -> list[Report]:
         """Exchange all fragments now, and apply them without delay: at the end of training. Call it on every rank; it counts no step."""
         self._check_own()
         try:
@@ -265,7 +265,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
             _tell_drop(exchange, self._drops[fragment])
         return exchange.reports
 
-    def _adopt(self) -> None:
+    def _adopt(self) -> list[str]:
         changed = [] if self._optimized else self._weights.adopt_changed()
         self._adopted.update(changed)
         with torch.no_grad():
@@ -274,6 +274,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
                     bucket.copy_own_(own, changed)
         if len(changed) == len(self._weights.trained):  # a whole model, of which buffers are a part
             self._exchanger.buffers.take(self.model.buffers())
+        return changed
 
     def _note_written(self) -> None:
         self._weights.note_written()

@@ -195,8 +195,11 @@ class StepMethod(Handle):
             raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
         self._adopt()
 
-    def _adopt(self) -> None:
-        self._adopted.update(self._weights.adopt_changed())
+    def _adopt(self) -> list[str]:
+        """Take weights that were set from outside for the common ones, and return their names."""
+        changed = self._weights.adopt_changed()
+        self._adopted.update(changed)
+        return changed
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""

@@ -140,7 +140,7 @@ def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]
                 f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
             )
     elif scheme.has_residual and scheme.leaves_out and _divides(inner):
-        steps = "sparsync.AdamWSteps, or " if isinstance(inner, Adam) else ""
+        steps = "exchange=sparsync.Steps(), or " if isinstance(inner, Adam) else ""
         yield Finding(
             f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",

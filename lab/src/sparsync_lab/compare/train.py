@@ -183,7 +183,7 @@ def _step(workload: Workload, training: _Training, seed: int, step: int, place: 
     if training.local is not None:
         training.local.step()
         if exchange:
-            training.local.exchange()
+            training.local.flush()
     training.schedule.step()
     _finish(place)
     step_s = time.perf_counter() - began

@@ -37,7 +37,7 @@ class LocalTraining(Protocol):
     def clip_factor(self) -> float: ...  # how much longer a rank's own gradient may be than the mean gradient
 
     def step(self) -> list[Report]: ...
-    def exchange(self) -> list[Report]: ...
+    def flush(self) -> list[Report]: ...
     def averaged(self) -> AbstractContextManager[None]: ...
     def stats(self) -> dict[str, int | float]: ...
 
@@ -177,7 +177,7 @@ def train_locally(
             reports += local.step()
             schedule.step()
             if exchange_last and step + 1 == steps:
-                reports += local.exchange()
+                reports += local.flush()
             if comm.rank == 0 and step + 1 in evaluate_at:
                 with local.averaged():
                     quality.append((step + 1, workload.quality(*workload.evaluate(model, 0, 1))))

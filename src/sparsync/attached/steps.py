@@ -1,0 +1,92 @@
+"""The integration that exchanges the steps of an optimizer, for DistributedDataParallel and for bare modules."""
+
+import logging
+import weakref
+from dataclasses import fields
+from functools import partial
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer
+
+from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
+from sparsync.base.scheme import Scheme
+from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.runtime.dispatcher import future_on, promise
+from sparsync.runtime.findings import innermost
+
+_LOG = logging.getLogger("sparsync")
+
+
+class OwnGradients:
+    """What DDP's hook has in the place of a handle that reduces: it hands back each bucket, with this rank's own gradients."""
+
+    def __init__(self, handle: AdamWSteps, model: DistributedDataParallel) -> None:
+        self._handle, self._model = handle, weakref.ref(model)
+
+    @property
+    def closed(self) -> bool:
+        return self._handle.closed
+
+    def submit(self, bucket: GradBucket) -> Promised:
+        """Return the future of the bucket itself."""
+        done = future_on(bucket.buffer().device)
+        done.set_result(bucket.buffer())
+        model = self._model()
+        if self.closed:
+            return promise(
+                done, ["this handle was closed, and its ranks would part; call detach() instead, or attach again"]
+            )
+        if model is not None and model._join_config.enable:
+            return promise(
+                done,
+                [
+                    "a rank that has joined takes no steps, and the others would wait for it; leave join() out, or attach with "
+                    "exchange=sparsync.Gradients()"
+                ],
+            )
+        return done
+
+
+def attach(
+    model: nn.Module,
+    called: nn.Module,
+    scheme: Scheme,
+    optimizer: Optimizer,
+    exchange: Steps,
+    scaler: GradScaler | None,
+    timeout_s: float,
+) -> AdamWSteps:
+    """Have the steps of `optimizer` for `model` exchanged, and return the handle. See `attach.attach`.
+
+    `called` is `model`, or what torch.compile or Fabric made of it. Under DistributedDataParallel each rank keeps its own gradients: the
+    hook hands back every bucket.
+    """
+    inner = innermost(optimizer)
+    assert isinstance(inner, Adam)  # as the constructor says in an error
+    ddp_model = model if isinstance(model, DistributedDataParallel) else None
+    bare = model if ddp_model is None else ddp_model.module
+    if ddp_model is not None and ignored(bare):
+        raise ValueError(
+            f"DDP ignores {', '.join(sorted(ignored(bare)))}, and steps are exchanged of all trained parameters; freeze these, or "
+            "attach with exchange=sparsync.Gradients()"
+        )
+    group = None if ddp_model is None else ddp_model.process_group
+    shows = called if called is not model else bare  # a hook on what was compiled would be compiled, too
+    options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
+    handle = AdamWSteps(bare, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, called=shows, **options)
+    if ddp_model is not None:
+        _keep_own_gradients(ddp_model, handle)
+    _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)
+    return handle
+
+
+def _keep_own_gradients(model: DistributedDataParallel, handle: AdamWSteps) -> None:
+    """Have the hook of `model` hand back each rank's own gradients until `handle` is detached."""
+    hook = registered_hook(model) or HookState(model.process_group)
+    own = OwnGradients(handle, model)
+    register(model, hook)
+    hook.handle = own
+    handle.on_detach = partial(hook.release, own)

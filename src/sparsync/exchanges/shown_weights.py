@@ -1,0 +1,109 @@
+"""Which weights a model shows: a rank's own ones while it trains, the common ones wherever else it is used or saved.
+
+Own weights differ from rank to rank. What is evaluated, or saved by way of `model.state_dict()`, is the same on all ranks.
+"""
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.exchanges.weights import Weights
+from sparsync.runtime.parameter_names import plain_name
+
+
+class ShownWeights:
+    """Shows `weights` in `model`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
+
+    A forward pass trains where the module is in training mode and gradients are enabled. `called` is what the loop calls: `model` itself,
+    or what torch.compile made of it. `adopt` takes weights that were set from outside; weights that are set while the common ones are
+    shown become both. While `asks` is False nothing changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        called: nn.Module,
+        weights: Weights,
+        adopt: Callable[[], object],
+        asks: Callable[[], bool],
+    ) -> None:
+        self._model, self._called, self._weights = weakref.ref(model), weakref.ref(called), weights
+        self._adopt, self._asks = adopt, asks
+        self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
+        self._hooks = [
+            called.register_forward_pre_hook(_BeforeForward(self)),
+            model.register_state_dict_post_hook(_AfterStateDict(self)),
+        ]
+
+    @torch.no_grad()
+    def show(self, common: bool) -> None:
+        """Have the common weights in the model, or the own ones."""
+        if common == (self._own is not None) or not self._asks():
+            return
+        self._adopt()
+        buckets = self._weights.buckets
+        if common:
+            self._own = [each.own() for each in buckets]
+        own, self._own = self._own or [], self._own if common else None
+        for bucket, weights in zip(buckets, own, strict=True):
+            bucket.write(bucket.common if common else weights)
+        self._weights.note_written()
+
+    def take(self, names: Collection[str]) -> None:
+        """Take what is in the model of these parameters, which were set from outside, for the own weights that are put aside."""
+        if self._own is not None:
+            for bucket, own in zip(self._weights.buckets, self._own, strict=True):
+                bucket.copy_own_(own, names)
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
+        if module is self._called():
+            self.show(common=not (module.training and torch.is_grad_enabled()))
+
+    def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
+        """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
+        if module is not self._model() or not self._asks():
+            return
+        self._adopt()
+        by_id = {id(each): name for name, each in self._weights.trained.items()}
+        common = dict(self._weights.common())
+        for full_name, parameter in module.named_parameters(remove_duplicate=False):
+            key = next((each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
+            name = by_id.get(id(parameter))
+            if key is None or name is None or isinstance(state[prefix + key], nn.Parameter):  # as with keep_vars=True
+                continue
+            state[prefix + key] = common[name].view(parameter.shape).to(parameter.dtype, copy=True)
+
+    def release(self) -> None:
+        """Leave the common weights in the model, for good."""
+        self.show(common=True)
+        self._own = None
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Hook:
+    """Refers to its `shown` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+
+    def __init__(self, shown: ShownWeights | None = None) -> None:
+        self._shown = (lambda: None) if shown is None else weakref.ref(shown)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if (shown := self._shown()) is not None:
+            shown.before_forward(module)
+
+
+class _AfterStateDict(_Hook):
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:  # Any: as `state_dict` has it
+        if (shown := self._shown()) is not None:
+            shown.put_common(module, state, prefix)
