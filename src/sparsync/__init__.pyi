@@ -24,11 +24,11 @@ from sparsync.core import Cost as Cost
 from sparsync.core import Report as Report
 from sparsync.core import Span as Span
 from sparsync.core import Sparse as Sparse
-from sparsync.exchanges.choice import Gradients as Gradients
 from sparsync.exchanges.exchanged_steps import Steps as Steps
 from sparsync.exchanges.local_options import OuterSGD as OuterSGD
 from sparsync.exchanges.local_steps import LocalSteps as LocalSteps
 from sparsync.feedback import Accumulator as Accumulator
+from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk

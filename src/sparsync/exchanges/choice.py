@@ -1,13 +1,12 @@
 """What `attach` exchanges: gradients, or the steps of the optimizer; and which of the two where nobody says."""
 
-from dataclasses import dataclass
-
 from torch.optim import Adam, Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import check_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.runtime.findings import innermost
+from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
 _TRAINERS_OPTIMIZERS = (
@@ -15,11 +14,6 @@ _TRAINERS_OPTIMIZERS = (
     "LightningOptimizer",
     "_FabricOptimizer",
 )  # which pass on to the one inside
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Exchange gradients: what `sparsync.attach(..., exchange=Gradients())` takes. For every optimizer."""
 
 
 Exchange = Gradients | Steps

@@ -67,6 +67,11 @@ class Options:
         return GroupComm.private(group, self.timeout_s, fingerprint=fingerprint)
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """Exchange gradients: what `sparsync.attach(..., exchange=Gradients())` takes. For every optimizer."""
+
+
 class Handle:
     """The reports and the state of `scheme` on one model, seen from one rank.
 
@@ -78,6 +83,7 @@ class Handle:
     switches = False  # whether this integration can change its scheme between two steps
     origin = "sparsync.attach"  # what the user has called for this handle
     integration = "gradients"  # what residuals are of; another integration's state has other units
+    exchange: Any = Gradients()  # Any: what is exchanged, with its options, such as Steps
 
     def __init__(
         self,

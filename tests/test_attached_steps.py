@@ -1,0 +1,331 @@
+"""`attach` with steps: the loop of plain torch, under DistributedDataParallel and without it, gives the same bits."""
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.choice import choose
+
+pytestmark = pytest.mark.distributed
+
+P, STEPS, HALVES = 2, 9, 2
+
+
+def bare_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 7))
+
+
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(8, 20, generator=source), torch.randn(8, 7, generator=source)
+
+
+class Training:
+    """A loop as plain torch has it, with clipping, a schedule and accumulation; only `attach` was added."""
+
+    def __init__(self, wrapped: bool, scheme: sparsync.Scheme | None = None, **options: Any) -> None:
+        self.bare = bare_model()
+        self.model = DistributedDataParallel(self.bare) if wrapped else self.bare
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        scheme = scheme if scheme is not None else TwoShot(density=0.1, values="sign")
+        self.handle: Any = sparsync.attach(
+            self.model, scheme, optimizer=self.optimizer, **options
+        )  # Any: of either kind
+        self.norms: list[float] = []
+
+    def step(self, number: int) -> float:
+        for half in range(HALVES):
+            x, y = batch(dist.get_rank(), HALVES * number + half)
+            waits = isinstance(self.model, DistributedDataParallel) and half < HALVES - 1
+            with self.model.no_sync() if waits else nullcontext():
+                loss = (self.model(x) - y).square().mean() / HALVES
+                loss.backward()
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)))
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def common(self) -> list[Tensor]:
+        with self.handle.averaged():
+            return [each.detach().clone() for each in self.bare.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def on_all_ranks(x: Tensor) -> bool:
+    every = [torch.empty_like(x) for _ in range(P)]
+    dist.all_gather(every, x.contiguous())
+    return all(torch.equal(each, x) for each in every)
+
+
+def trained_both_ways() -> None:
+    bare, wrapped = Training(wrapped=False), Training(wrapped=True)
+    assert bare.handle.exchange == wrapped.handle.exchange == Steps()
+    before = bare.common()
+    for number in range(STEPS):
+        assert bare.step(number) == wrapped.step(number)
+    assert bare.norms == wrapped.norms
+    assert same(bare.common(), wrapped.common())
+    assert not same(before, bare.common())
+    assert wrapped.handle.stats()["drift"] > 0
+    assert 1.1 < wrapped.handle.clip_factor <= P**0.5  # so that gradients were divided by something
+    norm = sum(float(each.square().sum()) for each in wrapped.common()) ** 0.5
+    assert on_all_ranks(torch.tensor([norm]))
+
+
+def test_the_loop_of_plain_torch_gives_the_same_bits_under_ddp_and_without_it() -> None:
+    run(trained_both_ways, P)
+
+
+def evaluated_and_saved() -> None:
+    training = Training(wrapped=True)
+    for number in range(3):
+        training.step(number)
+    common, own = training.common(), [each.detach().clone() for each in training.bare.parameters()]
+    assert not same(common, own)
+    with case("state_dict has the common weights"):
+        saved = training.model.state_dict()
+        assert same(common, [saved[f"module.{name}"] for name, _ in training.bare.named_parameters()])
+        assert same(own, [each.detach() for each in training.bare.parameters()])
+    with case("evaluation has them too, and training its own ones afterwards"):
+        training.model.eval()
+        with torch.no_grad():
+            assert on_all_ranks(training.model(batch(0, 0)[0]))
+        assert same(common, [each.detach() for each in training.bare.parameters()])
+        training.model.train()
+        with torch.no_grad():
+            training.bare(batch(0, 0)[0])  # no gradient is wanted
+        assert same(common, [each.detach() for each in training.bare.parameters()])
+        training.model(batch(0, 0)[0])
+        assert same(own, [each.detach() for each in training.bare.parameters()])
+    with case("what is loaded during evaluation is what is trained"):
+        training.model.eval()
+        with torch.no_grad():
+            training.model(batch(0, 0)[0])
+        loaded = {name: each + 1 for name, each in training.bare.state_dict().items()}
+        training.bare.load_state_dict(loaded)
+        assert same(training.common(), [loaded[name] for name, _ in training.bare.named_parameters()])
+        training.model.train()
+        training.step(3)
+        distance = max(
+            float((x - loaded[n]).abs().max()) for x, (n, _) in zip(training.common(), training.bare.named_parameters())
+        )
+        assert distance < 0.1
+    with case("copies are free"):
+        twin = copy.deepcopy(training.bare)
+        file = io.BytesIO()
+        torch.save(training.bare, file)
+        file.seek(0)
+        for each in (twin, torch.load(file, weights_only=False)):
+            before = [one.detach().clone() for one in each.parameters()]
+            each.eval()
+            each(batch(0, 0)[0]).sum().backward()
+            assert same(before, [one.detach() for one in each.parameters()])
+    with case("closing leaves the common weights"):
+        common = training.common()
+        training.handle.detach()
+        assert same(common, [each.detach() for each in training.bare.parameters()])
+        training.step(4)  # plain DDP
+        assert on_all_ranks(torch.cat([each.detach().flatten() for each in training.bare.parameters()]))
+        assert not same(common, [each.detach() for each in training.bare.parameters()])
+
+
+def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:
+    run(evaluated_and_saved, P)
+
+
+def scaled(unscales: bool) -> list[tuple[float, list[Tensor]]]:
+    """Train with a loss scale, and NaN on one rank in one step; return scales and common weights."""
+    training = Training(wrapped=True, scaler=(scaler := GradScaler("cpu", init_scale=2.0**6, growth_interval=100)))
+    seen = []
+    for number in range(4):
+        x, y = batch(dist.get_rank(), number)
+        loss = (training.model(x) - y).square().mean() * (torch.inf if number == 2 and dist.get_rank() == 1 else 1.0)
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(training.optimizer)
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+        seen.append((scaler.get_scale(), training.common()))
+    assert training.handle.stats()["skipped"] == 1
+    return seen
+
+
+def loss_scaled() -> None:
+    with pytest.warns(UserWarning, match="was skipped on all ranks"):
+        one, other = scaled(unscales=True), scaled(unscales=False)
+    for (scale, weights), (other_scale, other_weights) in zip(one, other, strict=True):
+        assert scale == other_scale
+        assert same(weights, other_weights)
+    assert [scale for scale, _ in one] == [64.0, 64.0, 32.0, 32.0]
+    assert same(one[1][1], one[2][1])
+    assert not same(one[2][1], one[3][1])
+    training = Training(wrapped=False)
+    scaler = GradScaler("cpu")
+    scaler.scale(training.model(batch(0, 0)[0]).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"sparsync\.attach\(\.\.\., scaler=scaler\)"):
+        scaler.step(training.optimizer)
+
+
+def test_a_loss_scaler_is_stepped_as_ever_and_all_ranks_skip_the_step_that_one_of_them_cannot_take() -> None:
+    run(loss_scaled, P)
+
+
+def resumed(folder: Path) -> None:
+    whole, first, second = Training(wrapped=True), Training(wrapped=True), Training(wrapped=False)
+    for number in range(STEPS):
+        whole.step(number)
+    for number in range(4):
+        first.step(number)
+    sparsync.checkpoint.save(first.handle, folder)
+    saved = {
+        "model": first.bare.state_dict(),
+        "optimizer": first.optimizer.state_dict(),
+        "schedule": first.schedule.state_dict(),
+    }
+    second.bare.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    second.schedule.load_state_dict(saved["schedule"])
+    sparsync.checkpoint.load(second.handle, folder)
+    for number in range(4, STEPS):
+        second.step(number)
+    assert same(whole.common(), second.common())
+
+
+def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    run(resumed, P, folder=tmp_path)
+
+
+def with_closures() -> None:
+    plain, closed = Training(wrapped=True), Training(wrapped=True)
+    for number in range(3):
+        x, y = batch(dist.get_rank(), number)
+
+        def closure(training: Training, x: Tensor = x, y: Tensor = y) -> Tensor:
+            training.optimizer.zero_grad()
+            loss = (training.model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        loss = closure(plain)
+        plain.optimizer.step()
+        given = closed.optimizer.step(lambda training=closed: closure(training))
+        assert given is not None
+        assert float(given) == float(loss)
+    assert same(plain.common(), closed.common())
+
+
+def test_an_optimizer_whose_step_takes_a_closure_makes_the_same_steps() -> None:
+    run(with_closures, P)
+
+
+def refused() -> None:
+    with case("both ways of stepping"):
+        training = Training(wrapped=False)
+        training.step(0)
+        training.model(batch(0, 0)[0]).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"has called optimizer\.step\(\) before, and steps\.step\(\) would take a second step"
+        ):
+            training.handle.step()
+    with case("closed, and not detached"):
+        training = Training(wrapped=True)
+        training.handle.close()
+        with pytest.raises(RuntimeError, match=r"this handle was closed.*call detach\(\) instead"):
+            training.model(batch(0, 0)[0]).sum().backward()
+    with case("arguments of gradients"):
+        model = DistributedDataParallel(bare_model())
+        adamw = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
+            sparsync.attach(model, TopK(0.1), optimizer=adamw, join_mb=1.0)
+        with pytest.raises(ValueError, match=r"pass it: attach\(model, scheme, optimizer=optimizer\)"):
+            sparsync.attach(model, TopK(0.1), exchange=Steps())
+        with pytest.raises(
+            TypeError, match=r"exchange must be sparsync\.Gradients\(\) or sparsync\.Steps\(\), got 'steps'"
+        ):
+            sparsync.attach(model, TopK(0.1), exchange="steps")  # pyright: ignore[reportArgumentType]
+    with case("a parameter that DDP ignores"):
+        bare = bare_model()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, ["0.weight"])
+        model = DistributedDataParallel(bare)
+        with pytest.raises(ValueError, match=r"DDP ignores 0\.weight"):
+            sparsync.attach(model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()))
+    with case("gradients as ever"):
+        model = DistributedDataParallel(bare_model())
+        with pytest.warns(UserWarning, match=r"use exchange=sparsync\.Steps\(\), or TwoShot"):
+            handle: Any = sparsync.attach(
+                model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()), exchange=Gradients()
+            )
+        assert handle.exchange == Gradients()
+
+
+def test_what_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
+    run(refused, P)
+
+
+def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an optimizer's class and its settings
+    yield TopK(0.1), torch.optim.AdamW, Steps()
+    yield TwoShot(density=1.0, values="sign"), torch.optim.AdamW, Steps()
+    yield TwoShot(density=1.0, values="int4"), torch.optim.AdamW, Gradients()
+    yield OkTopk(density=0.1), torch.optim.Adam, Steps()
+    yield sparsync.Dense(), torch.optim.AdamW, Gradients()
+    yield TopK(0.1), torch.optim.NAdam, Gradients()
+    yield TopK(0.1), lambda given: torch.optim.AdamW(given, amsgrad=True), Gradients()
+    yield TopK(0.1), lambda given: torch.optim.SGD(given, lr=0.1), Gradients()
+
+
+@pytest.mark.parametrize("case", list(chosen_cases()), ids=str)
+def test_what_is_exchanged_follows_from_the_scheme_and_the_optimizer(case: tuple[sparsync.Scheme, Any, Any]) -> None:
+    scheme, make, wanted = case
+    optimizer = make(bare_model().parameters())
+    assert choose(None, scheme, optimizer, steps_possible=True) == wanted
+    assert choose(None, scheme, optimizer, steps_possible=False) == Gradients()
+    assert choose(None, scheme, None, steps_possible=True) == Gradients()
+
+
+def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one() -> None:
+    def body(comm: LocalComm) -> list[Tensor]:
+        """Train with gradients from a backward pass, and with the same ones set by hand; the ratio is the same, and so are the steps."""
+        weights = []
+        for by_hand in (False, True):
+            torch.manual_seed(0)
+            made = nn.Linear(6, 5)
+            optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+            AdamWSteps(made, optimizer, sparsync.Dense(), comm=comm, measure_every=1)
+            for number in range(5):
+                optimizer.zero_grad()
+                x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * number + comm.rank))
+                loss = made(x).square().mean()
+                if by_hand:
+                    gradients = torch.autograd.grad(loss, list(made.parameters()))
+                    for each, gradient in zip(made.parameters(), gradients, strict=True):
+                        each.grad = gradient
+                else:
+                    loss.backward()
+                optimizer.step()
+            weights.append(torch.cat([each.detach().flatten() for each in made.parameters()]))
+        return weights
+
+    for set_by_torch, set_by_hand in LocalWorld(P).run(body):
+        assert torch.allclose(set_by_torch, set_by_hand, rtol=1e-5, atol=1e-6)
