@@ -24,6 +24,7 @@ from sparsync.core import Cost as Cost
 from sparsync.core import Report as Report
 from sparsync.core import Span as Span
 from sparsync.core import Sparse as Sparse
+from sparsync.exchanges.adamw_steps import AdamWSteps as AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps as Steps
 from sparsync.exchanges.local_options import OuterSGD as OuterSGD
 from sparsync.exchanges.local_steps import LocalSteps as LocalSteps

@@ -14,6 +14,7 @@ from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, regi
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.replica import Replica
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import innermost
 
@@ -76,7 +77,9 @@ def attach(
     group = None if ddp_model is None else ddp_model.process_group
     shows = called if called is not model else bare  # a hook on what was compiled would be compiled, too
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
-    handle = AdamWSteps(bare, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, called=shows, **options)
+    handle = AdamWSteps(
+        bare, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, replica=Replica(bare, shows), **options
+    )
     if ddp_model is not None:
         _keep_own_gradients(ddp_model, handle)
     _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)

@@ -30,6 +30,7 @@ from torch.optim import Adam
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
+from sparsync.exchanges.replica import Replica
 
 
 class AdamWSteps(ExchangedSteps, options=Steps):
@@ -81,11 +82,12 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         comm: Comm | None = None,
         timeout_s: float = 300.0,
         scaler: GradScaler | None = None,
-        called: nn.Module | None = None,
+        replica: Replica | None = None,
         **options: Any,  # Any: the fields of Steps
     ) -> None:
         check_optimizer(optimizer)
-        super().__init__(model, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler, called)
+        replica = Replica(model) if replica is None else replica
+        super().__init__(replica, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         _, beta2, eps = self._betas_and_eps()

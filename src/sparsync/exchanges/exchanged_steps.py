@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.exchanges.replica import GradientDivisor, Replica
 from sparsync.exchanges.shown_weights import ShownWeights
 from sparsync.exchanges.sketch import FIRST, BlockRatios, MeanOfSketches
-from sparsync.exchanges.step_method import State, StepMethod, StepOptions, trained_parameters
-from sparsync.exchanges.taken_optimizer import Shortening, TakenOptimizer
+from sparsync.exchanges.step_method import State, StepMethod, StepOptions
+from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.weights import WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
@@ -71,7 +72,7 @@ class ExchangedSteps(StepMethod):
 
     def __init__(
         self,
-        model: nn.Module,
+        replica: Replica,
         optimizer: Optimizer,
         scheme: Scheme | None,
         options: Steps,
@@ -79,15 +80,14 @@ class ExchangedSteps(StepMethod):
         comm: Comm | None,
         timeout_s: float,
         scaler: GradScaler | None = None,
-        called: nn.Module | None = None,
     ) -> None:
-        if steps_in_backward(model):
+        if steps_in_backward(replica.module):
             raise ValueError(
                 f"an optimizer steps during the backward pass and leaves no gradient to {type(self).__name__}; remove it, or use "
                 "LocalSteps, which exchanges the result of each rank's optimizer"
             )
-        self.optimizer, self._groups = optimizer, _group_numbers(optimizer, trained_parameters(model))
-        super().__init__(model, [optimizer], scheme, options, group, comm, timeout_s)
+        self.optimizer, self._groups = optimizer, _group_numbers(optimizer, replica.owned)
+        super().__init__(replica, [optimizer], scheme, options, group, comm, timeout_s)
         self.exchange = options
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
@@ -100,9 +100,8 @@ class ExchangedSteps(StepMethod):
         self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(optimizer, self._step_for_optimizer, scaler)
-        self._shortening = Shortening(self._weights.trained)
-        shown = (model, model if called is None else called, self._weights, self._adopt, lambda: not self._averaging)
-        self._shown = ShownWeights(*shown) if self._keep else None
+        self._divisor = GradientDivisor(replica)
+        self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
 
     @abstractmethod
     def _to_step_(self, place: int, gradient: Tensor) -> None:
@@ -132,7 +131,7 @@ class ExchangedSteps(StepMethod):
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
         self._taken.release()
-        self._shortening.release()
+        self._divisor.release()
         if self._shown is not None:
             self._shown.release()
         super().close()
@@ -148,6 +147,9 @@ class ExchangedSteps(StepMethod):
         if self._shown is not None:
             self._shown.show(common=False)
         super()._check_own()
+
+    def _may_show(self) -> bool:
+        return not self._averaging
 
     def _adopt(self) -> list[str]:
         changed = super()._adopt()
@@ -173,6 +175,7 @@ class ExchangedSteps(StepMethod):
     def _take_step(self) -> list[Report]:
         self._check_own()
         self._check_trained()
+        self._replica.take_gradients()
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
@@ -187,13 +190,13 @@ class ExchangedSteps(StepMethod):
                 self._move(place, mean)
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
-        self._shortening.next_step(self.clip_factor)
+        self._divisor.next_step(self.clip_factor)
         self._tell_skipped(means is None)
         return reports
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
-        return nn.utils.clip_grad_norm_(list(self._weights.trained.values()), max_norm, **options)
+        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
 
     @property
     def clip_factor(self) -> float:
@@ -289,7 +292,7 @@ class ExchangedSteps(StepMethod):
         self._skipped, self._idle = saved["skipped"], frozenset(saved["own"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
-        self._shortening.next_step(self.clip_factor)
+        self._divisor.next_step(self.clip_factor)
         for name, own in saved["own"].items():
             parameter = self._weights.trained[name].detach()
             parameter.copy_(own.view(parameter.shape))
@@ -306,7 +309,7 @@ class ExchangedSteps(StepMethod):
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
         gradients = [self._gradient(each) for each in self._weights.buckets]
         # A host sync. False also where squares overflow, which would stay in the second moments.
-        finite = all(bool(each.view(-1).dot(each.view(-1)).isfinite()) for each in gradients)
+        finite = self._replica.agreed(all(bool(each.view(-1).dot(each.view(-1)).isfinite()) for each in gradients))
         first: list[Report] = []
         if self._comm.size > 1 and self._ratios.due(self._step):
             first.append(self._measured(gradients, finite))
@@ -328,7 +331,7 @@ class ExchangedSteps(StepMethod):
             part = entry.span.of(flat).view(parameter.shape)
             gradient = None if entry.name in self._idle else parameter.grad
             part.zero_() if gradient is None else part.copy_(gradient.to_dense())
-            if (factor := self._shortening.undone(entry.name)) != 1:
+            if (factor := self._divisor.undone(entry.name)) != 1:
                 part.mul_(factor)
         return blocks
 
@@ -376,6 +379,7 @@ class ExchangedSteps(StepMethod):
             unsent = bucket.unsent(self._scheme, self._comm, self._idle) if self._keep else None
             common = bucket.common
             bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), self._idle)
+        self._replica.written()
         self._weights.note_written()
 
     def _taking(self, bucket: WeightBucket) -> list[ParameterSpan]:

@@ -21,6 +21,7 @@ from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalStepsOptions
+from sparsync.exchanges.replica import Replica
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.runtime.findings import with_inner
@@ -76,7 +77,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
         self.options = given = LocalStepsOptions(**options)
-        super().__init__(model, self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
+        super().__init__(Replica(model), self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
         for each in self.optimizers:
             _before_step(each, self)

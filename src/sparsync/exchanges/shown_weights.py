@@ -10,32 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsync.exchanges.replica import Replica
 from sparsync.exchanges.weights import Weights
 from sparsync.runtime.parameter_names import plain_name
 
 
 class ShownWeights:
-    """Shows `weights` in `model`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
+    """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
 
-    A forward pass trains where the module is in training mode and gradients are enabled. `called` is what the loop calls: `model` itself,
-    or what torch.compile made of it. `adopt` takes weights that were set from outside; weights that are set while the common ones are
-    shown become both. While `asks` is False nothing changes.
+    A forward pass trains where the module is in training mode and gradients are enabled. `adopt` takes weights that were set from outside;
+    weights that are set while the common ones are shown become both. While `asks` is False nothing changes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        called: nn.Module,
-        weights: Weights,
-        adopt: Callable[[], object],
-        asks: Callable[[], bool],
+        self, replica: Replica, weights: Weights, adopt: Callable[[], object], asks: Callable[[], bool]
     ) -> None:
-        self._model, self._called, self._weights = weakref.ref(model), weakref.ref(called), weights
+        self._replica, self._weights = replica, weights
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         self._hooks = [
-            called.register_forward_pre_hook(_BeforeForward(self)),
-            model.register_state_dict_post_hook(_AfterStateDict(self)),
+            replica.called.register_forward_pre_hook(_BeforeForward(self), prepend=True),  # before FSDP2 gathers
+            replica.module.register_state_dict_post_hook(_AfterStateDict(self)),
         ]
 
     @torch.no_grad()
@@ -50,6 +45,7 @@ class ShownWeights:
         own, self._own = self._own or [], self._own if common else None
         for bucket, weights in zip(buckets, own, strict=True):
             bucket.write(bucket.common if common else weights)
+        self._replica.written()
         self._weights.note_written()
 
     def take(self, names: Collection[str]) -> None:
@@ -60,22 +56,22 @@ class ShownWeights:
 
     def before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
-        if module is self._called():
+        if module is self._replica.called:
             self.show(common=not (module.training and torch.is_grad_enabled()))
 
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
-        if module is not self._model() or not self._asks():
+        if module is not self._replica.module or not self._asks():
             return
         self._adopt()
-        by_id = {id(each): name for name, each in self._weights.trained.items()}
+        by_id = {id(each): name for name, each in self._replica.owned.items()}
         common = dict(self._weights.common())
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
             key = next((each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
             name = by_id.get(id(parameter))
             if key is None or name is None or isinstance(state[prefix + key], nn.Parameter):  # as with keep_vars=True
                 continue
-            state[prefix + key] = common[name].view(parameter.shape).to(parameter.dtype, copy=True)
+            state[prefix + key] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
 
     def release(self) -> None:
         """Leave the common weights in the model, for good."""

@@ -5,7 +5,6 @@ when it exchanges what. The model is never wrapped.
 """
 
 import inspect
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
+from sparsync.exchanges.replica import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
-from sparsync.runtime.findings import given_or_default, is_fsdp2
+from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
@@ -75,7 +74,7 @@ class StepMethod(Handle):
 
     def __init__(
         self,
-        model: nn.Module,
+        replica: Replica,
         optimizers: Sequence[Optimizer],
         scheme: Scheme | None,
         options: StepOptions,
@@ -90,10 +89,11 @@ class StepMethod(Handle):
                 f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "
                 "use a scheme without, such as TwoShot or SparseLoCo"
             )
-        trained = trained_parameters(model)
-        check_undriven(trained.items())
+        trained = replica.trained
+        check_undriven(replica.owned.items(), replica.axis)
+        model, self._replica = replica.module, replica
         self.model, self._weights = model, Weights(trained, options.bucket_mb, fragments)
-        names = {id(each): name for name, each in trained.items()}
+        names = {id(each): name for name, each in replica.owned.items()}
         comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
         lines = [f"{type(self).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
@@ -102,14 +102,14 @@ class StepMethod(Handle):
             comm = GroupComm.private(group, timeout_s, fingerprint)
         else:
             _compare(fingerprint, comm, self._weights.buckets[0].common.device)
-        super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison)
-        copy_from_first(model, comm)
+        super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison, replica.part)
+        copy_from_first(replica.held(), comm)
         self._weights.adopt(trained)
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
         self._comm, self._keep = comm, options.keep
         self._totals = {"bytes_sent": 0}
         self._averaging = False  # `averaged` has the common weights in the model
-        drive(trained.items(), self)
+        drive(replica.owned.items(), self, replica.axis)
 
     @abstractmethod
     def step(self) -> list[Report]:
@@ -125,7 +125,7 @@ class StepMethod(Handle):
 
         `max_norm` is what one would clip the mean gradient at.
         """
-        return nn.utils.clip_grad_norm_(list(self._weights.trained.values()), self.clip_factor * max_norm, **options)
+        return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), self.clip_factor * max_norm, **options)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -189,6 +189,9 @@ class StepMethod(Handle):
         self._totals = dict(saved["totals"])
         self._adopted.clear()
 
+    def _residual_sizes(self) -> dict[str, int]:
+        return {name: each.numel() for name, each in self._weights.trained.items()}
+
     def _check_own(self) -> None:
         """Raise RuntimeError inside `averaged`; elsewhere take weights that were set from outside for the common ones."""
         if self._averaging:
@@ -203,7 +206,7 @@ class StepMethod(Handle):
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
-        known, what = {id(each) for each in self._weights.trained.values()}, type(self).__name__
+        known, what = {id(each) for each in self._replica.owned.values()}, type(self).__name__
         if all(id(each) in known for each in self.model.parameters() if each.requires_grad):
             return
         thawed = [name for name, each in named_parameters(self.model) if each.requires_grad and id(each) not in known]
@@ -223,34 +226,6 @@ class StepMethod(Handle):
         except BaseException as error:
             self._connection.close_partly_applied(error)
             raise
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name.
-
-    Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or is_fsdp2(module):
-            kind = type(module).__name__
-        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            kind = "FullyShardedDataParallel"
-        else:
-            continue
-        raise TypeError(
-            f"this model is wrapped by {kind}, which reduces gradients at every step; local steps need the whole model on each "
-            "rank: pass the bare module"
-        )
-    trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
-    if not trained:
-        raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
-    for name, each in trained.items():
-        if not each.is_floating_point():
-            raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
-        if hasattr(each, "to_local"):
-            raise TypeError(f"{name} is a DTensor; local steps need the whole model on each rank")
-    return trained
 
 
 def _model_lines(model: nn.Module) -> list[str]:

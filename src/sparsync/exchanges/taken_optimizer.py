@@ -4,9 +4,7 @@ The optimizer stays what the loop, its schedules and its loss scaler know. In fr
 one step of the weights; then it finds no gradient, and does nothing. Afterwards the gradients are there again.
 """
 
-import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,55 +83,15 @@ class TakenOptimizer:
             found.fill_(1.0)
 
 
-class Shortening:
-    """Divides each gradient by `factor` as the backward pass makes it, until `release`.
-
-    A rank's own gradient is longer than the mean one. Divided by how much, it has the mean one's norm, and clipping at a norm or logging
-    it means what it did. Gradients of several backward passes add up, because `factor` changes between two steps only. A gradient that the
-    loop itself puts on a parameter is not divided.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.factor = 1.0
-        self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
-        self._hooks = [
-            each.register_hook(partial(_divided, weakref.ref(self), name)) for name, each in parameters.items()
-        ]
-
-    def undone(self, name: str) -> float:
-        """Return what the gradient of a parameter is to be multiplied by to be this rank's own."""
-        return self.factor if name in self._divided else 1.0
-
-    def next_step(self, factor: float) -> None:
-        """Divide by `factor` from here on."""
-        self.factor = factor
-        self._divided.clear()
-
-    def release(self) -> None:
-        """Leave gradients as they come from here on."""
-        self.next_step(1.0)
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _divided(owner: "weakref.ref[Shortening]", name: str, gradient: Tensor) -> Tensor | None:
-    found = owner()
-    if found is None or found.factor == 1:
-        return None
-    found._divided.add(name)
-    return gradient / found.factor
-
-
 def _with_closure_called(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: those of `optimizer.step`
     """Call the closure among the arguments of `step`, which makes the gradients, and put one that returns its loss in its place."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    optimizer, _, *more = args
-    return (optimizer, lambda: loss, *more), kwargs
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}

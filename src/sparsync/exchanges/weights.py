@@ -298,13 +298,13 @@ def copy_bytes_(tensors: Sequence[Tensor], content: Tensor) -> None:
         start += each.nbytes
 
 
-def copy_from_first(model: nn.Module, comm: Comm) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks."""
+def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
+    """Copy the values of these tensors on rank 0 to all ranks."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for each in (*model.parameters(), *model.buffers()):
+    for each in tensors:
         by_device.setdefault(each.device, []).append(each)
-    for tensors in by_device.values():
-        copy_bytes_(tensors, broadcast(flat_bytes(tensors), comm))
+    for on_one in by_device.values():
+        copy_bytes_(on_one, broadcast(flat_bytes(on_one), comm))
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
