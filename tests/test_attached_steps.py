@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -127,9 +129,8 @@ def evaluated_and_saved() -> None:
         assert same(training.common(), [loaded[name] for name, _ in training.bare.named_parameters()])
         training.model.train()
         training.step(3)
-        distance = max(
-            float((x - loaded[n]).abs().max()) for x, (n, _) in zip(training.common(), training.bare.named_parameters())
-        )
+        wanted = [loaded[name] for name, _ in training.bare.named_parameters()]
+        distance = max(float((x - y).abs().max()) for x, y in zip(training.common(), wanted, strict=True))
         assert distance < 0.1
     with case("copies are free"):
         twin = copy.deepcopy(training.bare)
@@ -329,3 +330,96 @@ def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one()
 
     for set_by_torch, set_by_hand in LocalWorld(P).run(body):
         assert torch.allclose(set_by_torch, set_by_hand, rtol=1e-5, atol=1e-6)
+
+
+class ShardedTraining(Training):
+    """The same loop on a mesh of replicas and shards."""
+
+    def __init__(self, replicas: int, shards: int, **options: Any) -> None:
+        mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        self.bare = self.model = bare_model()
+        for layer in (self.bare[0], self.bare[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.bare, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.handle: Any = sparsync.attach(
+            self.model, TwoShot(density=0.1, values="sign"), optimizer=self.optimizer, **options
+        )
+        self.norms: list[float] = []
+
+    def common(self) -> list[Tensor]:
+        """Return the common weights of whole parameters, on all ranks."""
+        saved = self.model.state_dict()
+        return [saved[name].full_tensor() for name, _ in self.bare.named_parameters()]
+
+
+def sharded_over_one() -> None:
+    bare, sharded = Training(wrapped=False), ShardedTraining(P, 1)
+    assert sharded.handle.exchange == Steps()
+    for number in range(STEPS):
+        bare.step(number)
+        sharded.step(number)
+    assert bare.norms == sharded.norms
+    assert same(bare.common(), sharded.common())
+
+
+def test_replicas_of_fsdp2_with_one_shard_take_the_steps_of_bare_modules() -> None:
+    run(sharded_over_one, P)
+
+
+def sharded(folder: Path) -> None:
+    whole, first, second = (ShardedTraining(2, 2) for _ in range(3))
+    for number in range(STEPS):
+        whole.step(number)
+    for number in range(4):
+        first.step(number)
+    with case("all ranks have the same common weights, and evaluate these"):
+        common = torch.cat([each.flatten() for each in first.common()])
+        first.model.eval()
+        with torch.no_grad():
+            out = first.model(batch(0, 0)[0])
+        for each in (common, out):
+            every = [torch.empty_like(each) for _ in range(4)]
+            dist.all_gather(every, each)
+            assert all(torch.equal(one, each) for one in every)
+        first.model.train()
+    with case("resume"):
+        sparsync.checkpoint.save(first.handle, folder)
+        second.model.load_state_dict(first.model.state_dict())
+        second.schedule.load_state_dict(first.schedule.state_dict())
+        second.optimizer.load_state_dict(first.optimizer.state_dict())
+        sparsync.checkpoint.load(second.handle, folder)
+        for number in range(4, STEPS):
+            second.step(number)
+        assert same(whole.common(), second.common())
+    with case("NaN in one shard"):
+        before = second.common()
+        x, y = batch(dist.get_rank(), 0)
+        (second.model(x) - y).square().mean().backward()
+        if dist.get_rank() == 3:
+            local = next(second.bare.parameters()).grad.to_local()  # pyright: ignore[reportOptionalMemberAccess]
+            local.view(-1)[0] = torch.nan
+        with pytest.warns(UserWarning, match="was skipped on all ranks"):
+            second.optimizer.step()
+        second.optimizer.zero_grad()
+        assert same(before, second.common())
+        assert second.handle.stats()["skipped"] == 1
+    with case("detached, the replicas are FSDP2's own"):
+        second.handle.detach()
+        second.step(STEPS)
+        common = torch.cat([each.flatten() for each in second.common()])
+        every = [torch.empty_like(common) for _ in range(4)]
+        dist.all_gather(every, common)
+        assert all(torch.equal(one, common) for one in every)
+        assert not same(before, second.common())
+    with case("no replicas"):
+        bare = bare_model()
+        fully_shard(bare)
+        with pytest.raises(ValueError, match="steps are exchanged of models that every rank has whole"):
+            sparsync.attach(bare, TopK(0.1), optimizer=torch.optim.AdamW(bare.parameters()), exchange=Steps())
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_shards_train_evaluate_save_and_go_on(tmp_path: Path) -> None:
+    run(sharded, 4, folder=tmp_path)

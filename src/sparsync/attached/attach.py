@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparsync.attached import ddp
-from sparsync.attached.doctor import doctor
+from sparsync.attached.doctor import doctor, has_replicas
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
@@ -86,7 +86,7 @@ def attach(
     scheme, called = given_or_default(scheme), model
     model = inside_wrappers(model)
     fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
-    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp)
+    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
     steps = isinstance(chosen, Steps)
     if not (fsdp or wrapped or steps):
         raise TypeError(
@@ -101,6 +101,10 @@ def attach(
         raise ValueError("replicate is an axis of an FSDP2 model; leave it out for others")
     if not fsdp and parameters is not None:
         raise ValueError("only FSDP2 gathers parameters; leave parameters= out")
+    if steps and parameters is not None:
+        raise ValueError(
+            "parameters= goes with gradients on FSDP2's shard axis; leave it out, or pass exchange=sparsync.Gradients()"
+        )
     if replicate is not None:  # a shard axis has another form of the scheme
         check_free(scheme, model)
     for finding in doctor(
@@ -113,7 +117,7 @@ def attach(
         assert optimizer is not None  # as `choose` has checked
         if check_weights_every is not None:
             chosen = replace(chosen, check_weights_every=check_weights_every)
-        return attach_steps(model, called, scheme, optimizer, chosen, scaler, timeout_s)
+        return attach_steps(model, called, scheme, optimizer, chosen, replicate, scaler, timeout_s)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
     options = Options(optimizer, scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):

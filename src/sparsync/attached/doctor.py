@@ -36,20 +36,30 @@ def doctor(
     scheme = findings.given_or_default(scheme)
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
-    steps = isinstance(choose(exchange, scheme, optimizer, steps_possible=not fsdp), Steps)
+    steps = isinstance(
+        choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate)), Steps
+    )
     if isinstance(model, DistributedDataParallel):
         found = [*_ddp(model, scheme), *([] if steps else findings.optimizers(optimizer, scheme))]
-    elif steps:
-        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
     elif fsdp:
         from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, replicate, optimizer, parameters)
+        found = fsdp2_doctor.examine(model, scheme, replicate, None if steps else optimizer, parameters)
+    elif steps:
+        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
     else:
         raise TypeError(
             f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"
         )
     return sorted(found, key=lambda finding: finding.refused is None)
+
+
+def has_replicas(model: nn.Module, replicate: Axis | None) -> bool:
+    """Return whether several ranks hold the same shards of an FSDP2 model, over an axis that is given or of its mesh."""
+    from sparsync.attached.fsdp2_units import replicate_axis, units_of  # loads torch's FSDP
+
+    units = units_of(model)
+    return bool(units) and replicate_axis(units, replicate) is not None
 
 
 def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:

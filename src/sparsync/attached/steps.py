@@ -1,10 +1,11 @@
-"""The integration that exchanges the steps of an optimizer, for DistributedDataParallel and for bare modules."""
+"""The integration that exchanges the steps of an optimizer: for DistributedDataParallel, FSDP2 with replicas, and bare modules."""
 
 import logging
 import weakref
 from dataclasses import fields
 from functools import partial
 
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,7 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.replica import Replica
 from sparsync.runtime.dispatcher import future_on, promise
-from sparsync.runtime.findings import innermost
+from sparsync.runtime.findings import Axis, innermost, is_fsdp2
 
 _LOG = logging.getLogger("sparsync")
 
@@ -57,6 +58,7 @@ def attach(
     scheme: Scheme,
     optimizer: Optimizer,
     exchange: Steps,
+    replicate: Axis | None,
     scaler: GradScaler | None,
     timeout_s: float,
 ) -> AdamWSteps:
@@ -67,23 +69,33 @@ def attach(
     """
     inner = innermost(optimizer)
     assert isinstance(inner, Adam)  # as the constructor says in an error
-    ddp_model = model if isinstance(model, DistributedDataParallel) else None
-    bare = model if ddp_model is None else ddp_model.module
-    if ddp_model is not None and ignored(bare):
-        raise ValueError(
-            f"DDP ignores {', '.join(sorted(ignored(bare)))}, and steps are exchanged of all trained parameters; freeze these, or "
-            "attach with exchange=sparsync.Gradients()"
-        )
-    group = None if ddp_model is None else ddp_model.process_group
-    shows = called if called is not model else bare  # a hook on what was compiled would be compiled, too
+    replica, group = _replica(model, called, replicate)
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
     handle = AdamWSteps(
-        bare, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, replica=Replica(bare, shows), **options
+        replica.module, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, replica=replica, **options
     )
-    if ddp_model is not None:
-        _keep_own_gradients(ddp_model, handle)
+    if isinstance(model, DistributedDataParallel):
+        _keep_own_gradients(model, handle)
     _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)
     return handle
+
+
+def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tuple[Replica, dist.ProcessGroup | None]:
+    """Return what this rank has of a copy of the model, and the ranks that have the same of others."""
+    if is_fsdp2(model):
+        from sparsync.attached.fsdp2_steps import ShardedReplica  # loads torch's FSDP
+
+        sharded = ShardedReplica(model, called, replicate)
+        return sharded, sharded.replicas
+    if not isinstance(model, DistributedDataParallel):
+        return Replica(model, called), None
+    if left_alone := ignored(model.module):
+        raise ValueError(
+            f"DDP ignores {', '.join(sorted(left_alone))}, and steps are exchanged of all trained parameters; freeze these, or "
+            "attach with exchange=sparsync.Gradients()"
+        )
+    # A hook on a module that was compiled would be compiled, too.
+    return Replica(model.module, model.module if called is model else called), model.process_group
 
 
 def _keep_own_gradients(model: DistributedDataParallel, handle: AdamWSteps) -> None:

@@ -1,0 +1,108 @@
+"""Steps of replicas that FSDP2 shards: each rank exchanges those of its shards with the ranks that hold the same ones."""
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sparsync.attached.fsdp2_units import Unit, replicate_axis, units_of
+from sparsync.exchanges.replica import GradientDivisor, Replica
+from sparsync.runtime.findings import Axis
+from sparsync.runtime.parameter_names import named_parameters
+
+
+class ShardedReplica(Replica):
+    """The shards that this rank holds of one copy of a model. FSDP2 reduces its gradients over the shards, and leaves the rest to steps.
+
+    `called` is as for Replica. Raises TypeError for a parameter that is no DTensor.
+    """
+
+    axis = "replicas"
+
+    def __init__(self, module: nn.Module, called: nn.Module, replicate: Axis | None) -> None:
+        self.module, self.called, self._units = module, called, units_of(module)
+        self.replicas = replicate_axis(self._units, replicate)
+        shards = self._units[0].shard_group
+        assert shards is not None  # as the doctor has found
+        self._shards, self.part = shards, f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
+        self.owned = {name: each for name, each in named_parameters(module) if each.requires_grad}
+        if plain := [name for name, each in self.owned.items() if not isinstance(each, DTensor)]:
+            raise TypeError(f"{', '.join(plain)} is not sharded by FSDP2, which leaves its gradient alone; freeze it")
+        # Each shares the memory of its shard.
+        self.trained: Mapping[str, nn.Parameter] = {
+            name: nn.Parameter(_local(each.detach())) for name, each in self.owned.items()
+        }
+        self._undo = [unit.reduce_over_shards_only() for unit in self._units]
+
+    def held(self) -> list[Tensor]:
+        return [_local(each.detach()) for each in (*self.module.parameters(), *self.module.buffers())]
+
+    def take_gradients(self) -> None:
+        for name, shard in self.trained.items():
+            owner = self.owned[name]
+            if _local(owner.detach()).data_ptr() != shard.data_ptr():
+                raise RuntimeError(
+                    f"the shard of {name!r} lies elsewhere than when `attach` was called, as after model.to(...); attach again"
+                )
+            shard.requires_grad_(owner.requires_grad)
+            shard.grad = None if owner.grad is None else _local(owner.grad)
+
+    def agreed(self, finite: bool) -> bool:
+        """Return whether all shards of this copy are finite: a step is taken by all of them or by none."""
+        if self._shards.size() == 1:
+            return finite
+        found = torch.tensor(float(finite), device=self._units[0].group.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._shards)
+        return bool(found)
+
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        owner: Any = self.owned[name]  # Any: a DTensor, as the constructor has checked
+        shard = flat.view(self.trained[name].shape)
+        return DTensor.from_local(
+            shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        )
+
+    def written(self) -> None:
+        for unit in self._units:
+            unit.module.reshard()  # what was gathered before is of older weights
+
+    def divide_gradients(self, by: GradientDivisor) -> list[Any]:  # Any: as Replica
+        hooks = [_DividedUnit(unit, by) for unit in self._units]
+        return [*hooks, _Undone(self._undo)]
+
+
+class _DividedUnit:
+    """Divides what FSDP2 has reduced of one unit over its shards, until `remove`."""
+
+    def __init__(self, unit: Unit, by: GradientDivisor) -> None:
+        self._unit, names = unit, [each.name for each in unit.trained()]
+        unit.module.set_all_reduce_hook(partial(_divide_, weakref.ref(by), names))
+
+    def remove(self) -> None:
+        self._unit.set_all_reduce_hook(None)
+
+
+class _Undone:
+    """Gives FSDP2 its all-reduce over replicas back on `remove`."""
+
+    def __init__(self, undo: list[Any]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def _divide_(owner: "weakref.ref[GradientDivisor]", names: list[str], shard: Tensor) -> None:
+    if (divisor := owner()) is not None:
+        shard.copy_(divisor.divided(names, shard))
+
+
+def _local(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
