@@ -23,13 +23,11 @@ from torch import Tensor
 
 from sparsync.kernels import candidates, codec_reference, reference, value_reference
 
+_why_missing = ""
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
 except ImportError as missing:
-    _cpu = None
-    _why_missing = str(missing)
-else:
-    _why_missing = ""
+    _cpu, _why_missing = None, str(missing)
 
 # Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given.
 Kernel = Callable[..., Any]
