@@ -58,29 +58,9 @@ _OURS: dict[str, tuple[str, str]] = {
         "every element in 8 bits or fewer, with error feedback (arXiv 1901.09847)",
     ),
     "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
-    "sparse_loco": (
-        "sparsync.schemes.sparse_loco:SparseLoCo",
-        "the largest elements of each tile of up to 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706)",
-    ),
-    "demo": (
-        "sparsync.schemes.demo:DeMo",
-        "the largest cosine components of each tile of up to 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
-    ),
-    "onebit_adam": (
-        "sparsync.schemes.onebit_adam:OneBitAdam",
-        "Adam with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888)",
-    ),
-    "dgc": (
-        "sparsync.schemes.dgc:DGC",
-        "topk of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887)",
-    ),
     "ring_pruning": (
         "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
         "the thesis's Skip-Reduce: always the same steps are left out",
-    ),
-    "random_pruning": (
-        "sparsync.schemes.random_pruning:RandomPruning",
-        "each element loses some ranks; saves no traffic, for comparison",
     ),
 }
 _PUBLISHED = ".published"

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, Update, kernels
 from sparsync.collectives.values import exchange_counts, mean_at, mean_at_plan
 from sparsync.comm.plan import Given, Plan, all_gather_exchange, counts_exchange, packet_tally, planned
-from sparsync.core import Bucket, Comm, ParameterSpan, Span, Sparse, check_density, count_for, phase, spans
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import ParameterSpan, check_density, count_for, phase, spans
+from sparsync.feedback import Residuals
 from sparsync.schemes.micro import padding
 from sparsync.selection.exclusive import by_rank
 from sparsync.wire import (

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update
 from sparsync.collectives.values import mean_at, mean_at_plan
 from sparsync.comm.plan import Given, Plan, all_gather_exchange, planned
-from sparsync.core import Bucket, Comm, Sparse, check_density, count_for, phase
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, phase
+from sparsync.feedback import Residuals
 from sparsync.wire import (
     ValueCodec,
     Values,

@@ -19,20 +19,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
+from sparsync.collectives.values import Quantizer
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Divisor, Sparse, check_one_of, phase
-from sparsync.feedback import Accumulator, Residuals
-from sparsync.kernels import operations as kernels
+from sparsync.core import Divisor, check_one_of, phase
+from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import rounded
-from sparsync.schemes.tile_parts import (
-    ShareCodec,
+from sparsync.wire import ValueCodec, Values
+from sparsync_lab.rivals.tile_parts import (
     check_per_tile,
     mean_of_selections,
     planned_in_tiles,
 )
-from sparsync.selection.tiles import selected_in_tiles, tiles_of
-from sparsync.wire import ValueCodec, Values
+from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
 
 TileValues = Literal["bins"] | Values
 BINS = 4
@@ -42,9 +41,10 @@ _MEAN_NBYTES = 4
 
 @dataclass
 class SparseLoCo(ErrorFeedbackScheme):
-    """Send `per_tile` elements of each tile, of largest magnitude, to all; the mean at a position is that of the ranks that sent it.
+    """Send the largest elements of each tile of up to 64 x 64 in 2 bits, with a residual that decays (arXiv 2508.15706).
 
-    NaN or Inf on any rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
+    A rank sends `per_tile` elements of each tile; the mean at a position is that of the ranks that sent it. NaN or Inf on any rank shows in
+    the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
     """
 
     per_tile: int = 64  # elements that a rank sends of each tile, or all of a smaller one; the paper's
@@ -104,7 +104,7 @@ class SparseLoCo(ErrorFeedbackScheme):
         super().load_state_dict(state)
         self._sent = {}
 
-    def _codec(self, counts: Sequence[int]) -> ShareCodec:
+    def _codec(self, counts: Sequence[int]) -> Quantizer:
         return BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
 
 
