@@ -9,10 +9,10 @@ and the program cuts its four bins half a bin lower, at -2.25, -0.75 and 0.75 st
 makes it an error feedback that conserves what comes in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -63,7 +63,6 @@ class SparseLoCo(ErrorFeedbackScheme):
         allowed = ("bins", *get_args(Values))
         if self.values not in allowed:
             raise ValueError(f"values must be one of {', '.join(allowed)}, got {self.values!r}")
-        self._sent: dict[str, Sparse] = {}  # what this rank sent in the last step of each bucket
 
     @classmethod
     def published(cls, per_tile: int = 64) -> Self:
@@ -82,27 +81,14 @@ class SparseLoCo(ErrorFeedbackScheme):
             index = tiles.largest(cut, self.per_tile)
             own = Sparse(index.to(torch.int32), kernels.gather(cut, index), n)
         mean, error = mean_of_selections(own, codec, self.divide_by, comm)
-        place, sent = tiles.places(own.index), own.value - error
+        place, lost = tiles.places(own.index), None
         found, order = tiles.places(mean.index).sort()
         union = Sparse(found.to(torch.int32), mean.value[order], n)
         if self.divide_by == "contributors":
             # What its type drops is of a mean over senders, which no residual holds.
             union = replace(union, value=union.value.to(bucket.grad.dtype))
-
-        def commit() -> None:
-            self._sent[bucket.key] = Sparse(place, sent, n)
-
-        return Update(union, place, place.numel(), [Sparse(place, error, n)], commit=commit)
-
-    def rollback(self, bucket: Bucket) -> None:
-        if self.divide_by == "ranks":
-            super().rollback(bucket)
-        elif bucket.key in self._sent:
-            kernels.scatter_add_(self.feedback.residual_of(bucket), self._sent.pop(bucket.key))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        super().load_state_dict(state)
-        self._sent = {}
+            lost = Sparse(place, own.value - error, n)
+        return Update(union, place, place.numel(), [Sparse(place, error, n)], lost=lost)
 
     def _codec(self, counts: Sequence[int]) -> Quantizer:
         return BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
