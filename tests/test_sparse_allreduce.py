@@ -111,10 +111,10 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
         sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
         counted.append(comm.take()[0])
         assert region.sum() == count
-        moved = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
+        moved, places = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
         counted.append(comm.take()[0])
         assert moved.index.numel() == 3
-        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, [Span(0, 40)] * P, comm, codec)
+        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, places, comm, codec)
         counted.append(comm.take()[0])
         assert torch.equal(read, moved.value)
         assert everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]

@@ -232,9 +232,9 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     chosen = _workload_options(options)
     job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
     if options.scheme is not None:
-        from sparsync.base import scheme_text
+        from sparsync import scheme
 
-        scheme_text.scheme(options.scheme)
+        scheme(options.scheme)
     if status := doctor(job if script or options.workload else None):
         raise SystemExit(status)
 
@@ -405,18 +405,16 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.base import registry
+    from sparsync import schemes
 
     if options.name is not None:
-        settings = {f"  {key}": f"default {value!r}" for key, value in registry.settings(options.name).items()}
-        about = (
-            f"{options.name}: {registry.describe(options.name)}" if options.name in registry.names() else options.name
-        )
+        settings = {f"  {key}": f"default {value!r}" for key, value in schemes.settings(options.name).items()}
+        about = f"{options.name}: {schemes.describe(options.name)}" if options.name in schemes.names() else options.name
         print(f"{terminal.wrapped(about)}\n{terminal.aligned(settings)}")
         return
-    from sparsync.base.scheme_text import recipes
+    from sparsync_lab.recipes import recipes
 
-    print(terminal.aligned({name: registry.describe(name) for name in registry.names()}))
+    print(terminal.aligned({name: schemes.describe(name) for name in schemes.names()}))
     print("\nRecipes, which compare and frontier take like schemes:")
     print(terminal.aligned(recipes()))
     print()

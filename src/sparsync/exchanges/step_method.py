@@ -88,7 +88,7 @@ class StepMethod(Handle):
         if scheme.has_momentum:
             raise ValueError(
                 f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "
-                "use a scheme without, such as TwoShot or SparseLoCo"
+                "use a scheme without, such as TwoShot"
             )
         trained = trained_parameters(model)
         check_undriven(trained.items())
