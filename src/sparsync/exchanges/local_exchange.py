@@ -349,9 +349,7 @@ class Exchanger:
         exchange.held = [self.held(bucket, exchange.idle) for bucket in buckets]
         return exchange
 
-    def _reduce_on_streams(
-        self, exchange: PendingExchange, step: int, ready: dict[torch.device, Any]
-    ) -> None:  # Any: as in PendingExchange
+    def _reduce_on_streams(self, exchange: PendingExchange, step: int, ready: Mapping[torch.device, Any]) -> None:
         """Make the exchange on a new stream of each device, after the events `ready`."""
         with ExitStack() as streams:
             for device, event in ready.items():

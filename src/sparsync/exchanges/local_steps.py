@@ -299,7 +299,7 @@ def _restart(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _tell_drop(exchange: PendingExchange, times: int) -> None:
-    """Warn of a dropped exchange, or raise where it is one too many `times` in a row. The same on all ranks."""
+    """Warn of a dropped exchange, the last of `times` in a row, or raise where these are too many. The same on all ranks."""
     found = exchange.described_drop()
     if times == _MOST_DROPPED:
         raise RuntimeError(

@@ -182,10 +182,9 @@ class Connection:
         what: str = "gradients",
         on_written: Callable[[Bucket], None] = lambda bucket: None,
     ) -> None:
-        self._scheme, self._what, self._on_written = scheme, what, on_written
+        self._what, self._on_written = what, on_written
         self._group, self._comm = comm, MeteredComm(comm)
-        self._rollback = Rollback() if scheme.has_residual else None
-        self._settings = scheme.config_fingerprint()
+        self.use(scheme)
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
@@ -260,7 +259,7 @@ class Connection:
             raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
         self._comm, self._broken = MeteredComm(self._group), False
 
-    def use(self, scheme: Reduction) -> None:
+    def use(self, scheme: Reduction | ReduceScatterScheme) -> None:
         """Reduce with `scheme` from the next step on."""
         self._scheme, self._settings = scheme, scheme.config_fingerprint()
         self._rollback = Rollback() if scheme.has_residual else None
