@@ -69,7 +69,7 @@ def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: 
         _drivers[parameter] = {**_drivers.get(parameter, {}), axis: weakref.ref(driver)}
 
 
-def _driven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Driver] | None:
+def _driven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: as in Owned
     """Return the first of these parameters whose driver excludes another one on `axis`, and that driver."""
     for name, parameter in parameters:
         for other, reference in _drivers.get(parameter, {}).items():
