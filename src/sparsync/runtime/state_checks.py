@@ -173,7 +173,7 @@ def refuse_distributed_checkpoint() -> None:
     HACK: it accepts anything with `state_dict` and `load_state_dict` (Stateful), and silently keeps one rank's tensor of each name. Only
     the caller's frames tell. Price: this depends on the name of torch's module.
     """
-    frame = sys._getframe(1)
+    frame, module = sys._getframe(1), ""
     while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("sparsync."):
         frame = frame.f_back
     if frame is not None and module.startswith(_DCP):

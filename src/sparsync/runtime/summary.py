@@ -61,7 +61,8 @@ class Summary:
         lines = [f"rank {self.rank} of {self.ranks}: {self.steps} steps{size}"]
         if not self.steps:
             return lines[0]
-        rows, whole, total = [_HEAD], [], self.total
+        rows: list[tuple[str, ...]] = [_HEAD]
+        whole, total = [], self.total
         for (scheme, key, elements), each in self.rows.items():
             rows.append((scheme, key, f"{elements:,}", *_columns(each, each.reduced)))
             if each.whole:
