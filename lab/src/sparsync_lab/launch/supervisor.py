@@ -77,7 +77,10 @@ def main() -> None:
     signal.set_wakeup_fd(wakes)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)  # read from `wakeup`, in the loop
-    settings = settings_of_json(json.loads(_first_line()))
+    order = sys.stdin.readline()
+    if not order:
+        raise SystemExit(1)  # whoever started this has ended
+    settings = settings_of_json(json.loads(order))
     try:
         raise SystemExit(supervise(settings, wakeup))
     except (ValueError, RuntimeError) as error:
@@ -170,17 +173,6 @@ def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int
             ready = ready_of({run.signals: select.POLLIN, 0: READABLE, output.waits_for: select.POLLOUT})
             if ready & {0, run.signals}:
                 return  # whoever would read it has gone, or wants the end
-
-
-def _first_line() -> bytes:
-    """Read standard input up to its first line's end, and no byte more."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit(1)  # whoever started this has ended
-        line += byte
-    return line
 
 
 def _free_port() -> int:
