@@ -320,11 +320,7 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
     check_file(options.csv, "--csv")
     study = FrontierStudy(
         schemes=parse_schemes(options.schemes, options.density, options.skip, ORACLE),
-        workload=options.workload,
-        options=_workload_options(options),
-        ranks=options.ranks,
-        steps=options.steps,
-        seeds=options.seeds,
+        **_training(options),
         rates=options.rates,
         rates_seed=options.rates_seed,
         follow_rate=options.follow_rate,
@@ -438,20 +434,22 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
 
     return CompareSettings(
         schemes=parse_schemes(options.schemes, options.density, options.skip),
-        workload=options.workload,
-        options=_workload_options(options),
-        ranks=options.ranks,
+        **_training(options),
         link=options.link,
         up=options.up,
         down=options.down,
         density=options.density,
         target=options.target,
-        steps=options.steps,
         eval_every=options.eval_every,
-        seeds=options.seeds,
         bucket_mb=options.bucket_mb,
         timeout_s=options.timeout,
     )
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields
+    """Return the fields that the settings of `compare` and of `frontier` share."""
+    shared = {name: getattr(options, name) for name in ("workload", "ranks", "steps", "seeds")}
+    return {**shared, "options": _workload_options(options)}
 
 
 def _refuse(unused: Mapping[str, object], why: str, cure: str) -> None:
