@@ -2,7 +2,7 @@
 
     .venv/bin/python -m studies cost_table [--print]
 
-Every scheme of the registry, as published and with our settings, reduces a few steps of drawn gradients on 4, 8 and 16 ranks of a
+Every scheme of the registry, as published and with our settings, reduces a few steps of drawn gradients on 4 and 16 ranks of a
 LocalWorld. The cost that its reports state must be what a MeteredComm counts. Takes half a minute.
 """
 
@@ -20,13 +20,13 @@ from sparsync_lab.traffic.stream import Synthetic
 from studies import parts
 
 PAGE, PART = "docs/traffic.md", "costs"
-RANKS = (4, 8, 16)
+RANKS = (4, 16)
 ELEMENTS = 50_000
 DENSITY = 0.01
 STEPS = 4  # the first is not in the means
 # Warm-ups of one step: what they send stands in the text.
 SCHEMES = (
-    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,skip_reduce,skip_reduce.published,skip_reduce:form=direct,"
+    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,skip_reduce,"
     "auto_protect:observe_steps=1,micro,micro:values=int4,micro.published,exdyna,exdyna:values=int4,exdyna.published,oktopk,"
     "oktopk:values=int4,oktopk.published,quantized,int4,powersgd,sparse_loco,demo,onebit_adam:warmup_steps=1,dgc:warmup_steps=0,"
     "random_k,ring_pruning,random_pruning,topk_union,topk_dsa,hard_threshold,gaussiank,sidco,cltk,deft,gtopk,spardl"
@@ -39,15 +39,12 @@ class Counted:
     """Means over ranks and steps of one scheme on some number of ranks."""
 
     rounds: float
-    messages: float
     nbytes: float
-    selected: float  # k
     union: float  # K
 
     def cells(self) -> tuple[str, ...]:
         words = self.nbytes / WORD_NBYTES
-        numbers = (self.rounds, self.messages, self.nbytes / 1000, self.selected, self.union)
-        return (*(_shown(number) for number in numbers), _shown(words / self.selected), _shown(words / self.union))
+        return tuple(map(_shown, (self.rounds, self.nbytes / 1000, self.union, words / self.union)))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 def table(ranks: Sequence[int] = RANKS) -> str:
     """Return the table as Markdown; each cell has a figure for each number of ranks."""
-    heads = ["scheme", "rounds", "messages", "kB", "k", "K", "words / k", "words / K"]
+    heads = ["scheme", "rounds", "kB", "K", "words / K"]
     rows = list[list[str]]()
     for choice in parse_schemes(SCHEMES, DENSITY):
         columns = zip(*(counted(choice, P).cells() for P in ranks), strict=True)
@@ -92,9 +89,7 @@ def counted(choice: SchemeChoice, P: int) -> Counted:
     costs = [report.cost for report in found]
     return Counted(
         statistics.fmean(cost.steps for cost in costs),
-        statistics.fmean(cost.messages for cost in costs),
         statistics.fmean(cost.nbytes for cost in costs),
-        statistics.fmean(report.selected for report in found),
         statistics.fmean(report.union for report in found),
     )
 

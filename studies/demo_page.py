@@ -16,8 +16,10 @@ from sparsync_lab.demo import HALVES, PICTURE, table
 from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.report.results import read
 from sparsync_lab.report.summary import summarise
-from sparsync_lab.terminal import markdown
+from sparsync_lab.terminal import Table, markdown
 from studies import parts
+
+LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns that the README leaves out
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,7 +36,14 @@ def main(argv: Sequence[str]) -> None:
             origin = json.loads(image.info[ORIGIN])
         elements = found.run.workload["parameters"]
         title = f"{half.title}, {elements / 1e6:.2f} M parameters"
-        shown = markdown(table(title, found, lambda scheme: scheme.label))
+        shown = markdown(without(table(title, found, lambda scheme: scheme.label), LESS))
         text = f"{title}:\n\n![{origin['caption']}]({picture})\n\n{shown}\n\n`{origin['command']}`"
         parts.put("README.md", f"demo {half.folder}", text)
         print(f"Written: README.md, {picture}")
+
+
+def without(shown: Table, heads: Sequence[str]) -> Table:
+    """Return the table without these columns."""
+    kept = [i for i, head in enumerate(shown.heads) if head not in heads]
+    rows = tuple(tuple(row[i] for i in kept) for row in shown.rows)
+    return Table(shown.title, tuple(shown.heads[i] for i in kept), rows)

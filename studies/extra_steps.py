@@ -157,7 +157,7 @@ def as_toml(found: Sequence[Training]) -> str:
 
 
 def page(found: Mapping[StudiedJob, Sequence[Training]]) -> str:
-    """Return the curves, and every training beside what its curve says."""
+    """Return the curves, the measured factor of every training with that of its curve in brackets, and the errors by job."""
     lines = []
     for adapts in (False, True):
         fitted = [each for job, own in found.items() if job.fitted for each in own if each.adaptive == adapts]
@@ -165,25 +165,25 @@ def page(found: Mapping[StudiedJob, Sequence[Training]]) -> str:
         kind = "Adam and others that divide by second moments" if adapts else "SGD"
         jobs = ", ".join(dict.fromkeys(each.job for each in fitted))
         lines += [f"{kind}: a = {curve.a:.3g}, b = {curve.b:.3g}, fitted to {len(fitted)} trainings of {jobs}.", ""]
-    lines += ["| job | method | progress | scatter | measured | by the curve | interval | off |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for job, own in found.items():
-        for each in own:
-            extra = _extra(each)
-            name = job.title if job.fitted else f"{job.title} (not fitted)"
-            interval = f"{extra.low:.2f} to {extra.high:.2f}"
-            lines.append(
-                f"| {name} | `{each.method}` | {each.progress:.3f} | {each.scatter:.3f} | {each.factor:.2f} | {extra.factor:.2f} | "
-                f"{interval} | {100 * (extra.factor / each.factor - 1):+.0f} % |"
-            )
-    lines.append("")
+    methods = dict.fromkeys(each.method for own in found.values() for each in own)
+    cells = {
+        (job, each.method): f"{each.factor:.2f} ({_extra(each).factor:.2f})"
+        for job, own in found.items()
+        for each in own
+    }
+    rows = ([f"`{method}`", *(cells.get((job, method), "") for job in found)] for method in methods)
+    lines += [parts.table(["method", *(_heading(job) for job in found)], rows), ""]
     for job, own in found.items():
         off = sorted(abs(_extra(each).factor / each.factor - 1) for each in own)
         lines.append(
-            f"- {job.title}{'' if job.fitted else ' (not fitted)'}: median error {100 * off[len(off) // 2]:.0f} %, "
+            f"- {_heading(job)}: median error {100 * off[len(off) // 2]:.0f} %, "
             f"{sum(each <= 0.1 for each in off)} of {len(off)} within 10 %, the worst {100 * off[-1]:.0f} %."
         )
     return "\n".join(lines)
+
+
+def _heading(job: StudiedJob) -> str:
+    return job.title if job.fitted else f"{job.title} (not fitted)"
 
 
 def _extra(training: Training) -> Extra:

@@ -28,7 +28,6 @@ from sparsync_lab.advise.command import step
 from sparsync_lab.predict import advice, probe_file
 from sparsync_lab.predict.probe_file import Backward, Probe, ReadyBucket
 from sparsync_lab.report import results
-from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from studies import parts
 
@@ -167,7 +166,6 @@ def page(out: Path, again: Path | None) -> str:
         for probes, own in (("of another hour", rows), ("right before the runs", rows_again))
         if own
     ]
-    by_place = [[each for each in rows if each.place == place] for place in places]
     lines = [
         "| probes | predictions | places | median error | within 25 % | worst | pairs in the right order "
         "| time lost by the method predicted fastest: median, worst | verdicts right |",
@@ -177,7 +175,7 @@ def page(out: Path, again: Path | None) -> str:
         *([partly] if len(shared) < len(places) else []),
         f"A pair is two methods in one place whose measured times differ by more than {100 * DIFFERENT:.0f} %. The verdict is whether any "
         f"method is {advice.WORTH:g} times as fast as bf16, counted where the measured answer is clear by {100 * DIFFERENT:.0f} %. "
-        "The tables below use the probes of another hour.",
+        "The table below uses the probes of another hour.",
         "",
         "| method | predictions | median error | mean, with its sign | worst |",
         "| --- | --- | --- | --- | --- |",
@@ -187,18 +185,6 @@ def page(out: Path, again: Path | None) -> str:
         worst = max(own, key=abs)
         middle, mean = statistics.median(map(abs, own)), statistics.fmean(own)
         lines.append(f"| `{label}` | {len(own)} | {100 * middle:.1f} % | {100 * mean:+.1f} % | {100 * worst:+.0f} % |")
-    labels = list(dict.fromkeys(each.label for each in rows))
-    lines += ["", "Step time (ms), predicted / measured:", ""]
-    lines += [f"| place | {' | '.join(f'`{label}`' for label in labels)} |", f"|{' --- |' * (len(labels) + 1)}"]
-    for place, own in zip(places, by_place, strict=True):
-        found = {each.label: each for each in own}
-        shown = [
-            f"{significant(1e3 * found[label].predicted_s)} / {significant(1e3 * found[label].measured_s)}"
-            if label in found
-            else ""
-            for label in labels
-        ]
-        lines.append(f"| {place} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

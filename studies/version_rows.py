@@ -2,12 +2,12 @@
 
 ROWS = {
     "the package": "wheel built and installed, every public name imported",
-    "the command": "`pip install ./lab`: `sparsync --help`, and `sparsync compare` with a job by `sparsync workloads --new job.py`",
+    "the command": "`pip install ./lab`, and `sparsync compare` with a job by `sparsync workloads --new job.py`",
     "C++ kernels": "the C++ kernels; without them the slow ones run, with the same results",
-    "schemes": "six schemes in a `LocalWorld` of 4: what is not sent is in the residual; without one, replicas are the same",
+    "schemes": "six schemes in a `LocalWorld` of 4: nothing is lost, and replicas are the same",
     "GradientReducer": "`GradientReducer`: the same bits as in a `LocalWorld`",
     "DDP": "`attach`, DistributedDataParallel: the same bits",
-    "DDP, failure": "the same, when a rank fails in a step: all raise, the next steps work",
+    "DDP, failure": "the same, after a rank fails in a step",
     "checkpoint": "the same, saved on 3 ranks and resumed on 2",
     "LocalSteps": "`LocalSteps`: two trainings on two ranks end the same",
     "AdamWSteps": "`AdamWSteps`: the same",

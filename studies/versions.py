@@ -102,23 +102,22 @@ def _run(*command: object) -> None:
 
 
 def _part(found: dict[tuple[str, str], Verdicts]) -> str:
-    """Return the part of the page: a table with a column for each pair of versions, and the reasons below it."""
+    """Return the part of the page: a table of what works with which versions, and the reasons below it."""
     torches = sorted({torch for _, torch in found}, key=_numbers)
     floors = {row: _floor(row, found, torches) for row in ROWS}
     reasons: dict[str, int] = {}
 
-    def cell(verdict: dict[str, str]) -> str:
-        if not verdict["reason"]:
-            return verdict["word"]
-        reason = re.sub(r"of torch \S+", "of this torch", verdict["reason"])
-        return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
+    def before(row: str) -> str:
+        told = (verdicts[row]["reason"] for verdicts in found.values())
+        texts = (re.sub(r"of torch \S+", "of this torch", reason) for reason in told if reason)
+        return ", ".join(dict.fromkeys(f"({reasons.setdefault(text, len(reasons) + 1)})" for text in texts))
 
-    head = ["what works", "from torch", *(f"{python} / {torch}" for python, torch in found)]
-    rows = [head, ["---"] * len(head)]
-    rows += [[text, floors[row], *(cell(found[each][row]) for each in found)] for row, text in ROWS.items()]
+    rows = [["what works", "from torch", "older torch"], ["---"] * 3]
+    rows += [[text, floors[row], before(row)] for row, text in ROWS.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     notes = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
-    return f"{_HEAD}{table}\n\n{notes}"
+    pairs = ", ".join(f"{python} / {torch}" for python, torch in found)
+    return f"{_HEAD.format(pairs=pairs)}{table}\n\n{notes}"
 
 
 def _floor(row: str, found: dict[tuple[str, str], Verdicts], torches: list[str]) -> str:
@@ -135,8 +134,8 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-_HEAD = """`make test-versions` tries each row with each pair of versions (Python / torch) on Linux x86-64 and CPU: with 2 processes over
-gloo where a row needs several, with 3 for the checkpoint. "from torch" is the lowest version from which a row works in all columns.
+_HEAD = """`make test-versions` tries each row on Linux x86-64 and CPU with Python / torch {pairs}.
+Rows that need several processes run with 2 over gloo, the checkpoint with 3.
 
 """
 

@@ -1,4 +1,4 @@
-"""Writes the table "when to use what" of the README: ranks x link x size of the model -> method, for SGD and for AdamW.
+"""Writes the table "when to use what" of the README: ranks x link -> method, for SGD and for AdamW.
 
     .venv/bin/python -m studies when_to_use [--print]
 
@@ -7,7 +7,6 @@ factor of extra steps of a method is the largest that it had in the trainings of
 """
 
 from collections.abc import Sequence
-from itertools import product
 
 from sparsync_lab.advise import extra_steps
 from sparsync_lab.advise.command import even_backward, step
@@ -22,7 +21,7 @@ from studies import parts
 PAGE, PART = "README.md", "when to use what"
 RANKS = (4, 16, 64)
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
-SIZES = {"10 M": 10_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
+PARAMETERS = 100_000_000
 TOKENS = 8192  # of a rank in a step
 RATE = 1e14  # floating-point operations a rank does in a second; 6 for each parameter and token (arXiv:2001.08361)
 LATENCY_S = 50e-6
@@ -55,21 +54,21 @@ def main(argv: Sequence[str]) -> None:
 
 def table() -> str:
     """Return the table as Markdown, and its assumptions."""
-    heads = ["link of a rank", "parameters", *(f"{P} ranks, {kind}" for kind in ("SGD", "AdamW") for P in RANKS)]
-    rows = list[list[str]]()
-    for (link, bits_per_s), (size, n) in product(LINKS.items(), SIZES.items()):
-        cells = [answer(P, bits_per_s, n, adaptive) for adaptive in (False, True) for P in RANKS]
-        rows.append([link, size, *cells])
+    heads = ["link of a rank", *(f"{P} ranks, {kind}" for kind in ("SGD", "AdamW") for P in RANKS)]
+    rows = [
+        [link, *(answer(P, bits_per_s, PARAMETERS, adaptive) for adaptive in (False, True) for P in RANKS)]
+        for link, bits_per_s in LINKS.items()
+    ]
     lines = [
         parts.table(heads, rows),
         "",
-        "Predicted, not measured: speed-up over dense bf16 (time to dense's quality). Assumed: "
-        f"{TOKENS} tokens per rank and step at {RATE / 1e12:g} TFLOP/s,",
-        f"a flat network with {1e6 * LATENCY_S:g} µs latency, buckets of 25 MB, memory of {MEMORY / 1e9:g} GB/s, kernels at a tenth of it "
-        "(none was timed on a GPU). Extra",
-        "steps are the most seen in trainings of [small models on 4 ranks](docs/advise.md), for every size and number of ranks. "
-        "Methods that",
-        f"needed more than {MOST_EXTRA:g} times the steps are left out.",
+        f"Predicted, not measured: speed-up over dense bf16 (time to dense's quality) for {PARAMETERS / 1e6:g} M parameters. Assumed: "
+        f"{TOKENS} tokens per",
+        f"rank and step at {RATE / 1e12:g} TFLOP/s, a flat network with {1e6 * LATENCY_S:g} µs latency, buckets of 25 MB, memory of "
+        f"{MEMORY / 1e9:g} GB/s, kernels at a",
+        "tenth of it (none was timed on a GPU). Extra steps are the most seen in trainings of "
+        "[small models on 4 ranks](docs/advise.md);",
+        f"methods that needed more than {MOST_EXTRA:g} times the steps are left out.",
     ]
     return "\n".join(lines)
 

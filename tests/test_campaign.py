@@ -232,8 +232,8 @@ def test_a_stopped_campaign_goes_on_where_it_was_and_writes_its_part_of_the_page
         "above\n<!-- begin campaign -->\n\n```text\npython -m studies campaign --only raise,ddp,local_steps"
     )
     assert text.endswith("<!-- end campaign -->\nbelow\n")
-    assert "| an exception in a phase | 4 | 2 | 0 | 2 | 0 | 0 |" in text
-    assert "| LocalSteps | 2 | 0 | 0 | 2 | 0 | 0 |" in text
+    assert "| raise: an exception in a phase | 4 | 2 | 2 |" in text
+    assert "| local_steps: LocalSteps | 2 | 0 | 2 |" in text
     assert "- hung: raise, rank " in text
 
 

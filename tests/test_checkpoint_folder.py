@@ -22,7 +22,7 @@ from sparsync.attached import checkpoint
 from sparsync.comm.local import LocalComm
 from sparsync.runtime import state_file
 from sparsync.schemes import PerParameter
-from sparsync.schemes.dgc import DGC
+from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.random_k import RandomK
 from sparsync_lab.rivals.sidco import SIDCo
 

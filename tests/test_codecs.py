@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync.kernels import backends, codecs, set_backend
+from sparsync.kernels import backends, set_backend
 from sparsync.kernels.codec_reference import PositionCodec, nbytes, packed_bits
+from sparsync.kernels.dispatch import run
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 CODECS: tuple[PositionCodec, ...] = get_args(PositionCodec)
@@ -37,6 +38,14 @@ def sizable(span: int) -> list[PositionCodec]:
     return [codec for codec in CODECS if codec != "bitmap" or span <= 2**20]
 
 
+def encode_positions(codec: PositionCodec, index: Tensor, span: int) -> Tensor:
+    return run("encode_positions", codec, index, span)
+
+
+def decode_positions(codec: PositionCodec, packet: Tensor, k: int, span: int) -> Tensor:
+    return run("decode_positions", codec, packet, k, span)
+
+
 def on_all(work: Callable[[], Tensor]) -> list[Tensor]:
     """Return what `work` returns on each backend."""
     found = []
@@ -53,10 +62,10 @@ def test_positions_come_back_in_the_announced_bytes_the_same_on_every_backend(ch
     k = index.numel()
     for codec in sizable(span):
         for given_index in (index, index.long(), torch.stack([index, index], 1)[:, 0]):
-            packets = on_all(lambda codec=codec, each=given_index: codecs.encode_positions(codec, each, span))
+            packets = on_all(lambda codec=codec, each=given_index: encode_positions(codec, each, span))
             assert all(torch.equal(packet, packets[0]) for packet in packets)
         assert packets[0].numel() == nbytes(codec, k, span)
-        for decoded in on_all(lambda codec=codec, packet=packets[0]: codecs.decode_positions(codec, packet, k, span)):
+        for decoded in on_all(lambda codec=codec, packet=packets[0]: decode_positions(codec, packet, k, span)):
             assert decoded.dtype == torch.int32
             assert torch.equal(decoded, index)
 
@@ -81,7 +90,7 @@ def test_a_packed_position_has_the_bits_of_the_last_one_of_the_span(span: int, b
 def outcome(packet: Tensor, k: int, span: int, codec: PositionCodec) -> Tensor | str:
     """Return the positions, which are valid, or the message of the error."""
     try:
-        index = codecs.decode_positions(codec, packet, k, span)
+        index = decode_positions(codec, packet, k, span)
     except RuntimeError as refused:
         return str(refused)
     positions = index.tolist()
@@ -116,7 +125,7 @@ def test_packets_cut_or_with_flipped_bits_are_refused_or_are_positions(
 ) -> None:
     index, span = chosen
     for codec in sizable(span):
-        packet = codecs.encode_positions(codec, index, span)
+        packet = encode_positions(codec, index, span)
         cut = packet[: data.draw(st.integers(0, packet.numel()))]
         assert_refused_or_valid(cut, index.numel(), span, codec)
         for _ in range(min(4, packet.numel())):
@@ -144,7 +153,7 @@ def test_a_refusal_says_what_is_wrong(
     backend: str, codec: PositionCodec, content: list[int], k: int, reason: str
 ) -> None:
     with set_backend(backend), pytest.raises(RuntimeError, match=reason):
-        codecs.decode_positions(codec, torch.tensor(content, dtype=torch.uint8), k, 10)
+        decode_positions(codec, torch.tensor(content, dtype=torch.uint8), k, 10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,7 +177,7 @@ def test_positions_that_no_decoder_would_accept_are_not_encoded(
             index = torch.tensor(positions)
             if torch.equal(index, index.to(dtype)):
                 with pytest.raises(ValueError, match=rf"must ascend inside \[0, 9\], each once, {which}"):
-                    codecs.encode_positions(codec, index.to(dtype), 10)
+                    encode_positions(codec, index.to(dtype), 10)
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the C++ codecs are not built")
@@ -181,7 +190,7 @@ def test_one_position_out_of_order_is_found_wherever_it_is(codec: PositionCodec)
             broken = index.clone()
             broken[place] = wrong
             with pytest.raises(ValueError, match=r"must ascend inside \[0, 4999\]"):
-                codecs.encode_positions(codec, broken, span)
+                encode_positions(codec, broken, span)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,7 +200,7 @@ def test_a_span_too_long_for_int32_positions_is_refused(backend: str, span: int)
     with set_backend(backend):
         for codec in CODECS:
             with pytest.raises(ValueError, match=rf"spans of at most 2147483647 elements, got {span}; use smaller"):
-                codecs.encode_positions(codec, none, span)
+                encode_positions(codec, none, span)
 
 
 def test_spread_positions_take_nearly_as_few_bits_as_there_can_be() -> None:

@@ -58,8 +58,11 @@ def workers(pid: int) -> dict[int, int]:
     """Return the process ids of the workers below `pid` by rank."""
     found: dict[int, int] = {}
     for child in children(pid):
-        command = Path(f"/proc/{child}/cmdline").read_bytes()
-        environment = Path(f"/proc/{child}/environ").read_bytes()
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            environment = Path(f"/proc/{child}/environ").read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
         rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + environment)
         if b"sparsync_lab.workers.process" in command and rank:
             found[int(rank[1])] = child

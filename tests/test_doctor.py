@@ -16,7 +16,10 @@ from torch.optim import SGD, AdamW, Optimizer
 import sparsync
 from helpers.distributed import run
 from sparsync import Dense, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
-from sparsync.schemes import DGC, DeMo, OneBitAdam, PerParameter, PowerSGD, Quantized
+from sparsync.schemes import PerParameter, PowerSGD, Quantized
+from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.dgc import DGC
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 
 pytestmark = pytest.mark.distributed
 

@@ -314,7 +314,7 @@ def test_the_command_writes_table_picture_and_page(
     assert printed.err.count("[") == 3
     text = page.read_text()
     assert f"sparsync {command}" in text
-    assert "| `oracle` | limit | - | - | - |" in text
+    assert "| `oracle` | - |" in text
     assert "(frontier_tiny.png)" in text
     assert (page.parent / "frontier_tiny.png").read_bytes() == (tmp_path / "out" / "frontier.png").read_bytes()
     cli.main(command.split())

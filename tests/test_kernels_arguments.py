@@ -16,7 +16,6 @@ from helpers.distributed import run
 from helpers.wrong_arguments import OPERATIONS, check_all
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import codecs, dispatch
 
 BACKENDS = [name for name in kernels.backends() if name != "triton"]
 REFUSED = (ValueError, IndexError, TypeError)
@@ -121,28 +120,6 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.top_k_of_rows(vector(), rows(-1, 4), 1),
         lambda: kernels.top_k_of_rows(vector(), Rows(positions(0), 0, N), 1),
     ],
-    "encode_positions": [
-        lambda: codecs.encode_positions("packed", positions(0, N), N),
-        lambda: codecs.encode_positions("bitmap", positions(3, 3), N),
-        lambda: codecs.encode_positions("elias_fano", positions(-1), N),
-        lambda: codecs.encode_positions("elias_fano", positions(0, 1), 1),
-        lambda: codecs.encode_positions("packed", positions(1), -1),
-        lambda: codecs.encode_positions("packed", positions(1), 2**31),
-    ],
-    "scaled_encode": [
-        lambda: codecs.scaled_encode(vector(), 5),
-        lambda: codecs.scaled_encode(vector(), 8, vector(3)),
-    ],
-    "means_encode": [lambda: codecs.means_encode(vector().view(2, 4), 1), lambda: codecs.means_encode(vector(), 3)],
-}
-NO_PACKETS: dict[str, list[Callable[[], object]]] = {  # a RuntimeError, because another rank has sent them
-    "decode_positions": [
-        lambda: codecs.decode_positions("packed", torch.zeros(3, dtype=torch.uint8), 1, N),
-        lambda: codecs.decode_positions("bitmap", torch.zeros(1, dtype=torch.uint8), -1, N),
-        lambda: codecs.decode_positions("elias_fano", torch.zeros(1, dtype=torch.uint8), N + 1, N),
-    ],
-    "scaled_decode": [lambda: codecs.scaled_decode(torch.zeros(3, dtype=torch.uint8), 256, 8)],
-    "means_decode": [lambda: codecs.means_decode(torch.zeros(3, dtype=torch.uint8), -1, 1)],
 }
 
 
@@ -159,7 +136,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_every_operation_is_called_with_bad_arguments() -> None:
-    assert set(BAD) | set(NO_PACKETS) == set(dispatch.OPERATIONS)
+    assert set(BAD) == set(OPERATIONS)
 
 
 @pytest.mark.usefixtures("backend")
@@ -171,14 +148,7 @@ def test_bad_arguments_are_refused(operation: str) -> None:
         assert str(refused.value), f"call {number} says nothing"
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("operation", NO_PACKETS)
-def test_packets_of_another_length_are_refused(operation: str) -> None:
-    for call in NO_PACKETS[operation]:
-        with pytest.raises(RuntimeError, match="sender and receiver must agree"):
-            call()
-
-
+CODECS = ("encode_positions", "decode_positions", "scaled_encode", "scaled_decode", "means_encode", "means_decode")
 ARGUMENTS = st.one_of(
     st.none(),
     st.integers(-(2**40), 2**40),
@@ -207,7 +177,7 @@ ARGUMENTS = st.one_of(
 
 
 @pytest.mark.skipif(not BACKENDS[0].startswith("cpp"), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+@pytest.mark.parametrize("operation", [*OPERATIONS, *CODECS])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str, data: st.DataObject) -> None:
@@ -244,8 +214,6 @@ def without_memory() -> Tensor:
 def test_a_tensor_without_memory_is_refused(make: Callable[[], Tensor]) -> None:
     with pytest.raises(ValueError, match="grad must have memory for its 8 elements, got a Tensor on"):
         kernels.accumulate(vector(), make(), vector())
-    with pytest.raises(ValueError, match="value must have memory for its 8 elements"):
-        codecs.scaled_encode(make(), 8)
 
 
 @pytest.mark.usefixtures("backend")
@@ -258,14 +226,8 @@ def test_an_error_says_what_is_wrong_and_what_is_allowed() -> None:
             "x must be bfloat16 or float16 or float32 or float64, got int32; convert",
         ),
         (
-            lambda: codecs.scaled_encode(vector().half(), 8),
-            "value must be float32, got float16; convert it with value.to",
-        ),
-        (lambda: codecs.scaled_encode(vector(), 1), "bits must be one of 8, 4, 3 for this codec of values, got 1"),
-        (lambda: codecs.means_encode(vector(), 0), "bits must be one of 2, 1 for this codec of values, got 0"),
-        (
             lambda: kernels.scatter_add_(vector(), short_of_values()),
-            "value must have an element for each of 3 positions, got 2",
+            "value must have as many elements as index, 3, got 2",
         ),
         (lambda: kernels.split(Sparse(positions(1), vector(1), N), [Span(0, 4)]), "regions must cover all 8 positions"),
     ):

@@ -13,7 +13,7 @@ from torch import Tensor
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import reference, rows_reference, sparse_reference
+from sparsync.kernels import reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec, Values
 
@@ -78,7 +78,7 @@ def test_top_k_is_the_reference(kind: str) -> None:
         x = made(kind, n)
         for k in counts(n):
             expected = reference.top_k(x, k)
-            smallest = float(sparse_reference.magnitude(expected.value).min()) if k else 0.0
+            smallest = float(reference.magnitude(expected.value).min()) if k else 0.0
             for bound in (None, smallest, smallest / 2, smallest * 2, math.nan):
                 same(kernels.top_k(x, k, bound), expected)
 
@@ -89,7 +89,7 @@ def test_top_k_of_what_is_not_zero_skips_a_span(kind: str) -> None:
         x = made(kind, n)
         for skip in (None, Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n)):
             for k in counts(n):
-                same(kernels.top_k_nonzero(x, k, skip), sparse_reference.top_k_nonzero(x, k, skip))
+                same(kernels.top_k_nonzero(x, k, skip), reference.top_k_nonzero(x, k, skip))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +101,7 @@ def test_adding_and_selecting_outside_a_span_is_adding_and_then_selecting(kind: 
             for k in (0, 1, n // 7, n):
                 found, finite = kernels.accumulate_top_k_nonzero(residual, grad, k, out, skip, bound)
                 assert torch.equal(bits(out), bits(residual + grad))
-                same(found, sparse_reference.top_k_nonzero(out, k, skip))
+                same(found, reference.top_k_nonzero(out, k, skip))
                 assert finite == bool(out.isfinite().all())
 
 
@@ -118,7 +118,7 @@ def test_selection_by_a_threshold_is_the_reference(kind: str) -> None:
     for n in LENGTHS:
         x = made(kind, n)
         for threshold in THRESHOLDS:
-            same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
+            same(kernels.select_ge(x, threshold), reference.select_ge(x, threshold))
 
 
 @pytest.mark.parametrize("grad_kind", KINDS)
@@ -188,7 +188,7 @@ def test_the_largest_of_elements_in_rows_are_the_reference(kind: str) -> None:
             places = [torch.arange(rows.length, dtype=torch.int32) for rows in regions]
             located = [kernels.locate(rows, place) for rows, place in zip(regions, places, strict=True)]
             for rows, place, position in zip(regions, places, located, strict=True):
-                assert torch.equal(position, rows_reference.locate(rows, place))
+                assert torch.equal(position, reference.locate(rows, place))
             for share, bound in product((0, 5, 1), (None, 0.1, 3.0, math.inf, math.nan)):
                 counts = [share and rows.length // share for rows in regions]
                 wanted = [
@@ -230,7 +230,7 @@ def test_moving_with_elements_put_into_both_is_the_reference(n: int, start: int)
     expected_source, expected_to = source.clone(), to.clone()
     kept, written = pieces(n, 3, apart=True, seed=1), pieces(n, 2, apart=True, seed=2)
     kernels.move_put_(to, source, kept, written)
-    sparse_reference.move_put_(expected_to, expected_source, kept, written)
+    reference.move_put_(expected_to, expected_source, kept, written)
     assert torch.equal(bits(to), bits(expected_to))
     assert torch.equal(bits(source), bits(expected_source))
     if n > 1:  # in another order, which is left to the reference
@@ -248,8 +248,8 @@ def test_moving_with_elements_put_into_both_is_the_reference(n: int, start: int)
 @pytest.mark.parametrize("n", SHORT)
 def test_merging_is_the_reference(P: int, n: int) -> None:
     disjoint, common = pieces(n, P, apart=True), pieces(n, P, apart=False)
-    same(kernels.merge(disjoint), sparse_reference.merge(disjoint))
-    same(kernels.coalesce(common), sparse_reference.coalesce(common))
+    same(kernels.merge(disjoint), reference.merge(disjoint))
+    same(kernels.coalesce(common), reference.coalesce(common))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -288,7 +288,7 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
 def test_splitting_is_the_reference(cuts: tuple[int, ...]) -> None:
     (part,) = pieces(1000, 1, apart=False)
     regions = [Span(start, stop) for start, stop in zip((0, *cuts), (*cuts, 1000), strict=True)]
-    for got, expected in zip(kernels.split(part, regions), sparse_reference.split(part, regions), strict=True):
+    for got, expected in zip(kernels.split(part, regions), reference.split(part, regions), strict=True):
         same(got, expected)
 
 
@@ -301,7 +301,7 @@ def test_isin_is_the_reference_also_where_the_first_list_is_in_no_order(
 ) -> None:
     index, others = torch.tensor(first, dtype=torch.int32), torch.tensor(sorted(second), dtype=torch.int32)
     with kernels.set_backend(backend):
-        assert kernels.isin(index, others).tolist() == sparse_reference.isin(index, others).tolist()
+        assert kernels.isin(index, others).tolist() == reference.isin(index, others).tolist()
 
 
 values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
@@ -315,7 +315,7 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
     k = data.draw(st.integers(0, x.numel()))
     with kernels.set_backend(backend):
         same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
-        same(kernels.select_ge(x, threshold), sparse_reference.select_ge(x, threshold))
+        same(kernels.select_ge(x, threshold), reference.select_ge(x, threshold))
         assert kernels.all_finite(x) == reference.all_finite(x)
 
 
@@ -335,7 +335,7 @@ def test_types_that_the_backend_lacks_are_done_by_the_reference() -> None:
     x = made("normal", 100).double()
     same(kernels.top_k(x, 7), reference.top_k(x, 7))
     matrix = torch.randn(10, 10)[:, 3]
-    same(kernels.select_ge(matrix, 0.5), sparse_reference.select_ge(matrix, 0.5))
+    same(kernels.select_ge(matrix, 0.5), reference.select_ge(matrix, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_what_is_moved_arrives_and_leaves_zeros(n: int, start: int, target: int)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) -> None:
     x, part = made("normal", 1000), pieces(1000, 2, apart=True)
-    wanted = reference.top_k(x, 50), sparse_reference.merge(part)
+    wanted = reference.top_k(x, 50), reference.merge(part)
     codecs = [ValueCodec(values) for values in QUANTIZED]
     packets = [codec.encode(x) for codec in codecs]
     torch.set_default_dtype(dtype)

@@ -11,9 +11,9 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Bucket, Report
-from sparsync.schemes.dgc import DGC
-from sparsync.schemes.onebit_adam import OneBitAdam
 from sparsync.testing import check_scheme
+from sparsync_lab.rivals.dgc import DGC
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.random_k import RandomK
 
 N = 300

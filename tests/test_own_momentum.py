@@ -11,8 +11,10 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, SequentialLR
 
 from helpers.third_party import LineFit
 from sparsync import Dense, Scheme, TopK
-from sparsync.schemes import DGC, DeMo, OneBitAdam
 from sparsync.schemes.per_parameter import PerParameter
+from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.dgc import DGC
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.workloads.one_process import train_with_scheme
 from sparsync_lab.workloads.own_momentum import PlainSGD, made_for, optimizer_for
 

@@ -14,7 +14,6 @@ from sparsync.collectives.values import quantized_all_reduce, quantized_all_redu
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Plan
-from sparsync.schemes.dgc import DGC
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
@@ -23,6 +22,7 @@ from sparsync.schemes.topk_allgather import TopK
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import world
 from sparsync.wire import ValueCodec, Values
+from sparsync_lab.rivals.dgc import DGC
 
 FORMATS: list[Values] = ["bfloat16", "float16", "int8", "int4", "int4_stochastic"]
 MOST = {

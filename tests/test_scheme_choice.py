@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sparsync import LocalWorld, TopK, TwoShot
-from sparsync.base.scheme_text import recipes
+from sparsync_lab.recipes import recipes
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
 

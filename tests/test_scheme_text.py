@@ -97,7 +97,7 @@ def test_what_is_no_text_is_a_type_error_that_says_what_a_text_looks_like(given:
 
 @pytest.mark.parametrize("density", ["0.1", None, True, [0.1]])
 @pytest.mark.parametrize(
-    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.schemes.DGC]
+    "kind", [sparsync.TopK, sparsync.OkTopk, sparsync.MiCRO, sparsync.TwoShot, sparsync.schemes.ExDyna]
 )
 def test_a_density_of_another_type_is_an_error_that_names_it(kind: Any, density: Any) -> None:
     with pytest.raises(ValueError, match=rf"density must be a number in \(0, 1\].*of type {type(density).__name__}"):

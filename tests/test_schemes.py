@@ -12,7 +12,8 @@ from sparsync import Bucket, Dense, LocalWorld, Report, SkipReduce, Span, TopK, 
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out, matches
-from sparsync.schemes import AutoProtect, PerParameter, RandomPruning
+from sparsync.schemes import AutoProtect, PerParameter
+from sparsync_lab.rivals.random_pruning import RandomPruning
 
 # ---- the registry
 

@@ -301,14 +301,6 @@ def test_a_row_of_a_calibrated_source_names_no_figure_of_its_own_as_input() -> N
             assert row.inputs["reference_s"] != row.published, row.name
 
 
-def test_what_was_changed_names_its_source_on_the_page() -> None:
-    page = published.page()
-    assert published.changes()
-    for change in published.changes():
-        assert change.source
-        assert f"| {change.what} | {change.source} |" in page
-
-
 def test_steps_of_sparse_schemes_on_a_case_worked_out_by_hand() -> None:
     """128 elements on 4 ranks, 64 selected, a byte a second on the link and none elsewhere; then one cost at a time."""
     links = {"plain": published.LinkClass(1.0, 0.0, "")}

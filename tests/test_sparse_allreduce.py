@@ -12,7 +12,7 @@ from sparsync import Cost, LocalWorld, MeteredComm
 from sparsync.collectives import sparse_allreduce
 from sparsync.comm.plan import Plan
 from sparsync.core import Span, Sparse, generator
-from sparsync.kernels import put_, sparse_reference
+from sparsync.kernels import put_, reference
 from sparsync.selection.exclusive import quotas, sketch
 from sparsync.wire import Elements, Raw
 
@@ -82,21 +82,21 @@ def test_equal_sums_are_shared_in_proportion() -> None:
 
 def test_split_cuts_at_regions_and_counts_from_their_start() -> None:
     part = Sparse(torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0, 4.0]), 10)
-    pieces = sparse_reference.split(part, [Span(0, 4), Span(4, 4), Span(4, 10)])
+    pieces = reference.split(part, [Span(0, 4), Span(4, 4), Span(4, 10)])
     assert [piece.index.tolist() for piece in pieces] == [[0, 3], [], [0, 5]]
     assert [piece.value.tolist() for piece in pieces] == [[1.0, 2.0], [], [3.0, 4.0]]
 
 
 def test_among_finds_common_positions_also_in_nothing() -> None:
     a = torch.tensor([1, 4, 7], dtype=torch.int32)
-    assert sparse_reference.isin(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
-    assert sparse_reference.isin(a, a[:0]).tolist() == [False, False, False]
-    assert sparse_reference.isin(a[:0], a).tolist() == []
+    assert reference.isin(a, torch.tensor([0, 4, 5, 7], dtype=torch.int32)).tolist() == [False, True, True]
+    assert reference.isin(a, a[:0]).tolist() == [False, False, False]
+    assert reference.isin(a[:0], a).tolist() == []
 
 
 def test_at_least_selects_what_is_level_but_never_zeros() -> None:
-    assert sparse_reference.select_ge(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
-    assert sparse_reference.select_ge(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
+    assert reference.select_ge(torch.tensor([0.0, -2.0, 1.0, float("nan")]), 2.0).index.tolist() == [1, 3]
+    assert reference.select_ge(torch.tensor([0.0, -2.0, 1.0]), 0.0).index.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("codec", [Raw(), Elements(), Elements("bfloat16")], ids=["raw", "float32", "bfloat16"])
@@ -111,10 +111,10 @@ def test_each_exchange_sends_what_its_form_says(codec: sparse_allreduce.ElementC
         sparse_allreduce.split_and_reduce_(region, mine, cut, comm, codec)
         counted.append(comm.take()[0])
         assert region.sum() == count
-        moved = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
+        moved, places = sparse_allreduce.balance(mine, held, wanted, cut, comm, codec)
         counted.append(comm.take()[0])
         assert moved.index.numel() == 3
-        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, [Span(0, 40)] * P, comm, codec)
+        everything, read = sparse_allreduce.all_gather_elements(moved, wanted, places, comm, codec)
         counted.append(comm.take()[0])
         assert torch.equal(read, moved.value)
         assert everything.index.tolist() == [*range(7), 20, 21, 22, 30, 31]

@@ -11,11 +11,11 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import all_gather_cost
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.schemes.demo import DeMo, transformed
-from sparsync.schemes.sparse_loco import BinMeans, SparseLoCo
-from sparsync.selection.tiles import selected_in_tiles, tiles_of
 from sparsync.wire import fixed_length_nbytes
 from sparsync_lab.predict import Given
+from sparsync_lab.rivals.demo import DeMo, transformed
+from sparsync_lab.rivals.sparse_loco import BinMeans, SparseLoCo
+from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
 
 LAYOUT = laid_out([("w", (100, 130)), ("none", 0), ("b", (70,)), ("conv", (4, 2, 3, 3)), ("flat", 4096), ("scalar", 1)])
 N = LAYOUT[-1].span.stop

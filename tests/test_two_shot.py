@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
-from sparsync.core import Comm, count_for, generator, spans
+from sparsync.core import Comm, Divisor, count_for, generator, spans
 from sparsync.schemes import two_shot
 from sparsync.schemes.quantized import Bits, Quantized
-from sparsync.schemes.tile_parts import Divisor
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsync_lab.workers.group import _diagnosis, _Worker
+from sparsync_lab.workers.ranks import Rank
 
 WAITED = "Timed out waiting 8000ms for recv operation to complete"
 ENDED, RUNS = "import sys; sys.exit(0)", "input()"
@@ -21,18 +22,14 @@ def started(tmp_path: Path) -> Iterator[ExitStack]:
 
 
 def worker(
-    stack: ExitStack, folder: Path, rank: int, code: str, error: str | None = None, done: bool = False
+    stack: ExitStack, folder: Path, number: int, code: str, error: str | None = None, done: bool = False
 ) -> _Worker:
-    stderr = folder / f"{rank}"
-    stderr.touch()
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    stack.enter_context(process)
+    process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE))
     stack.callback(process.kill)
-    if code != RUNS:
-        process.wait()
-    return _Worker(rank, process, stderr, error, done)
+    made = _Worker(folder / f"{number}", error=error, done=done)
+    made.stderr.touch()
+    made.rank = Rank(number, process.pid, 0, process.poll, {}, None if code == RUNS else process.wait())
+    return made
 
 
 def test_a_rank_that_ended_with_status_0_and_was_not_done_is_blamed(started: ExitStack, tmp_path: Path) -> None:

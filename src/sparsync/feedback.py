@@ -58,8 +58,8 @@ class Accumulator:
         k = count(k, self._sum.numel())
         with phase("select"):
             if self._added:
-                return self._noted(kernels.top_k(self._sum, k, self._hint))
-            found, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint)
+                return self._noted(kernels.top_k(self._sum, k, self._hint()))
+            found, self._finite = kernels.accumulate_top_k(self._wide, self._narrow, k, self._sum, self._hint())
             return self._noted(found)
 
     def top_k_nonzero(self, k: int, skip: Span) -> Sparse:
@@ -67,15 +67,15 @@ class Accumulator:
         k = at_most(k, self._sum.numel())
         with phase("select"):
             if self._added:
-                return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint))
+                return self._noted(kernels.top_k_nonzero(self._sum, k, skip, self._hint()))
             found, self._finite = kernels.accumulate_top_k_nonzero(
-                self._wide, self._narrow, k, self._sum, skip=skip, bound=self._hint
+                self._wide, self._narrow, k, self._sum, skip=skip, bound=self._hint()
             )
             return self._noted(found)
 
     def top_k_nonzero_of(self, chunk: Tensor, k: int) -> Sparse:
         """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
-        return self._noted(kernels.top_k_nonzero(chunk, at_most(k, chunk.numel()), bound=self._hint))
+        return self._noted(kernels.top_k_nonzero(chunk, at_most(k, chunk.numel()), bound=self._hint()))
 
     def top_k_of_rows(self, regions: Sequence[Rows], counts: Sequence[int], kind: str) -> list[Sparse]:
         """Return the largest `counts[i]` elements of each region of the sum, as `top_k` does; positions are places in its rows.
@@ -84,8 +84,8 @@ class Accumulator:
         """
         counts = [count(k, rows.length) for k, rows in zip(counts, regions, strict=True)]
         with phase("select"):
-            keys = [f"{self._bucket.key}/{kind}{number}" for number in range(len(regions))]
-            bounds = [self._hints.get(key) for key in keys]
+            kinds = [f"{kind}{number}" for number in range(len(regions))]
+            bounds = [self._hint(each) for each in kinds]
             if self._added:
                 found = [
                     kernels.top_k_of_rows(self._sum, rows, k, bound)
@@ -95,18 +95,13 @@ class Accumulator:
                 found, self._finite = kernels.accumulate_top_k_of_rows(
                     self._wide, self._narrow, regions, counts, self._sum, bounds
                 )
-            for key, each in zip(keys, found, strict=True):
-                self._hints[key] = _WARM * smallest_magnitude(each.value)
-            return found
+            return [self._noted(each, kind) for each, kind in zip(found, kinds, strict=True)]
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
         """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
         k = count(k, chunk.numel())
         with phase("select"):
-            key = f"{self._bucket.key}/{kind}"
-            found = kernels.top_k(chunk, k, self._hints.get(key))
-            self._hints[key] = _WARM * smallest_magnitude(found.value)
-            return found
+            return self._noted(kernels.top_k(chunk, k, self._hint(kind)), kind)
 
     def keep(self, kept: Sequence[Sparse] = (), written: Sequence[Sparse] = ()) -> None:
         """Make the sum the new residual, with the values of `kept` at its positions, and the gradient zero but for `written`."""
@@ -132,12 +127,11 @@ class Accumulator:
             self._add()
         return self._finite is not None
 
-    @property
-    def _hint(self) -> float | None:
-        return self._hints.get(self._bucket.key)
+    def _hint(self, kind: str = "") -> float | None:
+        return self._hints.get(f"{self._bucket.key}/{kind}")
 
-    def _noted(self, found: Sparse) -> Sparse:
-        self._hints[self._bucket.key] = _WARM * smallest_magnitude(found.value)
+    def _noted(self, found: Sparse, kind: str = "") -> Sparse:
+        self._hints[f"{self._bucket.key}/{kind}"] = _WARM * smallest_magnitude(found.value)
         return found
 
     def _add(self) -> bool:
@@ -165,7 +159,7 @@ class ErrorFeedback:
     # Flat. Views of the buckets' residuals, which stay adjacent.
     by_name: dict[str, Tensor] = field(default_factory=dict)
     _flat: dict[tuple[ParameterSpan, ...], Tensor] = field(default_factory=dict)
-    _hints: dict[str, float] = field(default_factory=dict)  # by bucket key
+    _hints: dict[str, float] = field(default_factory=dict)  # by bucket key and kind
     _held: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, as they were at the last `hold`
     _rank: int | None = None
     decay: float = 1.0

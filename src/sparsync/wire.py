@@ -51,7 +51,9 @@ def encode_fixed_length(index: Int[Tensor, " k"], span: int) -> UInt8[Tensor, " 
     Raises ValueError for other positions, and for spans of 2^31 or more.
     """
     if index.numel() == span:
-        return _nothing_for_all(index, span)
+        if not torch.equal(index, torch.arange(span, dtype=index.dtype, device=index.device)):
+            raise ValueError(f"{span} positions inside [0, {span}) must be all of them in order, got others")
+        return torch.empty(0, dtype=torch.uint8, device=index.device)
     return run("encode_positions", fixed_length_codec(index.numel(), span), index, span)
 
 
@@ -60,12 +62,6 @@ def decode_fixed_length(packet: UInt8[Tensor, " nbytes"], k: int, span: int) -> 
     if k == span and not packet.numel():
         return torch.arange(span, dtype=torch.int32, device=packet.device)
     return run("decode_positions", fixed_length_codec(k, span), packet, k, span)
-
-
-def _nothing_for_all(index: Tensor, span: int) -> Tensor:
-    if not torch.equal(index, torch.arange(span, dtype=index.dtype, device=index.device)):
-        raise ValueError(f"{span} positions inside [0, {span}) must be all of them in order, got others")
-    return torch.empty(0, dtype=torch.uint8, device=index.device)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsync import Span, Sparse, kernels
 from sparsync.core import Rows
-from sparsync.kernels import dispatch, reference, sparse_reference
+from sparsync.kernels import dispatch, reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
@@ -142,7 +142,7 @@ def _data(n: int, density: float, kind: torch.dtype, device: str) -> Data:
     acc = before + grad
     k = max(1, int(density * n))
     top, skip = reference.top_k(acc, k), Span(n // 4, n // 2)
-    beside = sparse_reference.top_k_nonzero(acc, k, skip)
+    beside = reference.top_k_nonzero(acc, k, skip)
     threshold = float(top.value.abs().min())
     return Data(before, grad, grad.float(), before.clone(), torch.zeros_like(before), k, threshold, top, skip, beside)
 

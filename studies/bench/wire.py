@@ -19,8 +19,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sparsync.kernels import backend, codecs, set_backend
+from sparsync.kernels import backend, set_backend
 from sparsync.kernels.codec_reference import PositionCodec
+from sparsync.kernels.dispatch import run
 from sparsync.wire import ValueCodec, Values, decode_fixed_length, encode_fixed_length, fixed_length_codec
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.progress import progress
@@ -114,8 +115,8 @@ def _index_cases(n: int, density: float) -> list[CodecCase]:
         return CodecCase(
             codec,
             index,
-            lambda: codecs.encode_positions(codec, index, n),
-            lambda packet: codecs.decode_positions(codec, packet, k, n),
+            lambda: run("encode_positions", codec, index, n),
+            lambda packet: run("decode_positions", codec, packet, k, n),
             accepts,
             facts,
         )

@@ -27,7 +27,6 @@ _NOISE = re.compile(
     r"\[/[^]]*\] |Got the following error when running the callback: | This is typically caused by .*?GLHF! \S+"
 )
 _ORDER: tuple[Verdict, ...] = ("right", "wrong", "torch", "hung", "silent", "crashed", "missed")
-_ALWAYS = ("right", "wrong", "hung", "silent", "crashed")
 
 
 def campaign(
@@ -70,14 +69,14 @@ def campaign(
 def tables(found: Sequence[FinishedTrial]) -> list[Table]:
     """Return what became of the trials, by fault and by integration; verdicts that did not occur have no column."""
     shown: list[Verdict] = [
-        verdict for verdict in _ORDER if any(each.verdict == verdict for each in found) or verdict in _ALWAYS
+        verdict for verdict in _ORDER if verdict == "right" or any(each.verdict == verdict for each in found)
     ]
     columns = [VERDICTS[verdict] for verdict in shown]
 
     def rows(names: Mapping[str, str], of: Callable[[Trial], str]) -> tuple[tuple[str, ...], ...]:
         counted = {name: Counter(each.verdict for each in found if of(each.trial) == name) for name in names}
         lines = [
-            (text, str(counted[name].total()), *[str(counted[name][verdict]) for verdict in shown])
+            (f"{name}: {text}", str(counted[name].total()), *[str(counted[name][verdict]) for verdict in shown])
             for name, text in names.items()
             if counted[name]
         ]
@@ -161,6 +160,9 @@ def _markdown(found: Sequence[FinishedTrial], command: Sequence[str]) -> str:
     parts = [f"```text\n{shlex.join(command)}\n```"]
     for shown in tables(found):
         parts.append(f"{shown.title}:\n\n{markdown(shown, code=False)}")
+    absent = [" ".join(VERDICTS[each].split()) for each in _ORDER[:-1] if all(one.verdict != each for one in found)]
+    if absent:
+        parts.append(f"Verdicts that did not occur: {', '.join(absent)}.")
     parts.append(_plain(slowest(found)))
     if bad := remarks(found):
         parts.append("\n".join(["Exceptions:", "", *(f"- {_plain(line)}" for line in bad)]))

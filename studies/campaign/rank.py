@@ -11,6 +11,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 import sparsync
+from sparsync_lab.launch.descendants import die_with_parent
+from sparsync_lab.netlab import RunNetwork
 from studies.campaign.striking import LeaveEarly, Striker
 from studies.campaign.training import training
 from studies.campaign.trials import Trial
@@ -27,7 +30,6 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public,
 JOIN_S = 60.0  # for the processes of a trial to start, on a machine that is busy
 RANDOM_PAUSE_S = 0.004  # where the fault comes at a random time
 _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class RankOrder:
     rank: int
     folder: Path  # for the address of the store, and the stacks of a rank that hangs
     timeout_s: float
-    interface: str = "lo"
-    address: str = "127.0.0.1"  # of rank 0, which hosts the store
-    namespace: int | None = None  # the process whose network this rank enters
+    links: RunNetwork
     undisturbed: bool = False
 
 
@@ -76,9 +76,9 @@ def run(order: RankOrder, connection: Connection) -> None:
 def _train(order: RankOrder, connection: Connection) -> str:
     trial, rank = order.trial, order.rank
     torch.set_num_threads(1)
-    if order.namespace is not None:
-        _enter(order.namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = order.interface
+    if order.links.limited:
+        _enter(order.links.anchors[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = order.links.interface
     store = _store(order)
     connection.send(("joined", time.monotonic(), ""))
     connection.recv()
@@ -111,8 +111,11 @@ def _train(order: RankOrder, connection: Connection) -> str:
 def _store(order: RankOrder) -> TCPStore:
     """Return the store that rank 0 hosts, as under torchrun's static rendezvous; the others read its port from a file."""
     port, limit = order.folder / "port", timedelta(seconds=JOIN_S)
+    opened = partial(
+        TCPStore, order.links.address(0), world_size=order.trial.ranks, timeout=limit, wait_for_workers=False
+    )
     if order.rank == 0:
-        store = TCPStore(order.address, 0, order.trial.ranks, is_master=True, timeout=limit, wait_for_workers=False)
+        store = opened(port=0, is_master=True)
         (order.folder / "port.part").write_text(str(store.port))
         (order.folder / "port.part").rename(port)
         return store
@@ -121,9 +124,7 @@ def _store(order: RankOrder) -> TCPStore:
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank 0 has opened no store within {JOIN_S:g} s")
         time.sleep(0.01)
-    return TCPStore(
-        order.address, int(port.read_text()), order.trial.ranks, is_master=False, timeout=limit, wait_for_workers=False
-    )
+    return opened(port=int(port.read_text()), is_master=False)
 
 
 def _enter(process: int) -> None:
@@ -154,7 +155,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _end_with_parent() -> None:
     """End when the supervisor does, and with the fork server, which does the same: a rank that is stopped cannot end itself."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    die_with_parent()
     # HACK: what tells the fork server that the supervisor lives is open in every rank too; there is no public way to close it. Price: a
     # rank that is stopped outlives a supervisor that is killed, where Python changes it.
     with suppress(AttributeError, OSError, TypeError):

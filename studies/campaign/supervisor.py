@@ -1,20 +1,19 @@
 """One trial: starts its ranks, lets the fault happen, and waits for what every surviving rank makes of it."""
 
 import multiprocessing
-import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from sparsync_lab.netlab import RunNetwork, network
+from sparsync_lab.workers.ranks import Rank, Ranks
 from studies.campaign.rank import JOIN_S, RankOrder, run
 from studies.campaign.trials import Trial
 
@@ -56,14 +55,32 @@ class TrialSeen:
         return asdict(self)
 
 
-@dataclass
-class _RankProcess:
+@dataclass(eq=False)
+class _TrialRank:
+    """The process of one rank, and what it says."""
+
     end: RankEnd
-    process: BaseProcess
     connection: Connection
+    process: Rank = field(init=False)
+    heard: list[tuple[str, float, Any]] = field(default_factory=list)  # Any: text, or text and origin
     sent: set[str] = field(default_factory=set)
     settled: bool = False
     told_at: float = 0.0
+
+    def receive(self) -> bool:
+        """Keep what the rank says now; return False where its end of the connection is closed."""
+        try:
+            self.heard.append(self.connection.recv())
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def settle(self, state: str, said: str = "", at: float = 0.0) -> None:
+        self.settled, self.end.state, self.end.said, self.told_at = True, state, said, at
+
+    def send(self, said: str) -> None:
+        with suppress(OSError):  # it has ended; what it said is read next
+            self.connection.send(said)
 
 
 def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> TrialSeen:
@@ -72,42 +89,35 @@ def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: 
     A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
     """
     began = time.monotonic()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparsync-campaign-")))
-        cut = trial.fault == "partition" and not undisturbed
-        links = stack.enter_context(network(trial.ranks, RATE_BITS_PER_S)) if cut else None
-        ranks = stack.enter_context(_started(trial, folder, timeout_s, links, undisturbed))
-        struck, at = _watched(trial, ranks, links, timeout_s + grace_s)
-        _read_stacks(ranks, folder)
+    cut = trial.fault == "partition" and not undisturbed
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as folder,
+        network(trial.ranks, RATE_BITS_PER_S if cut else None) as links,
+        ExitStack() as connections,
+        Ranks(grace_s=0.0) as processes,
+    ):
+        ranks: list[_TrialRank] = []
+        for number in range(trial.ranks):
+            order = RankOrder(trial, number, Path(folder), timeout_s, links, undisturbed)
+            ours, theirs = multiprocessing.Pipe()
+            connections.enter_context(ours)
+            with theirs:
+                ranks.append(_started(order, ours, theirs))
+            processes.all.append(ranks[number].process)
+        struck, at = _watched(trial, processes, ranks, links, timeout_s + grace_s)
+        _read_stacks(processes, ranks, Path(folder))
     for rank in ranks:
         rank.end.after_s = round(max(0.0, rank.told_at - at), 2) if at and rank.told_at else None
     return TrialSeen(struck, [rank.end for rank in ranks], round(time.monotonic() - began, 2))
 
 
-@contextmanager
-def _started(
-    trial: Trial, folder: Path, timeout_s: float, links: RunNetwork | None, undisturbed: bool
-) -> Iterator[list[_RankProcess]]:
-    ranks: list[_RankProcess] = []
-    try:
-        for number in range(trial.ranks):
-            order = RankOrder(trial, number, folder, timeout_s, undisturbed=undisturbed)
-            if links is not None:
-                order = RankOrder(
-                    trial, number, folder, timeout_s, links.interface, links.address(0), links.anchors[number]
-                )
-            ours, theirs = multiprocessing.Pipe()
-            process = _context().Process(target=run, args=(order, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append(_RankProcess(RankEnd(number), process, ours))
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.process.join()
-            rank.connection.close()
+def _started(order: RankOrder, ours: Connection, theirs: Connection) -> _TrialRank:
+    process = _context().Process(target=run, args=(order, theirs), daemon=True)
+    process.start()
+    made = _TrialRank(RankEnd(order.rank), ours)
+    streams = {ours.fileno(): made.receive}
+    made.process = Rank(order.rank, process.pid, process.sentinel, lambda: process.exitcode, streams)
+    return made
 
 
 @cache
@@ -118,90 +128,75 @@ def _context() -> Any:  # Any: multiprocessing's stubs give fork servers no type
 
 
 def _watched(
-    trial: Trial, ranks: Sequence[_RankProcess], links: RunNetwork | None, bound_s: float
+    trial: Trial, processes: Ranks, ranks: Sequence[_TrialRank], links: RunNetwork, bound_s: float
 ) -> tuple[str, float]:
     """Return where the fault struck and when, once every rank is settled or its time is over."""
-    struck, at, gone = "", 0.0, False
+    struck, at, victim = "", 0.0, ranks[trial.victim]
     strike_at = None  # of a fault at a random time
     deadline = time.monotonic() + JOIN_S + TRAIN_S
     while time.monotonic() < deadline and not all(rank.settled for rank in ranks):
-        until = min(deadline, strike_at or deadline)
-        for rank, kind, when, said in _heard(ranks, until):
+        processes.turn(min(deadline, strike_at or deadline))
+        for rank, kind, when, said in _heard(ranks):
             if kind == "joined" and all("joined" in each.sent for each in ranks):
                 for each in ranks:
-                    _send(each, "go")
+                    each.send("go")
             elif kind == "ready" and trial.when == "random" and all("ready" in each.sent for each in ranks):
                 strike_at = time.monotonic() + trial.after_s
             elif kind == "strike":
-                struck, at, gone = said, when, trial.fault in ("kill", "freeze")
+                struck, at = said, when
                 if trial.fault == "partition":
-                    assert links is not None
                     links.cut(rank.end.rank)
-                    _send(rank, "cut")
+                    rank.send("cut")
+                elif trial.fault in ("kill", "freeze"):
+                    victim.settle("victim")
         if strike_at and time.monotonic() >= strike_at:
             struck, at, strike_at = f"after {trial.after_s:g} s", time.monotonic(), None
-            gone = trial.fault != "partition"
-            _strike(trial, ranks[trial.victim], links)
-        if gone:
-            ranks[trial.victim].settled, ranks[trial.victim].end.state, gone = True, "victim", False
+            if trial.fault == "partition":
+                links.cut(trial.victim)
+            else:
+                victim.process.send(signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
+                victim.settle("victim")
         if at and not trial.survivable:
             deadline = min(deadline, at + bound_s)
     for rank in ranks:
         if rank.end.state == "done":
-            _send(rank, "end")
+            rank.send("end")
     return struck, at
 
 
-def _heard(
-    ranks: Sequence[_RankProcess], until: float
-) -> list[tuple[_RankProcess, str, float, Any]]:  # Any: text, or text and origin
-    """Return what ranks say, and take note of how they end."""
-    open_ones = {rank.connection: rank for rank in ranks if not rank.settled}
-    found: list[tuple[_RankProcess, str, float, Any]] = []
-    for connection in wait(list(open_ones), max(0.0, until - time.monotonic())):
-        rank = open_ones[connection]  # pyright: ignore[reportArgumentType]  # wait returns what it was given
-        try:
-            kind, when, said = rank.connection.recv()
-        except (EOFError, OSError):
-            rank.process.join(END_S)
-            rank.settled, rank.told_at = True, time.monotonic()
-            rank.end.state, rank.end.said = "crashed", f"exit status {rank.process.exitcode} without an error"
-            continue
-        rank.sent.add(kind)
-        if kind in ("done", "error", "left"):
-            rank.settled, rank.told_at, rank.end.state = True, when, kind
-            rank.end.said, rank.end.ours = (said[0][:MESSAGE], said[1]) if kind == "error" else (said, True)
-        found.append((rank, kind, when, said))
-    return found
+def _heard(ranks: Sequence[_TrialRank]) -> Iterator[tuple[_TrialRank, str, float, Any]]:  # Any: as in _TrialRank
+    """Yield what ranks that are not settled say, and take note of how they end."""
+    for rank in ranks:
+        heard, rank.heard = rank.heard, []
+        for kind, when, said in heard:
+            if rank.settled:
+                break
+            rank.sent.add(kind)
+            if kind == "error":
+                rank.settle(kind, said[0][:MESSAGE], when)
+                rank.end.ours = said[1]
+            elif kind in ("done", "left"):
+                rank.settle(kind, said, when)
+            yield rank, kind, when, said
+        if not (rank.settled or rank.process.running or rank.process.streams):
+            rank.settle("crashed", f"{rank.process.ending} without an error", time.monotonic())
 
 
-def _strike(trial: Trial, victim: _RankProcess, links: RunNetwork | None) -> None:
-    if trial.fault == "partition":
-        assert links is not None
-        links.cut(trial.victim)
-    else:
-        os.kill(victim.process.pid or 0, signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
-
-
-def _send(rank: _RankProcess, said: str) -> None:
-    with suppress(OSError):  # it has ended; what it said is read next
-        rank.connection.send(said)
-
-
-def _read_stacks(ranks: Sequence[_RankProcess], folder: Path) -> None:
+def _read_stacks(processes: Ranks, ranks: Sequence[_TrialRank], folder: Path) -> None:
     """Give every rank that has ended its training time to end its process, and take the stacks of those that hang."""
     deadline = time.monotonic() + END_S
-    for rank in ranks:
-        if rank.end.state in ("done", "error", "left"):
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-            if rank.process.exitcode is None:
-                rank.end.said, rank.end.state = f"its process does not end, after {rank.end.said}", "hung"
-            elif rank.process.exitcode < 0:
-                rank.end.said = f"its process ended by signal {-rank.process.exitcode}, after {rank.end.said}"
-                rank.end.state = "crashed"
+    trained = [rank for rank in ranks if rank.end.state in ("done", "error", "left")]
+    while time.monotonic() < deadline and any(rank.process.running for rank in trained):
+        processes.turn(deadline, reading=False)
+    for rank in trained:
+        if rank.process.running:
+            rank.end.said, rank.end.state = f"its process does not end, after {rank.end.said}", "hung"
+        elif rank.process.killed:
+            rank.end.said = f"its process ended by {rank.process.ending}, after {rank.end.said}"
+            rank.end.state = "crashed"
     late = [rank for rank in ranks if rank.end.state == "hung"]
     for rank in late:
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        rank.process.send(signal.SIGUSR1)
     time.sleep(0.3 if late else 0.0)
     for rank in late:
         stacks = (folder / f"stacks{rank.end.rank}").read_text()

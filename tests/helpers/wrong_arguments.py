@@ -1,4 +1,4 @@
-"""Calls every public kernel and codec with random arguments, most of them wrong, on all backends, for a process that may crash.
+"""Calls every public kernel with random arguments, most of them wrong, on all backends, for a process that may crash.
 
 What is asked: an exception of one type and message on all backends, or the same bits on all of them, in results and in what is written.
 """
@@ -17,14 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers.same_bits import bits as bits_of
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import codecs
 
 REFUSED = (ValueError, TypeError, IndexError, RuntimeError)
 BACKENDS = [name for name in kernels.backends() if name != "triton"]
-OPERATIONS = (
-    *(name for name in kernels.__all__ if name not in ("backend", "backends", "set_backend")),
-    *("encode_positions", "decode_positions", "scaled_encode", "scaled_decode", "means_encode", "means_decode"),
-)
+OPERATIONS = tuple(name for name in kernels.__all__ if name not in ("backend", "backends", "set_backend"))
 
 Strategy = st.SearchStrategy[Any]  # Any: arguments of every kind
 
@@ -96,12 +92,6 @@ parts = mostly(st.lists(sparse, max_size=4))
 regions = mostly(st.one_of(st.just([Span(0, 3), Span(3, 8)]), st.lists(spans, max_size=3)))
 starts = mostly(st.lists(st.integers(-1, 9), max_size=4).map(lambda at: torch.tensor(at, dtype=torch.int32)))
 rows = mostly(st.builds(Rows, starts, mostly(st.integers(0, 3)), mostly(st.integers(-1, 9))))
-# Not 2^31 - 1: a bitmap of that takes seconds.
-widths = mostly(st.one_of(st.integers(-2, 12), st.sampled_from([300, 2**31, 2**63])))
-packets = mostly(st.binary(max_size=24).map(lambda raw: torch.tensor(list(raw), dtype=torch.uint8)))
-codec = mostly(st.sampled_from(["packed", "bitmap", "elias_fano"]))
-bits = mostly(st.integers(-1, 9))
-noise = mostly(st.one_of(st.none(), sizes.map(lambda n: torch.full((n,), 0.5))))
 
 ARGUMENTS: dict[str, tuple[Strategy, ...]] = {
     "accumulate": (vectors, vectors, vectors),
@@ -132,12 +122,6 @@ ARGUMENTS: dict[str, tuple[Strategy, ...]] = {
     "top_k": (vectors, number, bounds),
     "top_k_nonzero": (vectors, number, skips, bounds),
     "top_k_of_rows": (vectors, rows, number, bounds),
-    "encode_positions": (codec, index, widths),
-    "decode_positions": (codec, packets, number, widths),
-    "scaled_encode": (vectors, bits, noise),
-    "scaled_decode": (packets, number, bits),
-    "means_encode": (vectors, bits),
-    "means_decode": (packets, number, bits),
 }
 
 
@@ -181,7 +165,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(operation: str, examples: int) -> None:
-    call = getattr(kernels, operation, None) or getattr(codecs, operation)
+    call = getattr(kernels, operation)
 
     @settings(
         max_examples=examples,

@@ -179,19 +179,19 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
         SAME, trial(partial(with_options, gradient_as_bucket_view=True), same_on_all_ranks)
     ),
     "static_graph=True": Case(
-        f"{SAME}; attach warns that DDP cannot accumulate then",
+        "attach warns that DDP cannot accumulate then",
         trial(partial(with_options, static_graph=True), same_on_all_ranks),
     ),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
-        f"{SAME}; an unused parameter counts as zero, and one that no rank uses keeps its gradient",
+        "an unused parameter counts as zero, and one that no rank uses keeps its gradient",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used)),
     ),
     "ranks that run out of data (join)": Case(
-        f"{SAME}; the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)
+        "the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)
     ),
-    "two models at once": Case(f"{SAME} for both models", trial(two_at_once, partial(both_same_on_all_ranks, keys=()))),
+    "two models at once": Case(SAME, trial(two_at_once, partial(both_same_on_all_ranks, keys=()))),
     "a group that is not the world": Case(SAME, trial(in_a_group, same_on_all_ranks, P=3)),
-    "buckets that change": Case(f"{SAME}; no residual is lost", trial(rebucketed, same_on_all_ranks)),
+    "buckets that change": Case("no residual is lost", trial(rebucketed, same_on_all_ranks)),
     "torch.compile": Case(SAME, trial(compiled, same_on_all_ranks)),
     "torch.compile with the python reducer": refusal(with_python_reducer),
     "DDP's mixed_precision": refusal(with_mixed_precision),

@@ -250,11 +250,11 @@ def cases(axis: Axis) -> dict[str, Case]:
     return {
         **{f"{name} parameters": of_type(name) for name in ("float32", "float64", "bfloat16", "float16")},
         "parameters of several types": case(
-            several_types, partial(cast, dtypes=TYPES), f"{SAME}; in one module FSDP2 takes one type"
+            several_types, partial(cast, dtypes=TYPES), "in one module FSDP2 takes one type"
         ),
         "parameters in channels_last": absent("fully_shard takes contiguous parameters only"),
         "accumulation over backward passes (no_sync)": case(
-            accumulated, of_three, f"the sum is reduced once with set_requires_gradient_sync; {SAME}"
+            accumulated, of_three, "the sum is reduced once with set_requires_gradient_sync"
         ),
         "gradient_as_bucket_view=True": OPTION,
         "static_graph=True": OPTION,
@@ -265,14 +265,12 @@ def cases(axis: Axis) -> dict[str, Case]:
         ),
         "frozen parameters": case(
             frozen,
-            claim=f"{SAME} for the others",
+            claim=SAME,
             judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN),
         ),
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),
-        "two models at once": case(
-            two_at_once, claim=f"{SAME} for both models", judge=partial(both_same_on_all_ranks, axis=axis)
-        ),
+        "two models at once": case(two_at_once, claim=SAME, judge=partial(both_same_on_all_ranks, axis=axis)),
         "a group that is not the world": case(in_a_group, P=3),
         "buckets that change": case(rewrapped, claim=f"{SAME} from a state saved before fully_shard on other modules"),
         "torch.compile": case(compiled),
@@ -284,7 +282,7 @@ def cases(axis: Axis) -> dict[str, Case]:
         "a model that is reduced already": case(attached_twice, claim="-", judge=nothing),
         "Inf on one rank": case(
             overflowing,
-            claim="the same bits; gradients and residuals are finite from the next step on",
+            claim="gradients and residuals are finite from the next step on",
             judge=partial(finite_on_all_ranks, axis=axis),
         ),
         "a loss scaler skips a step (GradScaler)": case(
@@ -300,11 +298,11 @@ def cases(axis: Axis) -> dict[str, Case]:
         ),
         "resuming after a restart": case(
             resumed,
-            claim="from a saved state, the same bits as without an interruption",
+            claim="the same bits as without an interruption",
             judge=resumed_to_the_same_bits,
         ),
         "resuming with another number of ranks": Case(
-            f"2 {parts} take over the exact sum of the residuals of 3, and continue with the same bits",
+            f"2 {parts} take over the exact sum of the residuals of 3",
             partial(resized, axis=axis),
         ),
     }

@@ -118,11 +118,11 @@ CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     "torch.compile with the python reducer": OPTION,
     "buckets that change": absent("there is always one bucket for each type of gradient"),
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
-        f"{SAME}; an unused parameter counts as zero, and one that no rank uses gets zero",
+        "an unused parameter counts as zero, and one that no rank uses gets zero",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used, keys=KEYS)),
     ),
     "ranks that run out of data (join)": Case(
-        f"{SAME}; a rank without data continues to call and counts as zero",
+        "a rank without data continues to call and counts as zero",
         trial(uneven, partial(same_on_all_ranks, gradient=zero_afterwards, keys=KEYS)),
     ),
     "a group that is not the world": Case(SAME, trial(in_a_group, partial(same_on_all_ranks, keys=KEYS), P=3)),

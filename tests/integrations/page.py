@@ -29,13 +29,11 @@ _TORCH = torch.__version__.split("+")[0]
 _HEAD = f"""`python -m studies integrations` runs every cell with real processes over gloo on CPU and torch {_TORCH}:
 {len(SITUATIONS)} situations, {len(INTEGRATIONS)} integrations and {len(SCHEMES)} schemes ({", ".join(SCHEMES)}).
 
-- *works*: every gradient and every residual equals, bit for bit and on all ranks, what the scheme makes of the same buckets in a
-  `LocalWorld`, without processes or an integration. For `AdamWSteps` and `LocalSteps` this holds for own weights, common weights and
-  residuals after each step. A note says what was checked beyond that. Unless a note names schemes, a cell holds for all of them.
+- *works*: gradients and residuals (for `AdamWSteps` and `LocalSteps` also own and common weights) are bit-identical on all ranks to
+  those of the same scheme in a `LocalWorld`. A note says what else was checked. Unless a note names schemes, it holds for all of them.
 - *refused*: the integration raises on all ranks before anything is sent. The note is the reason.
 - *-*: the situation does not arise. The note says why.
 
-Cells run on 2 ranks, or on 3 where a group, a failure or a change of ranks needs them. FSDP2 has 2 shards on the shard axis, and
-2 replicas of 1 shard on the replicate axis and with HSDP (tests/test_fsdp.py has 2 x 2 ranks).
+Cells run on 2 ranks, or on 3 where a group, a failure or a change of ranks needs them.
 
 """

@@ -92,15 +92,15 @@ def common(
             partial(same_on_all_ranks, gradient=partial(of_channels_last, flat=flat), keys=keys),
         ),
         "accumulation over backward passes (no_sync)": case(
-            accumulated, partial(same_on_all_ranks, gradient=of_three, keys=keys), f"the sum is reduced once; {SAME}"
+            accumulated, partial(same_on_all_ranks, gradient=of_three, keys=keys), SAME
         ),
-        "frozen parameters": case(frozen, partial(same_of_the_others, keys=keys), f"{SAME} for the others"),
+        "frozen parameters": case(frozen, partial(same_of_the_others, keys=keys), SAME),
         "sparse embeddings": case(
             sparse,
             sparse_mean_on_all_ranks,
             "an embedding's gradient is sent in full and is the exact mean; replicas are identical",
         ),
-        "two models at once": case(partial(two), partial(both_same_on_all_ranks, keys=keys), f"{SAME} for both models"),
+        "two models at once": case(partial(two), partial(both_same_on_all_ranks, keys=keys), SAME),
         "Inf on one rank": case(
             overflowing,
             finite_on_all_ranks,
@@ -113,10 +113,10 @@ def common(
         "resuming after a restart": case(
             partial(resumed, **stable),
             resumed_to_the_same_bits,
-            "from a saved state, the same bits as without an interruption",
+            "the same bits as without an interruption",
         ),
         "resuming with another number of ranks": Case(
-            "2 ranks take over the exact sum of the residuals of 3, and continue with the same bits",
+            "2 ranks take over the exact sum of the residuals of 3",
             partial(resized, integration=integration),
         ),
     }

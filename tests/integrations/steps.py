@@ -407,29 +407,27 @@ def cases(make: Make) -> dict[str, Case]:
         },
         "parameters of several types": case(several_types),
         "parameters in channels_last": case(in_channels_last),
-        "accumulation over backward passes (no_sync)": case(
-            accumulated, f"one step after the last backward pass; {SAME} as with the sum", alone=at_once
-        ),
+        "accumulation over backward passes (no_sync)": case(accumulated, SAME, alone=at_once),
         "gradient_as_bucket_view=True": OPTION,
         "static_graph=True": OPTION,
         "torch.compile with the python reducer": OPTION,
         "DDP's mixed_precision": OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
             in_part,
-            f"{SAME}; {idle} neither decays nor moves, and keeps its residual",
+            f"{idle} neither decays nor moves, and keeps its residual",
             left_alone,
         ),
         "frozen parameters": case(
             frozen,
-            f"{SAME}; a parameter that is frozen on all ranks neither decays nor moves, and keeps its residual",
+            "a parameter that is frozen on all ranks neither decays nor moves, and keeps its residual",
             left_alone,
         ),
         "ranks that run out of data (join)": case(
             uneven,
-            f"{SAME}; a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}",
+            f"a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}",
         ),
         "sparse embeddings": case(sparse),
-        "two models at once": case(two, f"{SAME} for both models"),
+        "two models at once": case(two, SAME),
         "a group that is not the world": case(in_a_group, alone=trained, P=3),
         "buckets that change": case(
             rebucketed, f"{SAME} of common weights and residuals from a state saved with buckets of another size"
@@ -439,19 +437,17 @@ def cases(make: Make) -> dict[str, Case]:
         if local
         else Case("-", trial(partial(with_stepping_optimizer, make=make), unexpected)),
         "a model that is reduced already": Case("-", trial(partial(with_ddp, make=make), unexpected)),
-        "Inf on one rank": case(overflowing, f"{skips}; {SAME}; weights and residuals are finite", finite),
+        "Inf on one rank": case(overflowing, f"{skips}; weights and residuals are finite", finite),
         "a loss scaler skips a step (GradScaler)": case(
             scaled,
-            f"{'that rank skips its step, the others do not' if local else skips}; its scale is halved; {SAME}",
+            f"{'that rank skips its step, the others do not' if local else skips}; its scale is halved",
             skipped,
         ),
         "a rank fails in a step": Case(
             FAILURE,
             trial(partial(unlucky, make=partial(make, every=1) if local else make), failed_on_all_ranks),
         ),
-        "resuming after a restart": case(
-            resumed, f"from a saved state, {SAME} as without an interruption", resumed_to_the_same_bits
-        ),
+        "resuming after a restart": case(resumed, f"{SAME} as without an interruption", resumed_to_the_same_bits),
         "resuming with another number of ranks": Case(
             "2 ranks take over the common weights of 3 and the exact sum of their residuals, and continue with the same common weights",
             partial(resized, make=make),

@@ -12,26 +12,27 @@ from _pytest.mark import ParameterSet
 
 from sparsync import Dense, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
-from sparsync.schemes import AutoProtect, PerParameter, RandomPruning
-from sparsync.schemes.demo import DeMo
-from sparsync.schemes.dgc import DGC
+from sparsync.schemes import AutoProtect, PerParameter
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
-from sparsync.schemes.onebit_adam import OneBitAdam
 from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
-from sparsync.schemes.sparse_loco import SparseLoCo
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
 from sparsync_lab.rivals.cltk import CLTk
 from sparsync_lab.rivals.deft import DEFT
+from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.gaussiank import GaussianK
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.hard_threshold import HardThreshold
+from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.random_k import RandomK
+from sparsync_lab.rivals.random_pruning import RandomPruning
 from sparsync_lab.rivals.sidco import SIDCo
 from sparsync_lab.rivals.spardl import SparDL
+from sparsync_lab.rivals.sparse_loco import SparseLoCo
 from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.rivals.topk_union import TopKUnion
 

@@ -31,7 +31,7 @@ def marks(P: int, n: int, steps: int, bits: int) -> list[list[Tensor]]:
 
 def assert_mass(steps: Sequence[Step], before: Tensor) -> None:
     """Check conservation at each step: residuals after it + P x written == residuals before it + gradients."""
-    check_conservation("conservation", steps, before)
+    check_conservation(steps, before)
 
 
 @cache

@@ -232,9 +232,9 @@ def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
     chosen = _workload_options(options)
     job = TrialJob(script, options.workload or "", chosen, options.scheme or "", options.timeout)
     if options.scheme is not None:
-        from sparsync.base import scheme_text
+        from sparsync import scheme
 
-        scheme_text.scheme(options.scheme)
+        scheme(options.scheme)
     if status := doctor(job if script or options.workload else None):
         raise SystemExit(status)
 
@@ -320,11 +320,7 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
     check_file(options.csv, "--csv")
     study = FrontierStudy(
         schemes=parse_schemes(options.schemes, options.density, options.skip, ORACLE),
-        workload=options.workload,
-        options=_workload_options(options),
-        ranks=options.ranks,
-        steps=options.steps,
-        seeds=options.seeds,
+        **_training(options),
         rates=options.rates,
         rates_seed=options.rates_seed,
         follow_rate=options.follow_rate,
@@ -405,18 +401,16 @@ def _gradients(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _schemes(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync.base import registry
+    from sparsync import schemes
 
     if options.name is not None:
-        settings = {f"  {key}": f"default {value!r}" for key, value in registry.settings(options.name).items()}
-        about = (
-            f"{options.name}: {registry.describe(options.name)}" if options.name in registry.names() else options.name
-        )
+        settings = {f"  {key}": f"default {value!r}" for key, value in schemes.settings(options.name).items()}
+        about = f"{options.name}: {schemes.describe(options.name)}" if options.name in schemes.names() else options.name
         print(f"{terminal.wrapped(about)}\n{terminal.aligned(settings)}")
         return
-    from sparsync.base.scheme_text import recipes
+    from sparsync_lab.recipes import recipes
 
-    print(terminal.aligned({name: registry.describe(name) for name in registry.names()}))
+    print(terminal.aligned({name: schemes.describe(name) for name in schemes.names()}))
     print("\nRecipes, which compare and frontier take like schemes:")
     print(terminal.aligned(recipes()))
     print()
@@ -440,20 +434,22 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
 
     return CompareSettings(
         schemes=parse_schemes(options.schemes, options.density, options.skip),
-        workload=options.workload,
-        options=_workload_options(options),
-        ranks=options.ranks,
+        **_training(options),
         link=options.link,
         up=options.up,
         down=options.down,
         density=options.density,
         target=options.target,
-        steps=options.steps,
         eval_every=options.eval_every,
-        seeds=options.seeds,
         bucket_mb=options.bucket_mb,
         timeout_s=options.timeout,
     )
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:  # Any: the types of the fields
+    """Return the fields that the settings of `compare` and of `frontier` share."""
+    shared = {name: getattr(options, name) for name in ("workload", "ranks", "steps", "seeds")}
+    return {**shared, "options": _workload_options(options)}
 
 
 def _refuse(unused: Mapping[str, object], why: str, cure: str) -> None:

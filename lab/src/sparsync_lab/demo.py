@@ -1,7 +1,4 @@
-"""What `sparsync demo` shows: two comparisons that two cores finish within minutes, and one table of both.
-
-docs/measuring.md has the reasons for their sizes.
-"""
+"""What `sparsync demo` shows: two comparisons that two cores finish within minutes, and one table of both."""
 
 import math
 import shlex

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.base.scheme_text import RECIPES, by_key, parsed
+from sparsync.base.scheme_text import by_key, parsed
+from sparsync_lab.recipes import RECIPES
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
 AROUND = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme

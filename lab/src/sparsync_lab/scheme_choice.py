@@ -2,7 +2,7 @@
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
 changes of their weights every few steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.5)/": the scheme
-reduces AdamW steps, as `sparsync.AdamWSteps` does. The names in `base.recipes` stand for such combinations of published systems.
+reduces AdamW steps, as `sparsync.AdamWSteps` does. The names in `recipes` stand for such combinations of published systems.
 """
 
 import inspect
@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from sparsync import Bucket, LocalWorld, Report, Scheme, schemes
-from sparsync.base.scheme_text import RECIPES, STEPS, by_key, made, parsed
+from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
+from sparsync_lab.recipes import RECIPES
 
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started

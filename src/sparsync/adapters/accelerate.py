@@ -29,24 +29,19 @@ def attach(
     timeout_s: float = 300.0,
     check_weights_every: int = CHECK_WEIGHTS_EVERY,
 ) -> Handle | None:
-    """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; None, with a warning, where there is one process.
+    """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; with one process, warn and return None.
 
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-    With float16 residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
-    on `accelerator.save_state` writes every rank's residual into its folder, a file for each, and `load_state` loads them, also those
-    of another number of ranks; the folder must be one that all ranks see. Raises as `sparsync.attach`, and TypeError for models that are
-    not trained with DDP.
+    With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
+    on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state` loads
+    them, for any number of ranks. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not
+    trained with DDP.
     """
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:
         return None
+    scaler = accelerator.scaler
     handle = attach_to_ddp(
-        ddp,
-        scheme,
-        optimizer=optimizer,
-        scaler=accelerator.scaler,
-        timeout_s=timeout_s,
-        check_weights_every=check_weights_every,
+        ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s, check_weights_every=check_weights_every
     )
 
     # Not register_for_checkpointing: that writes the main process's state only.

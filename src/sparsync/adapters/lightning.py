@@ -33,12 +33,10 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
     """Reduces the gradients of each `fit` with DDP by `scheme`; `handle` is that of `sparsync.attach` for the latest `fit`.
 
     At the end of a `fit` Lightning drops its DDP model, and the hook with it; the residual stays in `scheme`, also for the next `fit`.
-
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
     `follow_rates`: residuals follow the learning rate of the optimizer, of which there must be one. Its loss scaler they follow anyway, and
-    its clipping where there is one optimizer.
-    `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks' residuals, and any number of ranks can
-    continue from it; with one rank nothing is attached. `fit` raises as `sparsync.attach`, and TypeError for strategies other than DDP's.
+    its clipping where there is one optimizer. `recorder` gets the reports of the first rank after each batch. A checkpoint has all ranks'
+    residuals, and any number of ranks can continue from it; with one rank nothing is attached. The other arguments are as for
+    `sparsync.attach`. `fit` raises as that does, and TypeError for strategies other than DDP's.
     """
 
     def __init__(
@@ -50,8 +48,9 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         timeout_s: float = 300.0,
         check_weights_every: int = CHECK_WEIGHTS_EVERY,
     ) -> None:
-        self.scheme, self.follow_rates = given_or_default(scheme), follow_rates
-        self.recorder, self.timeout_s, self.check_weights_every = recorder, timeout_s, check_weights_every
+        self.scheme, self.recorder = given_or_default(scheme), recorder
+        self._options: dict[str, Any] = {"follow_rates": follow_rates, "timeout_s": timeout_s}
+        self._options["check_weights_every"] = check_weights_every
         self.handle: Handle | None = None
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named
         self._loaded: Sequence[Mapping[str, Any]] | None = None
@@ -61,7 +60,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         ddp = ddp_inside(trainer.strategy.model, "Lightning", trainer.world_size)
         if ddp is None:
             return
-        if self.follow_rates and len(trainer.optimizers) != 1:
+        if self._options["follow_rates"] and len(trainer.optimizers) != 1:
             raise ValueError(
                 f"residuals can follow the learning rate of one optimizer, this module has {len(trainer.optimizers)}; "
                 "leave follow_rates out"
@@ -70,15 +69,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             self.handle.close()  # of the last fit, whose DDP model is gone
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.handle = attach(
-            ddp,
-            self.scheme,
-            optimizer=optimizer,
-            scaler=scaler,
-            follow_rates=self.follow_rates,
-            timeout_s=self.timeout_s,
-            check_weights_every=self.check_weights_every,
-        )
+        self.handle = attach(ddp, self.scheme, optimizer=optimizer, scaler=scaler, **self._options)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

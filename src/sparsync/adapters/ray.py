@@ -36,23 +36,15 @@ def prepare_model(
 ) -> tuple[nn.Module, Handle | None]:
     """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.
 
-    `optimizer`, `scaler`, `timeout_s` and `check_weights_every` are for `sparsync.attach`, `options` for Ray.
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-
-    Where the loop starts from a checkpoint with residuals, they are loaded, also those of another number of workers.
-    Raises as `sparsync.attach`, and TypeError for models that are not trained with DDP.
+    The arguments before `options`, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
+    Where the loop starts from a checkpoint with residuals, they are loaded, for any number of workers.
     """
     prepared = ray.train.torch.prepare_model(model, **options)
     ddp = ddp_inside(prepared, "Ray Train", ray.train.get_context().get_world_size())
     if ddp is None:
         return prepared, None
     handle = attach(
-        ddp,
-        scheme,
-        optimizer=optimizer,
-        scaler=scaler,
-        timeout_s=timeout_s,
-        check_weights_every=check_weights_every,
+        ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s, check_weights_every=check_weights_every
     )
     given = ray.train.get_checkpoint()
     if given is not None:

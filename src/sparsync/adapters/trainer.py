@@ -37,16 +37,14 @@ def attach(
 ) -> "Sparsync":
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
     `follow_rates`: residuals follow the learning rate, which the Trainer changes at every step by default; its loss scaler, and its
-    clipping at `max_grad_norm`, they follow anyway. `recorder` gets the reports of the first rank after each step. Every checkpoint folder
-    gets the residuals of each rank; training that continues from one, also with another number of ranks, loads them from there, or from
-    `resume_from` where the folder was moved.
+    clipping at `max_grad_norm`, they follow anyway. `recorder` gets the reports of the first rank after each step. Each rank's residuals
+    are saved in every checkpoint folder; training that continues from one, with any number of ranks, loads them from there, or from
+    `resume_from` if the folder was moved. The other arguments are as for `sparsync.attach`.
     `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
-    callback = Sparsync(
-        trainer, given_or_default(scheme), follow_rates, recorder, resume_from, timeout_s, check_weights_every
-    )
+    options = {"follow_rates": follow_rates, "timeout_s": timeout_s, "check_weights_every": check_weights_every}
+    callback = Sparsync(trainer, given_or_default(scheme), recorder, resume_from, options)
     trainer.add_callback(callback)
     return callback
 
@@ -58,15 +56,11 @@ class Sparsync(TrainerCallback):
         self,
         trainer: Trainer,
         scheme: Scheme,
-        follow_rates: bool,
         recorder: Recorder | None,
         resume_from: str | Path | None,
-        timeout_s: float,
-        check_weights_every: int,
+        options: dict[str, Any],  # Any: of sparsync.attach
     ) -> None:
-        self.scheme, self.follow_rates, self.recorder, self.timeout_s = scheme, follow_rates, recorder, timeout_s
-        self.check_weights_every = check_weights_every
-        self.resume_from = resume_from
+        self.scheme, self.recorder, self.resume_from, self._options = scheme, recorder, resume_from, options
         self.handle: Handle | None = None
         self._trainer = weakref.ref(trainer)  # which holds this callback
         self._model: weakref.ref[Any] | None = None  # the DDP model that the handle is of
@@ -82,15 +76,8 @@ class Sparsync(TrainerCallback):
         if self._model is None or self._model() is not ddp:  # a second train() uses the model of the first
             if self.handle is not None:
                 self.handle.close()  # of a DDP model that is no longer trained
-            self.handle = attach_to_ddp(
-                ddp,
-                self.scheme,
-                optimizer=kwargs["optimizer"],
-                scaler=trainer.accelerator.scaler,
-                follow_rates=self.follow_rates,
-                timeout_s=self.timeout_s,
-                check_weights_every=self.check_weights_every,
-            )
+            optimizer, scaler = kwargs["optimizer"], trainer.accelerator.scaler
+            self.handle = attach_to_ddp(ddp, self.scheme, optimizer=optimizer, scaler=scaler, **self._options)
             self._model = weakref.ref(ddp)
         if state.global_step:
             self._resume(Path(self.resume_from or _folder(args, state)))

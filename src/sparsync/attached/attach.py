@@ -121,8 +121,7 @@ def attach(
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
     options = Options(optimizer, scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
-        join_mb = ddp.JOIN_MB if join_mb is None else join_mb
-        return ddp.attach(model, scheme, options, join_mb, ddp.DENSE_BELOW if dense_below is None else dense_below)
+        return ddp.attach(model, scheme, options, join_mb, dense_below)
     from sparsync.attached import fsdp2  # loads torch's FSDP
 
     return fsdp2.attach(model, scheme, options, replicate, parameters)

@@ -1,28 +1,30 @@
 """Checkpoints of residuals: a file for each rank, entries of a torch.distributed.checkpoint, or one list of all ranks' states.
 
-Any number of ranks can continue from any of them. State differs from rank to rank under the same parameter names, and of several tensors
-with one name torch.distributed.checkpoint saves only one, in silence: so here every rank's state has a different name.
+Any number of ranks can continue from any of them. Ranks have different states under the same parameter names, of which
+torch.distributed.checkpoint silently saves only one, so every rank's state has a different name here.
 
-The rule for folders. A state's name says model, step, rank and number of ranks: "sparsync-NAME.step100.rank0of4.safetensors". The states of
-all ranks of one world at one step are a checkpoint; it is complete when none of them is missing. `load` takes the complete one of the
-highest step, of two at one step that of as many ranks as there are now. `save` writes this rank's file, whole or not at all; whoever finds
-the new checkpoint complete then removes all states of earlier steps, and those of the same step of another number of ranks. So a complete
-one is there at all times, also where ranks or machines die while they save. A rank's own files of steps after the one that it loads or
-saves belong to an attempt that ended, and go: no two attempts come to lie in one checkpoint. Nothing is sent between ranks.
+The rule for folders. A state's name gives model, step, rank and number of ranks: "sparsync-NAME.step100.rank0of4.safetensors". A checkpoint
+is the states of all ranks at one step; it is complete if none is missing. `load` takes the complete one of the highest step; of two at one
+step, the one with the present number of ranks. `save` writes this rank's file, whole or not at all; each rank that finds the new checkpoint
+complete removes all states of earlier steps, and those of the same step from another number of ranks. So there is always a complete one,
+even if ranks or machines die while they save. A rank also removes its own files of steps after the one that it loads or saves: they belong
+to an attempt that ended. Nothing is sent between ranks.
 """
 
 import gc
 import io
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsync.attached import distributed_checkpoint
 from sparsync.runtime import state_file
@@ -36,7 +38,7 @@ _STEM = re.compile(
 _BEFORE_VERSIONS = "sparsync.*rank*of*.pt"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]*")
 
-# Whose states a rank of this process keeps in a folder, by folder, model and rank: of two models there, one would replace the other's.
+# The scheme whose states lie in a folder, by folder, model and rank: another model of this process would replace them.
 _keepers: dict[tuple[Path, str, int, int], weakref.ref[Any]] = {}  # Any: a Scheme or its reduce-scatter form
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
@@ -44,9 +46,9 @@ State = Mapping[str, Any]  # Any: as Handle.state_dict
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a state is: rank of world, and how to read it."""
+    """The place of one rank's state, and what its name says."""
 
-    rank: int
+    name: re.Match[str]  # of _STEM
     read: Callable[[], dict[str, Any]]
     where: str
     file: Path | None = None  # None: an entry of a torch.distributed.checkpoint
@@ -58,10 +60,17 @@ Found = dict[tuple[int, int], dict[int, _Place]]  # by step and number of ranks,
 def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
     """Write this rank's state into `folder`, whole or not at all, and return the file. Call it on every rank, between two steps.
 
-    Older states are removed once those of all ranks are there; see above. The folder must be one that all ranks see. `name`: of the model,
-    of letters, digits, _ and -, where several models are saved in one folder.
-    Raises ValueError, and writes nothing, where the folder has another model's states under this name, or a complete checkpoint of a later
-    step, which this run has not loaded. Raises OSError, for example when the disk is full, and leaves what was there as it was.
+    Older states are removed once those of all ranks are there.
+
+    Args:
+        handle: what `attach` returned, or a GradientReducer.
+        folder: a folder that all ranks see.
+        name: of the model, if several models are saved in one folder: letters, digits, _ and -.
+
+    Raises:
+        ValueError: if the folder has another model's states under this name, or a complete checkpoint of a later step, which this run has
+            not loaded. Nothing is written.
+        OSError: for example if the disk is full. The files that were there stay.
     """
     folder = Path(folder)
     slot, (rank, ranks) = _slot(handle.part, name), handle.place
@@ -77,16 +86,20 @@ def save(handle: Handle, folder: str | Path, name: str = "") -> Path:
 
 
 def load(handle: Handle, folder: str | Path, name: str = "") -> int:
-    """Continue from what `save` wrote, or from a torch.distributed.checkpoint with `entries`; return how many steps had been made then.
+    """Continue from what `save` wrote, or from a torch.distributed.checkpoint with `entries`.
 
-    Call it on every rank, with the same folder, when all ranks have saved: `torch.distributed.barrier()` where one run does both. Compare
-    what it returns with the step of the model's own checkpoint.
-    With the same number of ranks, every rank gets its own state. With another one, P, new rank r gets the sum of the residuals of old
-    ranks r, r + P, r + 2P, ..., so that the sum over ranks of every element stays the same; state that fits only the old number of ranks,
-    such as thresholds of partitions, starts again.
-    Under FSDP2 with a replicate axis this holds for the ranks with the same shard; the number of shards must stay.
-    Raises ValueError, and changes nothing, when no checkpoint in the folder is complete, and for states that are damaged, of another
-    model, scheme or format; the message names the file. Nothing in a file is executed.
+    Call it on every rank, with the same folder, after all ranks have saved; a run that does both calls a barrier in between.
+    With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the sum of the residuals of old
+    ranks r, r + P, r + 2P, ..., which keeps the sum over ranks of every element; state for the old number of ranks, such as thresholds of
+    partitions, starts again. Under FSDP2 with a replicate axis this holds for the ranks with the same shard; keep the number of shards.
+    Nothing in a file is executed.
+
+    Returns:
+        The number of steps that had been made. Compare it with the step of the model's checkpoint.
+
+    Raises:
+        ValueError: if no checkpoint in the folder is complete, and for states that are damaged or of another model, scheme or format; the
+            message names the file. Nothing changes.
     """
     folder = Path(folder)
     slot, (rank, ranks) = _slot(handle.part, name), handle.place
@@ -108,33 +121,30 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
 
 def holds_states(folder: str | Path) -> bool:
     """Return whether `folder` has states of any handle, complete or not."""
-    folder = Path(folder)
-    return any(_STEM.fullmatch(stem) for stem, _ in [*_files(folder), *_entries(folder)])
+    return bool(_files(Path(folder)) or _entries(Path(folder)))
 
 
 def entries(handle: Handle, name: str = "") -> dict[str, Tensor]:
     """Return what to add to the state dict that torch.distributed.checkpoint saves: `dcp.save({"model": ..., **entries(handle)}, ...)`.
 
-    It is one tensor of bytes, under a name that is this rank's. `load(handle, folder)` finds it. `name` as in `save`.
+    It is one tensor of bytes under this rank's name, which `load(handle, folder)` finds. `name` as in `save`.
     """
     state, (rank, ranks) = handle.state_dict(), handle.place
     return {_stem(_slot(handle.part, name), state["step"] + 1, rank, ranks): _encoded(state)}
 
 
 def gathered(handle: Handle, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]] | None:
-    """Gather all ranks' states, in rank order, on the first rank of `group`, the handle's group; return None on the others.
+    """Return all ranks' states, in rank order, on the first rank of `group`, the handle's group; None on the others.
 
-    Call it on every rank. For checkpoints that are one file, which the first rank writes; its memory holds the residuals of all ranks
-    at once. Ranks send bytes of the format of `save`; nothing that they send is executed.
+    Call it on every rank. For checkpoints in one file, which the first rank writes; it holds the residuals of all ranks in memory at once.
+    Ranks send bytes in the format of `save`; nothing that they send is executed.
     """
     rank, ranks = handle.place
     device = _device_of(group)
     mine = _encoded(handle.state_dict()).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([mine.numel()], device=device), group=group)
-    longest = max(int(each) for each in lengths)
-    padded = mine.new_zeros(longest)
-    padded[: mine.numel()] = mine
+    padded = pad(mine, (0, int(max(lengths)) - mine.numel()))
     received = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
     dist.gather(padded, received, group=group, group_dst=0)
     if received is None:
@@ -153,7 +163,7 @@ def restore(handle: Handle, states: Sequence[State]) -> None:
 
 
 def _restore(handle: Handle, states: Sequence[State], where: Sequence[str], step: int | None = None) -> None:
-    """Load from the states of all ranks; where there are as many as now, those of other ranks may be without tensors."""
+    """Load from the states of all ranks. If there are as many as now, those of other ranks need no tensors."""
     rank, ranks = handle.place
     own = len(states) == ranks
     for number, (state, named) in enumerate(zip(states, where, strict=True)):
@@ -191,7 +201,7 @@ def _check_agrees(integration: str, first: State, state: State, where: str, step
 
 
 def _refused(where: str, error: Exception) -> Exception:
-    """Return the error that says which state is refused."""
+    """Return the error that names the refused state."""
     if isinstance(error, ValueError):
         return error if str(error).startswith(where) else ValueError(f"{where} cannot be loaded: {error}")
     if isinstance(error, (AttributeError, LookupError, TypeError)):
@@ -200,7 +210,7 @@ def _refused(where: str, error: Exception) -> Exception:
 
 
 def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) -> None:
-    """Raise ValueError where saving would replace what another model, or a run that came further, has saved."""
+    """Raise ValueError if saving would replace the states of another model, or of a run that came further."""
     found = _found(_files(folder), slot)
     if found and _is_kept(handle, folder, slot):
         gc.collect()  # a model that is gone may wait in a cycle
@@ -229,14 +239,14 @@ def _check_replaceable(handle: Handle, state: State, folder: Path, slot: str) ->
 
 
 def _is_kept(handle: Handle, folder: Path, slot: str) -> bool:
-    """Return whether another scheme, which is still there, has its states in this place."""
+    """Return whether another scheme, which still exists, keeps its states here."""
     keeper = _keepers.get((folder.resolve(), slot, *handle.place))
     kept = keeper and keeper()
     return kept is not None and kept is not handle.scheme
 
 
 def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
-    """Remove what the checkpoint of this step and number of ranks replaces, where it is complete."""
+    """Remove what the checkpoint of this step and number of ranks replaces, if it is complete."""
     _remove_later(found, step, rank)
     if len(found.get((step, ranks), ())) < ranks:
         return
@@ -246,24 +256,22 @@ def _remove_replaced(found: Found, step: int, rank: int, ranks: int) -> None:
 
 
 def _remove_later(found: Found, step: int, rank: int) -> None:
-    """Remove this rank's files of later steps: no rank can be ahead of itself, so an attempt that ended has left them."""
-    for (other, _), places in found.items():
-        if other > step and rank in places:
-            _remove([places[rank]])
+    """Remove this rank's files of later steps, which an attempt that ended has left."""
+    _remove(places[rank] for (other, _), places in found.items() if other > step and rank in places)
 
 
-def _remove(places: Any) -> None:  # Any: an iterable of _Place
+def _remove(places: Iterable[_Place]) -> None:
     for place in places:
         if place.file is not None:
             place.file.unlink(missing_ok=True)  # another rank may remove the same ones now
 
 
 def _incomplete(folder: Path, found: Found, slot: str, name: str) -> str:
-    """Return the message for a folder that has no complete checkpoint."""
+    """Return the message for a folder without a complete checkpoint."""
     if not found:
         if old := sorted(folder.glob(_BEFORE_VERSIONS)):
             return f"{old[0]} was saved by a sparsync before format version 1; load it with the version that saved it"
-        others = sorted({match["slot"] for stem, _ in _files(folder) if (match := _STEM.fullmatch(stem))})
+        others = sorted({place.name["slot"] for place in _files(folder)})
         hint = f" It has those of {', '.join(others)}; pass the name= they were saved with." if others else ""
         return f"{folder} has no state of {slot}; save one there with sparsync.checkpoint.save on every rank.{hint}"
     step, ranks = max(found)
@@ -273,37 +281,30 @@ def _incomplete(folder: Path, found: Found, slot: str, name: str) -> str:
     )
 
 
-def _found(sources: Sequence[tuple[str, _Place]], slot: str) -> Found:
+def _found(places: Sequence[_Place], slot: str) -> Found:
     found: Found = {}
-    for stem, place in sources:
-        match = _STEM.fullmatch(stem)
-        if match and match["slot"] == slot and place.rank < int(match["ranks"]):
-            found.setdefault((int(match["step"]), int(match["ranks"])), {})[place.rank] = place
+    for place in places:
+        step, rank, ranks = (int(place.name[part]) for part in ("step", "rank", "ranks"))
+        if place.name["slot"] == slot and rank < ranks:
+            found.setdefault((step, ranks), {})[rank] = place
     return found
 
 
-def _files(folder: Path) -> list[tuple[str, _Place]]:
-    files = {file.name.removesuffix(_SUFFIX): file for file in folder.glob("sparsync*" + _SUFFIX)}
-    return [
-        (stem, _Place(int(match["rank"]), lambda file=file: state_file.read(file), str(file), file))
-        for stem, file in files.items()
-        if (match := _STEM.fullmatch(stem))
-    ]
+def _files(folder: Path) -> list[_Place]:
+    names = [(file, _STEM.fullmatch(file.name.removesuffix(_SUFFIX))) for file in folder.glob(f"sparsync*{_SUFFIX}")]
+    return [_Place(name, partial(state_file.read, file), str(file), file) for file, name in names if name]
 
 
-def _entries(folder: Path) -> list[tuple[str, _Place]]:
-    def read(stem: str, where: str) -> dict[str, Any]:
-        return _decoded(distributed_checkpoint.read_tensor(stem, folder), where)
+def _entries(folder: Path) -> list[_Place]:
+    def place(name: re.Match[str]) -> _Place:
+        stem, where = name[0], f"entry {name[0]!r} of {folder}"
+        return _Place(name, lambda: _decoded(distributed_checkpoint.read_tensor(stem, folder), where), where)
 
-    return [
-        (stem, _Place(int(match["rank"]), lambda stem=stem, where=where: read(stem, where), where))
-        for stem in distributed_checkpoint.tensor_names(folder)
-        if (match := _STEM.fullmatch(stem)) and (where := f"entry {stem!r} of {folder}")
-    ]
+    return [place(name) for name in map(_STEM.fullmatch, distributed_checkpoint.tensor_names(folder)) if name]
 
 
 def _head(place: _Place) -> dict[str, Any]:
-    """Return a state without its tensors, where that saves reading them."""
+    """Return a state, without its tensors if they can be skipped."""
     return place.read() if place.file is None else state_file.read(place.file, tensors=False)
 
 
@@ -330,7 +331,7 @@ def _decoded(content: Tensor, where: str) -> dict[str, Any]:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group sends: the CPU where it can."""
+    """Return a device whose tensors the group sends: the CPU if it can."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()

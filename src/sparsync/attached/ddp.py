@@ -1,4 +1,4 @@
-"""The integration for DistributedDataParallel: one hook, registered once. Also as the pair of a state and a hook that trainers register."""
+"""The integration for DistributedDataParallel: a hook, registered once, or the pair of a state and a hook that trainers register."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -33,11 +34,11 @@ DENSE_BELOW = 1024
 
 
 class HookState:
-    """What DDP passes to the hook with each bucket. `handle` is None until it is opened, and after it was detached: then the mean is plain.
+    """What DDP passes to the hook with each bucket: DDP keeps its one hook, and this state changes.
 
-    DDP keeps its one hook, so this state is what may change. A copy has no handle, as a copy of a DistributedDataParallel model has no
-    hook. One by `pickle` of a hook that was not opened yet, of the default group, can be opened as the original can: trainers that start
-    processes pass it to them.
+    `handle` is None before `open`, and after a detach, when buckets are averaged by one all-reduce. A copy has no handle, as a copy of a
+    DistributedDataParallel model has no hook. But a pickled state of the default group that was not opened yet can be opened: trainers
+    that start processes pass it to them.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HookState:
         self._make = make
         self._refused = ""
         self._seen: dict[int, weakref.ref[Tensor]] = {}  # the parameters whose gradients came, by id
-        self._other_model = False  # the backward pass under way is of a model that the state is not for
+        self._other_model = False  # this backward pass is of another model
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as object.__reduce__
         keeps = self._make is not None and self.handle is None and self.group is None
@@ -60,14 +61,14 @@ class HookState:
 
     @property
     def free(self) -> bool:
-        """Whether `attach` may give it another handle."""
+        """True if `attach` may give it another handle."""
         return self._make is None if self.handle is None else self.handle.closed
 
     def open(self) -> "DdpHandle":
-        """Return the handle, which this call makes where there is none yet: collective over the ranks of the group.
+        """Return the handle. The first call makes it, which is collective over the ranks of the group.
 
-        The first bucket opens it otherwise; to load a checkpoint, call this before. Raises as `sparsync.attach`, and RuntimeError for one
-        that was detached.
+        The first bucket calls this; call it yourself to load a checkpoint before. Raises as `sparsync.attach`, and RuntimeError after a
+        detach.
         """
         if self.handle is None:
             if self._make is None:
@@ -78,14 +79,14 @@ class HookState:
     def submit(self, bucket: GradBucket) -> Promised:
         """Return the future of the reduced bucket."""
         if self.handle is None and self._make is None:
-            return _plain_mean(bucket, self.group)
+            return default_hooks.allreduce_hook(self.group, bucket)  # pyright: ignore[reportArgumentType]  # may be None
         try:
             if self._refused:
                 raise RuntimeError(self._refused)
             self._check_model(bucket)
             handle = self.open()
         except Exception as error:  # a hook that raises breaks DDP's reducer permanently; a failed future does not
-            if not self._other_model:  # which the model that the state is for has nothing to do with
+            if not self._other_model:  # that error is not the first model's
                 self._refused = str(error)
             done = future_on(bucket.buffer().device)
             done.set_result(bucket.buffer())
@@ -93,7 +94,7 @@ class HookState:
         return handle.submit(bucket)
 
     def _check_model(self, bucket: GradBucket) -> None:
-        """Raise ValueError for a bucket of another model than those before: each backward pass begins with parameters that are known."""
+        """Raise ValueError for a bucket of another model: each backward pass of the same one begins with a known parameter."""
         parameters = bucket.parameters()
         known = [each for each in parameters if (seen := self._seen.get(id(each))) is not None and seen() is each]
         if bucket.index() == 0:
@@ -107,13 +108,13 @@ class HookState:
             self._seen |= {id(each): weakref.ref(each) for each in parameters}
 
     def release(self, handle: object) -> None:
-        """Reduce densely from now on, if `handle` is what reduces."""
+        """Reduce densely from now on, if `handle` is in use."""
         if self.handle is handle:
             self.handle = self._make = None
 
 
 class DdpHandle(AttachedHandle):
-    """The handle of a DistributedDataParallel model. Parameters without a name get one when they first come."""
+    """The handle of a DistributedDataParallel model. Unnamed parameters get a name with their first bucket."""
 
     switches = True
 
@@ -138,17 +139,16 @@ class DdpHandle(AttachedHandle):
 
     @property
     def closed(self) -> bool:
-        return super().closed or self._hook() is None  # nothing comes any more from a DDP model that is gone
+        return super().closed or self._hook() is None  # the DDP model is gone
 
     def layout(self) -> dict[str, list[int]]:
         return self.shapes
 
     def detach(self) -> None:
-        """Have DDP reduce dense from now on: the plain mean of each bucket, with nothing of ours. Call it on all ranks, between two steps.
+        """Have DDP average each bucket by one all-reduce from now on. Call it on all ranks, between two steps; safe to call again.
 
         Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError. The residual stays in
-        `handle.scheme`: attach that to the same model, and it continues where it was; attach a new scheme, and it is dropped. Safe to call
-        again.
+        `handle.scheme`: attach that scheme to the same model to continue with it, or a new one to drop it.
         """
         self._dispatcher.flush()
         if (hook := self._hook()) is not None:
@@ -157,7 +157,7 @@ class DdpHandle(AttachedHandle):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return this rank's state, with the buckets of the last step: the first step after loading it has the same ones."""
+        """Return this rank's state, with the buckets of the last step, which the first step after loading it uses again."""
         state = super().state_dict()
         return {**state, "buckets": [[key, list(names)] for key, names in self._joining.layout]}
 
@@ -169,7 +169,7 @@ class DdpHandle(AttachedHandle):
         self._joining.want([(str(key), [str(name) for name in names]) for key, names in state.get("buckets", [])])
 
     def _use(self, scheme: Scheme) -> None:
-        # A class with a `reduce` of its own has it called for every bucket.
+        # A class that overrides `reduce` gets every bucket there.
         plain = type(scheme).reduce is ErrorFeedbackScheme.reduce
         may_send_whole = isinstance(scheme, ErrorFeedbackScheme) and plain and scheme.may_send_whole
         below, dispatcher = self._dense_below if may_send_whole else 0, self._dispatcher
@@ -180,9 +180,9 @@ class DdpHandle(AttachedHandle):
         )
 
     def submit(self, bucket: GradBucket) -> Promised:
-        """Return the future of one bucket of DDP's; every failure reaches the caller through it."""
+        """Return the future of one of DDP's buckets; it raises every failure."""
         try:
-            if bucket.index() == 0:  # buckets count up within a backward pass, so this one begins a step
+            if bucket.index() == 0:  # buckets are numbered within a backward pass, so a step begins
                 self._step += 1
                 self._joining.begin_step(self._rescaler.rescale)
             if bucket.buffer().is_sparse:
@@ -198,7 +198,7 @@ class DdpHandle(AttachedHandle):
             return self._failed(bucket.index(), error)
 
     def _warn_of_late(self) -> None:
-        """Warn of parameters that DDP does not reduce, when all that it does have come."""
+        """Warn of parameters that DDP does not reduce, once all others have come."""
         if self._late is not None:
             self._late.warn(
                 lambda name, parameter: id(parameter) in self._came or name in self._ignored,
@@ -207,7 +207,7 @@ class DdpHandle(AttachedHandle):
             )
 
     def _failed(self, index: int, error: Exception) -> Promised:
-        """Return a future that raises `error`, and fail the step on all ranks: on the thread that reduces, which closes connections."""
+        """Return a future that raises `error`, and fail the step on all ranks, on the thread that closes connections."""
         cause = f"{type(error).__name__}: {error}"
 
         def fail() -> None:
@@ -216,7 +216,7 @@ class DdpHandle(AttachedHandle):
         return self._dispatcher.submit(Bucket(f"bucket{index}", torch.zeros(1), self._step), Dense(), fail)
 
     def _submit_sparse(self, bucket: GradBucket) -> Promised:
-        """Reduce a sparse gradient, which DDP puts into a separate bucket, in full."""
+        """Reduce a sparse gradient in full. DDP gives each a separate bucket."""
         self._joining.flush()
         sparse, rescale = bucket.buffer(), self._rescaler.rescale if bucket.index() == 0 else None
         whole = self._bucket(bucket, torch.zeros(sparse.shape, dtype=sparse.dtype, device=sparse.device).flatten())
@@ -236,7 +236,7 @@ class DdpHandle(AttachedHandle):
         return Bucket(f"bucket{bucket.index()}", grad, self._step, layout)
 
     def _name(self, parameter: Tensor) -> str:
-        """Return the name of a parameter; of one that nothing is known of, by its number in the order in which they first come."""
+        """Return the name of a parameter; number unnamed ones in the order in which they first come."""
         names = self._rescaler.names
         name = names.get(id(parameter))
         if name is None:
@@ -246,36 +246,32 @@ class DdpHandle(AttachedHandle):
 
 
 def attach(
-    ddp_model: DistributedDataParallel, scheme: Scheme, options: Options, join_mb: float, dense_below: int
+    ddp_model: DistributedDataParallel, scheme: Scheme, options: Options, join_mb: float | None, dense_below: int | None
 ) -> DdpHandle:
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
-    Collective over the ranks of the model's process group. With a scheme that has a residual, successive buckets are joined until they
-    have `join_mb` megabytes (0: none are), because a scheme takes as many exchanges for a small one as for a large one. What has fewer
-    elements than `dense_below` even then is sent whole, with its residual, in one all-reduce, by topk, two_shot, micro, exdyna and
-    oktopk. One thread reduces the buckets in order, on a private process group, while the backward pass continues.
-    Skipped steps: a step with NaN or Inf in any bucket is skipped, as by a loss scaler; what its other buckets sent is rolled back.
-    Failures: when a step fails, on whatever rank, its backward pass raises on all ranks. Where all ranks fail in the same step, the next
-    one works again, without what the failed step had taken from residuals. Where some ranks were through with it, their next step raises
-    too, and so does every further one until a checkpoint was loaded on all ranks, because their weights differ.
-    Before each bucket the ranks compare step, layout, scheme, shared state and the settings of the optimizer, and every
-    `check_weights_every` steps (0: never) a digest of the parameters that DDP reduces. Where they differ all ranks raise; the RuntimeError
-    that DDP makes of it has the text of the RanksDifferError. On a model that used `join()` neither settings nor weights are compared.
-    Checkpoints: a state has the buckets of the last step. The first step after loading it reduces the same ones when the backward pass is
-    done, so the result is bit-identical to a run with rebuilt buckets.
-    Copies: a copy of the model, by `copy.deepcopy`, `torch.save` or AveragedModel, reduces densely until it is attached to.
-    `join()`: a rank that has run out of data still sends its residual, and the mean still divides by all ranks.
-    `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient as it was; what the scheme sent for it from
-    its residual is lost.
-    A sparse gradient of an embedding is reduced in full: its report is one of "dense".
+    Collective over the ranks of the model's process group. One thread reduces the buckets in order, on a private process group, while the
+    backward pass continues. Buckets are joined only for schemes with a residual; topk, two_shot, micro, exdyna and oktopk send those below
+    `dense_below` whole, with their residual, in one all-reduce.
+    Failures: if all ranks fail in the same step, the next step works, without what the failed one took from residuals.
+    Comparison: before each bucket the ranks compare step, layout, scheme, shared state and optimizer settings, and every
+    `check_weights_every` steps a digest of the parameters that DDP reduces. If they differ, all ranks raise a RuntimeError with the text of
+    the RanksDifferError. On a model that used `join()` neither settings nor weights are compared.
+    Checkpoints: a state has the buckets of the last step. The first step after loading it reduces the same ones after the backward pass, so
+    the result is bit-identical to a run with rebuilt buckets.
+    Copies: a copy of the model, by `copy.deepcopy`, `torch.save` or AveragedModel, reduces densely until you attach to it.
+    `join()`: a rank without data still sends its residual, and the mean still divides by all ranks.
+    `find_unused_parameters=True`: a parameter that no rank used in a step keeps its gradient; what the scheme sent for it is lost.
+    A sparse gradient of an embedding is reduced in full; its report says "dense".
     """
     hook = registered_hook(ddp_model) or HookState(ddp_model.process_group)
     reduced = weakref.ref(ddp_model)
 
     def compares() -> bool:
-        # Ranks that have joined neither step nor schedule, and get the weights of another one at the end.
+        # Ranks that have joined step neither optimizer nor schedule, and get another rank's weights at the end.
         return (model := reduced()) is None or not model._join_config.enable
 
+    join_mb, dense_below = JOIN_MB if join_mb is None else join_mb, DENSE_BELOW if dense_below is None else dense_below
     handle = opened(scheme, ddp_model.module, options, join_mb, dense_below, hook, compares)
     register(ddp_model, hook)
     hook.handle = handle
@@ -285,7 +281,7 @@ def attach(
 def register(ddp_model: DistributedDataParallel, hook: HookState) -> None:
     """Register `hook` with a model, unless it is already."""
     if not hook.registered:
-        # Of a copied model: its reducer has no hook, but its list has.
+        # The reducer of a copied model has no hook, but its list has.
         ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if not isinstance(each[1], HookState)]
         ddp_model.register_comm_hook(hook, reduce_bucket)
         hook.registered = True
@@ -313,25 +309,27 @@ def ddp_comm_hook(
 ) -> CommHook:
     """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
 
-    For trainers that take such a pair; `sparsync.attach` does more, so prefer it where you have the DistributedDataParallel model. The
-    pair is for one model, and the backward pass of a second one raises. Nothing is sent before the first bucket, which makes the handle
-    on all ranks; afterwards it is `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks, after
-    init_process_group; it returns the handle.
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
-    `group` is the model's process group, None the default one. The other arguments are those of `sparsync.attach`.
+    For trainers that take such a pair; prefer `sparsync.attach` if you have the DistributedDataParallel model. A pair is for one model, and
+    the backward pass of a second one raises. The first bucket makes the handle on all ranks; afterwards it is `state.handle`. To load a
+    checkpoint before the first step, call `state.open()` on all ranks after init_process_group; it returns the handle.
 
-    What a hook is not told, and so is missing here:
+    A hook lacks what DDP does not tell it:
 
-    - Names. Without `module`, the bare model whose parameters DDP reduces, they are called parameter0, parameter1, ... in the order of
-      the first step's buckets, and patterns such as `protect=` and PerParameter's match nothing else. A checkpoint then fits a
-      model whose first step has the same buckets: the same `bucket_cap_mb`, and no other parameters trained.
-    - The model. `sparsync.doctor` was not asked: what `attach` refuses shows when the first bucket comes, or not at all.
-    - `join()`: ranks that have run out of data step neither optimizer nor schedule, and then they differ. Leave `optimizer` out, and pass
+    - Names. Without `module`, parameters are called parameter0, parameter1, ... in the order of the first step's buckets, and patterns such
+      as `protect=` match nothing else. A checkpoint then fits only a model whose first step has the same buckets: the same `bucket_cap_mb`
+      and the same trained parameters.
+    - The model. What `attach` refuses shows with the first bucket, or not at all.
+    - `join()`. Ranks without data step neither optimizer nor schedule, and then they differ: leave `optimizer` out, and pass
       `check_weights_every=0`.
-    - The default group, where the model has another one: pass it.
 
-    Raises TypeError for anything but a Scheme, and ValueError for one that another handle drives. Warns as `attach` of `optimizer`, and of
-    patterns that match no parameter of `module`.
+    Args:
+        scheme: as for `sparsync.attach`, like all arguments after `group`.
+        module: the bare model whose parameters DDP reduces.
+        group: the model's process group. None: the default one.
+
+    Raises:
+        TypeError: for anything but a Scheme.
+        ValueError: for a scheme that another handle drives.
     """
     scheme = given_or_default(scheme)
     check_free(scheme, module)
@@ -354,7 +352,7 @@ def opened(
 ) -> DdpHandle:
     """Return a handle that reduces what `hook` gets, with separate connections. Collective over the ranks of the hook's group.
 
-    `module` is the bare model, where it is known. While `compares` returns False, settings and weights are not compared.
+    `module` is the bare model, if it is known. While `compares` returns False, settings and weights are not compared.
     """
     if not 0 <= join_mb < float("inf"):
         raise ValueError(f"join_mb must be in [0, inf), the megabytes up to which buckets are joined, got {join_mb}")
@@ -374,23 +372,14 @@ def opened(
 
 
 def registered_hook(model: DistributedDataParallel) -> HookState | None:
-    """Return the hook of ours that the model has registered already; None where it has none."""
+    """Return the state of sparsync's hook on this model; None if it has none."""
     states = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, HookState)]
     return next((state for state in states if state.registered), None)
 
 
 def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket: the hook, which DDP calls with each bucket that is complete, in order."""
+    """Reduce a bucket. This is the hook, which DDP calls with each complete bucket, in order."""
     return state.submit(bucket)
-
-
-def _plain_mean(bucket: GradBucket, group: dist.ProcessGroup | None) -> Promised:
-    """Return the future of the mean of a bucket over the ranks of `group`, by one all-reduce of it: torch's allreduce_hook."""
-    group = group if group is not None else dist.group.WORLD
-    mean = bucket.buffer().div_(dist.get_world_size(group))
-    work = dist.all_reduce(mean, group=group, async_op=True)
-    assert work is not None  # only for a rank outside the group
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _weights(of: Callable[[], nn.Module | None]) -> list[tuple[str, nn.Parameter]]:

@@ -1,11 +1,12 @@
-"""Reading single tensors of a torch.distributed.checkpoint folder without running what its files say.
+"""Reading single tensors of a torch.distributed.checkpoint folder without executing anything in its files.
 
-torch's FileSystemReader unpickles `.metadata`, which may name any function to call. Here only the classes of metadata itself are made, and
-attributes set on their instances; in the place of any other class or function stands an object that does nothing.
+torch's FileSystemReader unpickles `.metadata`, which may call any function. Here a pickle makes only the classes of metadata and sets
+attributes on their instances; an object that does nothing replaces every other class and function.
 """
 
 import pickle
 from collections import OrderedDict
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,24 +23,17 @@ from sparsync.base.regular_file import opened
 
 _FILE = ".metadata"
 # A pickle may set attributes on instances of these.
-_RECORDS = (
-    *(dcp_metadata.ChunkStorageMetadata, dcp_metadata.TensorProperties, TensorStorageMetadata),
-    *(
-        dcp_metadata.BytesStorageMetadata,
-        StorageMeta,
-        Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_filesystem._StorageInfo,
-    ),
+_RECORDS: tuple[Any, ...] = (
+    *filter(is_dataclass, vars(dcp_metadata).values()),
+    dcp_filesystem._StorageInfo,
     OrderedDict,
 )
-_CLASSES = {
-    (each.__module__, each.__name__): each for each in (*_RECORDS, dcp_metadata._MEM_FORMAT_ENCODING, torch.Size)
-}
+_ALLOWED = (*_RECORDS, dcp_metadata._MEM_FORMAT_ENCODING, torch.Size)
+_CLASSES = {(each.__module__, each.__name__): each for each in _ALLOWED}
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a torch.distributed.checkpoint; none where `folder` is none. Raises as `read_tensor`."""
+    """Return the names of the tensors in a torch.distributed.checkpoint; none for another folder. Raises as `read_tensor`."""
     if not (folder / _FILE).exists():
         return []
     entries = _Reader(folder).read_metadata().state_dict_metadata
@@ -47,16 +41,15 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def read_tensor(name: str, folder: Path) -> Tensor:
-    """Return one tensor of one dimension and of bytes. Raises ValueError that names what cannot be read."""
+    """Return a one-dimensional tensor of bytes. Raises ValueError that names what cannot be read."""
     reader = _Reader(folder)
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata.get(name)
     try:
-        for index, stored in metadata.storage_data.items():
-            if index.fqn == name and Path(stored.relative_path).name != stored.relative_path:
-                raise ValueError(f"it lies in {stored.relative_path!r}, outside of the folder")
-            if index.fqn == name:
-                opened(folder / stored.relative_path).close()
+        for path in [stored.relative_path for index, stored in metadata.storage_data.items() if index.fqn == name]:
+            if Path(path).name != path:
+                raise ValueError(f"it lies in {path!r}, outside of the folder")
+            opened(folder / path).close()
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError("it is no tensor")
         found: dict[str, Any] = {name: torch.empty(*entry.size, dtype=torch.uint8)}
@@ -69,7 +62,7 @@ def read_tensor(name: str, folder: Path) -> Tensor:
 
 
 class _Reader(FileSystemReader):
-    """A FileSystemReader that takes nothing but metadata from the file of that name, which it reads once."""
+    """A FileSystemReader that takes only metadata from `.metadata`, and reads it once."""
 
     _known: Metadata | None = None
 
@@ -112,7 +105,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _Nothing:
-    """What stands for anything else, whatever it is made of or given."""
+    """Replaces anything else, and takes any arguments."""
 
     def __new__(cls, *args: object, **kwargs: object) -> "_Nothing":
         return super().__new__(cls)

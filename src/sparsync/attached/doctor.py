@@ -1,4 +1,4 @@
-"""Preflight: what would break, or silently do something unexpected, and the fix. DistributedDataParallel's is here."""
+"""Preflight: what would break, or silently do something unexpected, and the fix. This file examines DistributedDataParallel."""
 
 from collections.abc import Iterator
 
@@ -28,9 +28,8 @@ def doctor(
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
-    Without `scheme` it is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
-    `exchange` is as for `attach`. Pass the `optimizer` that will apply the gradients, also where its rates are not to be followed: some
-    schemes do harm under Adam, others want SGD without momentum. Without it nothing is known of that, and nothing said.
+    Pass the `optimizer` that will apply the gradients, even if residuals need not follow its rates: some schemes do harm under Adam, others
+    need SGD without momentum. The other arguments are as for `attach`.
     Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
     """
     scheme = findings.given_or_default(scheme)
@@ -63,57 +62,41 @@ def has_replicas(model: nn.Module, replicate: Axis | None) -> bool:
 
 
 def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
-    yield from _hooks(model)
+    if (hook := _hook(model)) is not None:
+        yield hook
     if getattr(model, "_use_python_reducer", False):
-        yield Finding(
-            "DDP was made with torch.compile's python reducer, which does not pass buckets to hooks",
-            'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model',
-            RuntimeError,
-        )
+        what = "DDP was made with torch.compile's python reducer, which does not pass buckets to hooks"
+        cure = 'set torch._dynamo.config.optimize_ddp = "ddp_optimizer" before wrapping the model'
+        yield Finding(what, cure, RuntimeError)
     if getattr(model, "skip_all_reduce_unused_params", False):
-        yield Finding(
-            "with skip_all_reduce_unused_params=True, DDP leaves out buckets without telling the hook",
-            "make the model without it; find_unused_parameters=True works",
-            RuntimeError,
-        )
+        what = "with skip_all_reduce_unused_params=True, DDP leaves out buckets without telling the hook"
+        yield Finding(what, "make the model without it; find_unused_parameters=True works", RuntimeError)
     if getattr(model, "static_graph", False):
-        yield Finding(
-            "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()",
-            "leave static_graph out if you use no_sync()",
-        )
+        what = "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()"
+        yield Finding(what, "leave static_graph out if you use no_sync()")
     for name, _ in findings.sparse_embeddings(model.module):
-        yield Finding(
-            f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one",
-            "make it with sparse=False for the scheme to reduce it",
-        )
+        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
+        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
     yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
 
 
-def _hooks(model: DistributedDataParallel) -> Iterator[Finding]:
+def _hook(model: DistributedDataParallel) -> Finding | None:
     """Find the hook that the model has already; DDP takes one."""
+    hook = registered_hook(model)
     if getattr(model, "mixed_precision", None) is not None:
-        yield Finding(
-            "DDP's mixed_precision installs a communication hook, and DDP takes only one",
-            "use torch.autocast, or a model in 16 bits, instead",
-            RuntimeError,
-        )
+        what = "DDP's mixed_precision installs a communication hook, and DDP takes only one"
+        cure = "use torch.autocast, or a model in 16 bits, instead"
     elif findings.steps_in_backward(model.module):
-        yield Finding(
-            "an optimizer that steps during the backward pass installs a communication hook, and DDP takes only one",
-            "step the optimizer after the backward pass",
-            RuntimeError,
-        )
-    elif (hook := registered_hook(model)) is not None and not hook.free:
-        yield Finding(
-            "this model is already attached to a scheme, and DDP takes only one communication hook",
-            "give its handle another scheme, handle.scheme = ..., or call handle.detach() before",
-            RuntimeError,
-        )
+        what = "an optimizer that steps during the backward pass installs a communication hook, and DDP takes only one"
+        cure = "step the optimizer after the backward pass"
+    elif hook is not None and not hook.free:
+        what = "this model is already attached to a scheme, and DDP takes only one communication hook"
+        cure = "give its handle another scheme, handle.scheme = ..., or call handle.detach() before"
     elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
-        yield Finding(
-            "this model already has a communication hook, and DDP takes only one",
-            "wrap the module again",
-            RuntimeError,
-        )
+        what = "this model already has a communication hook, and DDP takes only one"
+        cure = "wrap the module again"
+    else:
+        return None
+    return Finding(what, cure, RuntimeError)

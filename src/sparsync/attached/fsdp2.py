@@ -1,6 +1,6 @@
 """The integration for FSDP2: a reduce-scatter of ours on the shard axis, or an all-reduce hook on an axis of replicas."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,14 +16,13 @@ from sparsync.attached.fsdp2_gather import ParameterGather
 from sparsync.attached.fsdp2_units import (
     ShardedParameter,
     Unit,
-    UnitExchange,
     counts_unused,
     parameter_lines,
     replicate_axis,
     trained_shards,
     units_of,
 )
-from sparsync.attached.parameter_format import ParameterFormat, parameter_format
+from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import ReduceScatterScheme, Scheme, own_shard_layout, shard_layout, shard_name
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, Comm, Report, laid_out
@@ -40,17 +39,16 @@ from sparsync.wire import Values
 class Fsdp2Handle(AttachedHandle):
     """The handle of one axis of an FSDP2 model."""
 
-    def __init__(
-        self, *args: Any, units: list[Unit], module: nn.Module, **options: Any
-    ) -> None:  # Any: those of Handle
+    # Any: the arguments of Handle
+    def __init__(self, *args: Any, units: list[Unit], module: nn.Module, **options: Any) -> None:
         super().__init__(*args, module=module, **options)
         self._units = units
+        self._undo: list[Callable[[], None]] = []  # each takes back one change to the model
         self._gather: ParameterGather | None = None
         self._late = LateParameters(module)
         self._at_first = {name for name, _ in named_parameters(module)}
         self._seen: set[str] = set()  # the keys of this backward pass; empty between two
-        self._in_flight: list[Future] = []  # to be waited for before the backward pass ends
-        self._unused: list[tuple[Unit, bool]] = []  # units, and their setting for unused parameters before attach
+        self._in_flight: list[Future] = []  # the backward pass ends after them
 
     def detach(self) -> None:
         """Give the model back as it was before `attach`. Call it on all ranks, between two steps.
@@ -58,9 +56,8 @@ class Fsdp2Handle(AttachedHandle):
         Reports, summary and state stay readable; `set`, `switch` and assigning a scheme raise RuntimeError.
         """
         self._dispatcher.flush()
-        for unit, before in self._unused:
-            unit.reduce_unused(before)
-        self._unused = []
+        while self._undo:
+            self._undo.pop()()
         self._detached = True
         self._dispatcher.stop()
         self._rescaler.close()
@@ -82,12 +79,14 @@ class Fsdp2Handle(AttachedHandle):
         return self._gather.reports() if self._gather is not None else []
 
     def gather_as(self, how: ParameterFormat, shards: GroupComm) -> None:
-        """Replace the all-gather of parameters too, for `attach`. `shards` is of the shard axis, and private."""
+        """Replace the all-gather of parameters too. `shards` connects the shard axis, for this alone."""
         self._gather = ParameterGather(self._units, how, shards)
 
     def gather_exactly(self) -> None:
-        """Have the next all-gather of each module's parameters send them as they are. Call it on all ranks, after writing parameters
-        by hand; loading a state into the model or into this handle does it by itself."""
+        """Send parameters unrounded in the next all-gather of each module.
+
+        Call it on all ranks after writing parameters by hand. Loading a state into the model or into this handle calls it.
+        """
         if self._gather is not None:
             self._gather.forget()
 
@@ -95,15 +94,15 @@ class Fsdp2Handle(AttachedHandle):
         return {name: shape for unit in self._units for name, shape in unit.shapes.items()}
 
     def _count_unused(self) -> None:
-        """Let parameters without gradient count as zero from now on, so that every buffer has all parameters, on all ranks."""
-        self._unused = [(unit, unit.reduce_unused(True)) for unit in self._units]
+        """Count parameters without gradient as zero from now on, so that every buffer has all parameters on all ranks."""
+        self._undo += [unit.count_unused() for unit in self._units]
 
     def _submit(self, unit: Unit, bucket: Bucket, scheme: Reduction, into: Bucket) -> None:
-        """Have a bucket reduced; return when that is done, or at once where nothing reads `into` before the backward pass ends."""
+        """Reduce a bucket. Returns at once if nothing reads `into` before the backward pass ends, otherwise when it is written."""
         prepare = self._rescaler.rescale if len(self._seen) == 1 else None
         allowed = self._max_in_flight(unit, bucket.grad) if unit.reads_late(into.grad.dtype) else 0
 
-        def written() -> Bucket:  # a copy where FSDP2 may divide it in place
+        def written() -> Bucket:  # a copy if FSDP2 may divide it in place
             return into if allowed else replace(into, grad=into.grad.clone())
 
         self._in_flight.append(self._dispatcher.submit(bucket, scheme, prepare, written))
@@ -115,11 +114,11 @@ class Fsdp2Handle(AttachedHandle):
             raise
 
     def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """Return how many buffers like this one may be under way at once."""
+        """Return how many buffers like this one may be reduced at once."""
         return len(self._units)
 
     def _open(self, unit: Unit) -> int:
-        """Return the number of this step. A backward pass opens one, and so does a unit that comes a second time in the same pass."""
+        """Return the number of this step. Each backward pass opens one; a unit that comes twice in one pass opens another."""
         if not self._seen or unit.key in self._seen:
             self._seen.clear()
             self._step += 1
@@ -128,13 +127,13 @@ class Fsdp2Handle(AttachedHandle):
                 "fully_shard was called on the model",
                 "call fully_shard on the new modules too before the model, and attach to it",
             )
-            # HACK: autograd has no public function for this; FSDP2 uses the same one. Price: it may change with torch.
+            # HACK: autograd has no public function for this; FSDP2 uses this one. Price: it may change with torch.
             Variable._execution_engine.queue_callback(self._close)  # pyright: ignore[reportAttributeAccessIssue]
         self._seen.add(unit.key)
         return self._step
 
     def _close(self) -> None:
-        """End the step: wait for what the backward pass did not wait for."""
+        """End the step: wait for the buckets that the backward pass did not wait for."""
         pending, self._in_flight = self._in_flight, []
         self._seen.clear()
         try:
@@ -142,19 +141,17 @@ class Fsdp2Handle(AttachedHandle):
                 self._dispatcher.wait(future)
             self._connection.end_step()
         except BaseException:
-            self._in_flight = pending  # all of them have ended or will soon: a failed step fails as a whole
+            self._in_flight = pending  # all end soon: a failed step fails as a whole
             self._abandon()
             raise
 
     def _incomplete(self, unit: Unit, shard: Tensor) -> RuntimeError:
-        """Return the error of a step that ends because a buffer lacks parameters."""
+        """Abandon the step because a buffer lacks parameters, and return its error."""
         self._abandon()
         wanted = sum(each.length for each in unit.trained())
-        cure = (
-            "leave set_reduce_scatter_unused_params(True), as attach set it"
-            if counts_unused()
-            else f"torch {torch.__version__} leaves them out; use all of them in each step, or install torch 2.13 or later"
-        )
+        cure = "leave set_reduce_scatter_unused_params(True), as attach set it"
+        if not counts_unused():
+            cure = f"torch {torch.__version__} leaves them out; use all of them in each step, or install torch 2.13 or later"
         return RuntimeError(
             f"module {unit.key!r} came with {shard.numel()} elements a shard, and its trained parameters have {wanted}: some got no "
             f"gradient, and this scheme must know which; {cure}"
@@ -164,7 +161,7 @@ class Fsdp2Handle(AttachedHandle):
         """Forget a step that failed; the next unit opens another."""
         pending, self._in_flight = self._in_flight, []
         for future in pending:
-            with suppress(Exception):  # the error that ended the step is on its way to the caller
+            with suppress(Exception):  # the caller gets the error that ended the step
                 future.wait()
         self._seen.clear()
 
@@ -173,23 +170,15 @@ class ShardHandle(Fsdp2Handle):
     """The handle of a scheme on the shard axis; its residuals are of whole gradients."""
 
     def __init__(self, *args: Any, units: list[Unit], **options: Any) -> None:
-        # Each copy of the shards has residuals of its own.
+        # Residuals differ between copies of the shards.
         part = f"replica{units[0].copy}of{units[0].copies}" if units[0].copies > 1 else ""
         super().__init__(*args, units=units, part=part, **options)
-        self._before = [(unit, unit.reduce_scatter) for unit in units]
-        for unit in units:
-            unit.set_reduce_scatter(UnitExchange(partial(self.reduce_scatter, unit)))
+        self._undo += [unit.replace_reduce_scatter(partial(self.reduce_scatter, unit)) for unit in units]
         if self.scheme.needs_layout:
             self._count_unused()
 
-    def detach(self) -> None:
-        super().detach()
-        for unit, comm in self._before:
-            unit.set_reduce_scatter(comm)
-        self._before = []
-
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle
-        """Return this rank's state, with residuals of whole parameters: so they fit any number of ranks."""
+        """Return this rank's state, with residuals of whole parameters, which fit any number of ranks."""
         state, (_, P) = super().state_dict(), self.place
         by_shard = state["scheme"].get("residual", {})
         whole = {
@@ -216,7 +205,7 @@ class ShardHandle(Fsdp2Handle):
             )
 
     def reduce_scatter(self, unit: Unit, out: Tensor, x: Tensor, op: dist.ReduceOp.RedOpType | dist.ReduceOp) -> None:
-        """Fill `out` with this rank's chunk of the mean over ranks of `x`, or of the sum, now or before the backward pass ends."""
+        """Write this rank's chunk of the mean, or of the sum, of `x` over ranks to `out`, before the backward pass ends."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             self._abandon()
             raise ValueError(
@@ -233,9 +222,9 @@ class ShardHandle(Fsdp2Handle):
         self._submit(unit, bucket, ReduceScatterInto(self.scheme, out, op == dist.ReduceOp.AVG, P), into)
 
     def _max_in_flight(self, unit: Unit, buffer: Tensor) -> int:
-        """Return 1, as each is a whole gradient; 0 where an all-reduce hook reads the result at once.
+        """Return 1, as each is a whole gradient.
 
-        On CUDA 0 as well, because FSDP2 gives the buffer's memory away once this returns.
+        Return 0 if an all-reduce hook reads the result at once, and on CUDA, where FSDP2 frees the buffer when the call returns.
         """
         return 1 if buffer.device.type == "cpu" and unit.all_reduce_hook is None else 0
 
@@ -253,27 +242,18 @@ class ReplicateHandle(Fsdp2Handle):
         assert shards is not None
         part = f"shard{shards.rank()}of{shards.size()}" if shards.size() > 1 else ""
         super().__init__(*args, units=units, part=part, **options)
-        self._partial: dict[str, Tensor] = {}  # by unit: what waits for set_requires_all_reduce(True)
-        self._all_reduce_again = [unit.reduce_over_shards_only() for unit in units]
-        for unit in units:
-            unit.module.set_all_reduce_hook(partial(self.all_reduce, unit))
+        self._partial: dict[str, Tensor] = {}  # by unit: sums that wait for set_requires_all_reduce(True)
+        self._undo += [unit.reduce_over_shards_only() for unit in units]
+        self._undo += [unit.use_all_reduce_hook(partial(self.all_reduce, unit)) for unit in units]
         self._count_unused()
-
-    def detach(self) -> None:
-        super().detach()
-        for unit in self._units:
-            unit.set_all_reduce_hook(None)
-        for undo in self._all_reduce_again:
-            undo()
-        self._all_reduce_again = []
 
     def _residual_sizes(self) -> dict[str, int]:
         return {each.name: each.length for unit in self._units for each in unit.trained()}
 
     def all_reduce(self, unit: Unit, shard: Tensor) -> None:
-        """Replace `shard` by the scheme's estimate of its mean over replicas, now or before the backward pass ends.
+        """Replace `shard` by the scheme's estimate of its mean over replicas before the backward pass ends.
 
-        While set_requires_all_reduce(False) holds, it is put aside instead, and the gradients get zero.
+        After set_requires_all_reduce(False), keep it for a later call instead, and give the gradients zero.
         """
         before = self._partial.pop(unit.key, None)
         if before is not None and before.shape == shard.shape:
@@ -296,7 +276,7 @@ class ReplicateHandle(Fsdp2Handle):
 
 
 class ReduceScatterInto(Reduction):
-    """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean, or of the sum, to `out`."""
+    """A reduce-scatter as a Connection calls it: `reduce` writes this rank's chunk of the mean or sum to `out`."""
 
     def __init__(self, scheme: ReduceScatterScheme, out: Tensor, average: bool, ranks: int) -> None:
         self.name, self._scheme, self._out = scheme.name, scheme, out
@@ -322,20 +302,19 @@ def attach(
 ) -> Fsdp2Handle:
     """Make an FSDP2 model reduce its gradients with `scheme` over one axis, and return the handle to its reports and state.
 
-    Where fully_shard was given a mesh of one axis and `replicate` is None, that is the shard axis, and the scheme TwoShot, OkTopk,
-    SkipReduce or Dense, as a reduce-scatter. With `replicate`, an axis of a mesh or a process group, every scheme works, on the shards
-    that FSDP2 has reduced already; `attach` can be called once for each axis. Where fully_shard was given a mesh of two axes (HSDP), the
-    scheme takes the place of FSDP2's all-reduce over the first one, as with `replicate`.
-    `parameters` is how the shard axis exchanges parameters: as rounded differences, and then every rank holds all of them, n more
-    elements; with ParameterFormat also without. None: FSDP2's own all-gather.
-    Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. When a step
-    fails, on whatever rank, its backward pass raises on all ranks of the axis; call reset_iter_state() on the model, then continue.
+    Which axis: the shard axis, if fully_shard was given a mesh of one axis and `replicate` is None. The scheme is then a reduce-scatter:
+    TwoShot, OkTopk, SkipReduce or Dense. With `replicate`, every scheme reduces the shards that FSDP2 has reduced already; you can call
+    `attach` once for each axis. If fully_shard was given a mesh of two axes (HSDP), the scheme replaces FSDP2's all-reduce over the first.
+    `parameters` says how the shard axis exchanges parameters: as rounded differences, for which every rank holds all n of them, or rounded
+    whole, with ParameterFormat. None: FSDP2's all-gather.
+    Collective over the ranks of the axis. A parameter without gradient counts as zero, unless the scheme needs no names. A step that fails
+    on any rank raises in the backward pass on all ranks of the axis; call reset_iter_state() on the model, then continue.
     See docs/attach.md.
     """
     units = units_of(model)
     replicas = replicate_axis(units, replicate)
     names = {number: name for unit in units for number, name in unit.ids.items()}
-    how = parameter_format(parameters) if parameters is not None else None
+    how = parameters if parameters is None or isinstance(parameters, ParameterFormat) else ParameterFormat(parameters)
     form = scheme.reduce_scatter_form() if replicas is None else scheme
     rescaler = options.rescaler(form, names, adds_up=True)
     driven, axis_name = trained(model), "shards" if replicas is None else "replicas"

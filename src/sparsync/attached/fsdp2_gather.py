@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync.attached.fsdp2_units import Unit, UnitExchange, inside_backward, recovery
+from sparsync.attached.fsdp2_units import Unit, inside_backward, recovery
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.collectives.values import gather_differences
 from sparsync.comm.group import GroupComm
@@ -17,54 +17,51 @@ from sparsync.core import Bucket, Comm, Report
 from sparsync.runtime.connection import MAX_REPORTS, Connection, Reduction
 from sparsync.wire import ValueCodec
 
-_AS_IT_IS = ValueCodec("float32")
+_EXACT = ValueCodec("float32")
 
 
 class ParameterGather:
-    """Replaces the all-gather of these units, until `detach`. Collective over their shard axis, as is every gather that sends.
+    """Replaces the all-gather of these units until `detach`. Collective over their shard axis, as is every gather that sends.
 
-    In differences, a gather in a forward pass sends: the first one of a unit, and the first after `forget`, its shards as they are,
-    later ones the rounded differences. One inside a backward pass sends nothing and returns what the forward pass was given, bit for bit.
+    With differences, the first gather of a unit, and the first after `forget`, sends exact shards; later ones in a forward pass send
+    rounded differences. A gather inside a backward pass sends nothing and returns the bits that the forward pass got.
     """
 
     def __init__(self, units: list[Unit], how: ParameterFormat, comm: GroupComm) -> None:
-        """Take over the gathers. `comm` is of the shard axis, and private."""
+        """Take over the gathers. `comm` connects the shard axis, for this alone."""
         self._shared = SharedShards(how)
         self._connection = Connection(self._shared, comm, "parameters")
         weakref.finalize(self, self._connection.shut).atexit = False  # as a handle's
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
-        self._step, self._seen = -1, set[str]()  # the pass since the last failure, and the units that came in it
-        # The CUDA event after the latest gather, as FSDP2 may take another stream for the next. Any: torch's stubs know two such classes.
+        self._step, self._seen = -1, set[str]()  # the number of this pass since the last failure, and its units so far
+        # The CUDA event after the latest gather: FSDP2 may use another stream for the next. Any: torch's stubs know two such classes.
         self._last: Any = None
-        self._before = [(unit, unit.all_gather) for unit in units]
-        self._loading = [hook for unit in units for hook in self._forget_when_loaded(unit)]
+        self._undo = [unit.replace_all_gather(partial(self.gather, unit)) for unit in units]
         for unit in units:
-            unit.set_all_gather(UnitExchange(partial(self.gather, unit)))
+            forget = partial(_forget, weakref.ref(self), unit.key)
+            self._undo += [each.register_load_state_dict_post_hook(forget).remove for each in unit.owners]
 
     def reports(self) -> list[Report]:
-        """Return one report for each gather that sent something, oldest first; only the newest 10 000 are there."""
+        """Return one report for each gather that sent something, oldest first; only the newest 10 000 are kept."""
         return list(self._reports)
 
     def forget(self, key: str | None = None) -> None:
-        """Have the next gather of a unit, None: of each, send the shards as they are. Call it on all ranks."""
+        """Send exact shards in the next gather of a unit (None: of each). Call it on all ranks."""
         self._shared.forget(key)
 
     def detach(self) -> None:
-        """Give the units their all-gather back."""
-        for unit, comm in self._before:
-            unit.set_all_gather(comm)
-        for hook in self._loading:
-            hook.remove()
-        self._before, self._loading = [], []
+        """Restore the all-gathers of the units."""
+        while self._undo:
+            self._undo.pop()()
         self.forget()
         self.close()
 
     def close(self) -> None:
-        """Give the connections back; a gather that would send raises RuntimeError from then on."""
+        """Close the connections; a gather that would send raises RuntimeError from then on."""
         self._connection.shut()
 
     def gather(self, unit: Unit, out: Tensor, shard: Tensor, op: object) -> None:
-        """Replace `out` [P m], whose own chunk is `shard`, by what all ranks hold of all shards from now on."""
+        """Write to `out` [P m], whose own chunk is `shard`, the shards of all ranks as every rank holds them from now on."""
         if out.is_cuda and self._last is not None:
             self._last.wait()
         held = self._shared.held(unit.key, out)
@@ -104,13 +101,9 @@ class ParameterGather:
         self.forget()
         self._connection.continue_after(-1)
 
-    def _forget_when_loaded(self, unit: Unit) -> list[Any]:  # Any: of torch's RemovableHandle
-        forget = partial(_forget, weakref.ref(self), unit.key)
-        return [module.register_load_state_dict_post_hook(forget) for module in unit.owners]
-
 
 class SharedShards(Reduction):
-    """What all ranks hold of the shards of each unit, as a Connection brings it up to date; without differences, nothing."""
+    """The shards of each unit as all ranks hold them, which a Connection brings up to date; without differences, nothing is held."""
 
     name = "parameters"
 
@@ -119,20 +112,20 @@ class SharedShards(Reduction):
         self._held: dict[str, Tensor] = {}  # by unit, [P m]
 
     def held(self, key: str, like: Tensor) -> Tensor | None:
-        """Return what all ranks hold of a unit, for reading only; None where nothing, or nothing of this size and type."""
+        """Return what all ranks hold of a unit, for reading only; None for nothing of this size and type."""
         held = self._held.get(key)
         same = held is not None and (held.shape, held.dtype, held.device) == (like.shape, like.dtype, like.device)
         return held if same else None
 
     def forget(self, key: str | None) -> None:
-        """Forget what is held of a unit; None: of all."""
+        """Forget what is held of a unit (None: of all)."""
         if key is None:
             self._held.clear()
         else:
             self._held.pop(key, None)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        """Replace `bucket.grad` [P m], whose own chunk is this rank's shard, by what all ranks hold of all shards from now on."""
+        """Replace `bucket.grad` [P m], whose own chunk is this rank's shard, as ParameterGather.gather does."""
         out, held, codec = bucket.grad, self.held(bucket.key, bucket.grad), self._codec_of(bucket, comm.size)
         self._held.pop(bucket.key, None)  # until it is complete: a failure may leave it different on each rank
         m = out.numel() // comm.size
@@ -153,11 +146,11 @@ class SharedShards(Reduction):
         self._held.clear()
 
     def _codec_of(self, bucket: Bucket, P: int) -> ValueCodec:
-        """Return the codec of the next gather: exact where there is nothing to subtract from, or nothing to save."""
+        """Return the codec of the next gather: exact if there is nothing to subtract from, or nothing to save."""
         m, dtype = bucket.grad.numel() // P, bucket.grad.dtype
         known = self.held(bucket.key, bucket.grad) is not None or not self._differences
-        small = self._codec.nbytes(m, dtype) < _AS_IT_IS.nbytes(m, dtype)
-        return self._codec if known and small else _AS_IT_IS
+        small = self._codec.nbytes(m, dtype) < _EXACT.nbytes(m, dtype)
+        return self._codec if known and small else _EXACT
 
 
 def _forget(gather: weakref.ref[ParameterGather], key: str, module: nn.Module, incompatible: object) -> None:

@@ -1,13 +1,14 @@
 """The units that FSDP2 gathers and reduces: their parameters, and where these lie in its buffers.
 
-HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads attributes of
-torch.distributed.fsdp that start with an underscore. Price: they change with torch, which is asked for each when it is used;
-tests/test_fsdp.py and test_fsdp_gather.py use all of them, and `make test-versions` does so with several versions of torch.
+HACK: no public function says which parameters lie where in FSDP2's buffers, so this file, and only this one, reads private attributes of
+torch.distributed.fsdp. Price: they change with torch; tests/test_fsdp.py and test_fsdp_gather.py use all of them, and
+`make test-versions` does so with several versions of torch.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from sparsync.runtime.findings import Axis
 from sparsync.runtime.parameter_names import plain_name
 
+Exchange = Callable[
+    [Tensor, Tensor, Any], None
+]  # of output, input and op, which an all-gather has not. Any: torch's ReduceOp
 ROOT = "(root)"  # the key of the outermost unit
 _NOT_DIVIDED = (torch.float32, torch.bfloat16)  # FSDP2 divides other types before and after the reduction
 
@@ -61,22 +65,26 @@ class Unit:
 
     @property
     def group(self) -> Any:  # Any: FSDPParamGroup
-        """The group of parameters, where there is one only."""
+        """The group of parameters of a unit that has only one."""
         return self.groups[0]
 
     @property
     def parameters(self) -> list[Any]:  # Any: torch's FSDPParam, private
         return [parameter for group in self.groups for parameter in group.fsdp_params]
 
+    def named(self) -> list[tuple[str, Any]]:  # Any: as above
+        """Return each parameter with its name."""
+        return list(zip(self.names, self.parameters, strict=True))
+
     @property
     def ids(self) -> dict[int, str]:
         """The name of each parameter that an optimizer has, by its id."""
-        return {id(each.sharded_param): name for name, each in zip(self.names, self.parameters, strict=True)}
+        return {id(each.sharded_param): name for name, each in self.named()}
 
     @property
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each whole parameter, by name."""
-        return {name: list(each._orig_size) for name, each in zip(self.names, self.parameters, strict=True)}
+        return {name: list(each._orig_size) for name, each in self.named()}
 
     @property
     def devices(self) -> set[str]:
@@ -84,20 +92,20 @@ class Unit:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the shards; None where there are none, as with replicate()."""
+        """The ranks that hold the shards; None without shards, as with replicate()."""
         info = self.group.mesh_info
         return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard where fully_shard was given a mesh of two axes (HSDP); None where it was not."""
+        """The ranks that hold the same shard if fully_shard was given a mesh of two axes (HSDP); None otherwise."""
         info = self.parameters[0].mesh_info  # the group's own is changed by `reduce_over_shards_only`
         return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
 
     def reduce_over_shards_only(self) -> Callable[[], None]:
-        """Have FSDP2 leave out its own all-reduce over the replicate axis, if it has one; return what undoes that.
+        """Have FSDP2 skip its all-reduce over the replicate axis, if it has one; return what undoes that.
 
-        It then takes its path for a mesh of one axis, on which the all-reduce hook gets what is reduced over the shards alone. The
+        FSDP2 then takes its path for a mesh of one axis, where the all-reduce hook gets gradients reduced over the shards only. The
         parameters stay DTensors on the mesh of two axes.
         """
         group, info = self.group, self.group.mesh_info
@@ -108,9 +116,7 @@ class Unit:
             shards.reduce_scatter_process_group = info.reduce_scatter_process_group
 
         def exchange(before: FSDPMeshInfo, after: FSDPMeshInfo) -> None:
-            if (
-                group.post_forward_mesh_info is before
-            ):  # FSDP2 compares the two to know whether it reshards to fewer ranks
+            if group.post_forward_mesh_info is before:  # FSDP2 reshards to fewer ranks where the two differ
                 group.post_forward_mesh_info = after
             group.mesh_info = after
 
@@ -119,23 +125,23 @@ class Unit:
 
     @property
     def has_partial_sum(self) -> bool:
-        """True while FSDP2 holds gradients that it has not all-reduced yet (set_requires_all_reduce(False))."""
+        """True while FSDP2 holds gradients that wait for set_requires_all_reduce(True)."""
         return self.group._partial_reduce_output is not None
 
     @property
     def copies(self) -> int:
-        """The number of ranks with the same shard, in the mesh that the shard axis was taken from."""
+        """The number of ranks with the same shard, in the mesh that contains the shard axis."""
         group = self.shard_group
         assert group is not None
         return _root_of(self.group.mesh_info.mesh).size() // group.size()
 
     @property
     def copy(self) -> int:
-        """Which of these `copies` this rank's is, from 0 on."""
+        """The number of this rank's copy, from 0 to `copies` - 1."""
         mesh = self.group.mesh_info.mesh
         root: Any = _root_of(mesh)  # Any: torch says that it may have no coordinate
         names, own = root.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
-        if not own <= set(names):  # axes that were joined: the place of the first rank, which no other copy has
+        if not own <= set(names):  # joined axes: the place of the first rank, which no other copy has
             return root.mesh.flatten().tolist().index(int(mesh.mesh.min()))
         number = 0
         for axis, (name, place) in enumerate(zip(names, root.get_coordinate(), strict=True)):
@@ -163,27 +169,17 @@ class Unit:
     def reduce_scatter(self) -> Any:  # Any: one of torch's private classes, or anybody's
         return self.group._reduce_scatter_comm
 
-    def set_reduce_scatter(self, comm: Any) -> None:
-        """Replace the reduce-scatter by an object with `allocate` and `__call__`, as torch's class ReduceScatter has them."""
-        self.module.set_custom_reduce_scatter(comm)
-
     @property
-    def has_default_reduce_scatter(self) -> bool:
-        """True while the reduce-scatter is FSDP2's own."""
-        return type(self.reduce_scatter).__name__ == "DefaultReduceScatter"
-
-    @property
-    def all_gather(self) -> Any:  # Any: one of torch's private classes, or anybody's
+    def all_gather(self) -> Any:  # Any: as above
         return self.group._all_gather_comm
 
-    def set_all_gather(self, comm: Any) -> None:
-        """Replace the all-gather of parameters by an object with `allocate` and `__call__`, as torch's class AllGather has them."""
-        self.module.set_custom_all_gather(comm)
+    def replace_reduce_scatter(self, exchange: Exchange) -> Callable[[], None]:
+        """Have gradients reduced by `exchange`; return what undoes that."""
+        return _replaced(self.module.set_custom_reduce_scatter, self.reduce_scatter, exchange)
 
-    @property
-    def has_default_all_gather(self) -> bool:
-        """True while the all-gather of parameters is FSDP2's own."""
-        return type(self.all_gather).__name__ == "DefaultAllGather"
+    def replace_all_gather(self, exchange: Exchange) -> Callable[[], None]:
+        """Have parameters gathered by `exchange`; return what undoes that."""
+        return _replaced(self.module.set_custom_all_gather, self.all_gather, exchange)
 
     @property
     def gathers_over_fewer(self) -> bool:
@@ -192,7 +188,7 @@ class Unit:
 
     @property
     def gathered_types(self) -> set[str]:
-        """The types in which parameters are gathered; "bytes" where a tensor subclass has an all-gather of its own."""
+        """The types in which parameters are gathered; "bytes" for a tensor subclass with a custom all-gather."""
         return {
             "bytes"
             if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
@@ -202,23 +198,25 @@ class Unit:
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules whose own parameters these are, each once."""
+        """The modules that hold these parameters, each once."""
         return list({id(each._module_info.module): each._module_info.module for each in self.parameters}.values())
 
     @property
     def all_reduce_hook(self) -> Any:  # Any: anybody's
         return self.group._all_reduce_hook
 
-    def set_all_reduce_hook(self, hook: Any) -> None:  # Any: the function that allows None does not exist
-        self.group._all_reduce_hook = hook
+    def use_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Have `hook` called with each reduced shard; return what undoes that."""
+        self.module.set_all_reduce_hook(hook)
+        return lambda: setattr(self.group, "_all_reduce_hook", None)  # torch's own function takes no None
 
-    def reduce_unused(self, wanted: bool) -> bool:
-        """Have parameters without gradient count as zero, or not, where this torch can; return the setting before."""
+    def count_unused(self) -> Callable[[], None]:
+        """Have parameters without gradient count as zero, if this torch can; return what undoes that."""
         if not counts_unused():
-            return False
+            return lambda: None
         before = self.group.reduce_scatter_unused_params
-        self.group.reduce_scatter_unused_params = wanted
-        return before
+        self.group.reduce_scatter_unused_params = True
+        return lambda: setattr(self.group, "reduce_scatter_unused_params", before)
 
     def trained(self) -> list[ShardedParameter]:
         """Return the trained parameters, in the order in which they lie in the buffers."""
@@ -231,38 +229,37 @@ class Unit:
         ]
 
     def _in_buffer_order(self) -> list[tuple[str, Any]]:
-        """Return name and FSDPParam of each parameter as buffers of gradients have them: by type first, in torch 2.15 and later."""
-        named = list(zip(self.names, self.parameters, strict=True))
+        """Return the named parameters in the order of gradient buffers: by type first, in torch 2.15 and later."""
+        named = self.named()
         order = getattr(self.group, "_reduce_scatter_param_indices", None)  # empty before the first forward pass
         return [named[index] for index in order] if order else named
 
     def lengths(self, count: int) -> list[tuple[str, int]] | None:
-        """Return name and length of each parameter in a shard of `count` elements; None where some parameters are missing from it."""
+        """Return name and length of each parameter in a shard of `count` elements; None if some parameters are missing from it."""
         found = [(each.name, each.length) for each in self.trained()]
         return found if sum(length for _, length in found) == count else None
 
     def reads_late(self, dtype: torch.dtype) -> bool:
-        """Return whether the gradients of a reduced buffer of this type are views of it that nothing reads before the backward pass ends.
+        """Return whether the gradients are views of a reduced buffer of this type that nothing reads before the backward pass ends.
 
-        They are read earlier where FSDP2 divides or converts them, adds them to others or moves them to the CPU, and by hooks on them.
+        FSDP2 reads them earlier if it divides or converts them, adds them to others or moves them to the CPU; so do hooks on them.
         """
         unchanged = dtype in _NOT_DIVIDED and self._gradient_types <= {dtype, None}
-        return (
-            unchanged and not self.group.force_sum_reduction_for_comms and not any(map(_read_at_once, self.parameters))
-        )
+        divided = self.group.force_sum_reduction_for_comms
+        return unchanged and not divided and not any(map(_read_at_once, self.parameters))
 
     @property
     def _gradient_types(self) -> set[torch.dtype | None]:
-        """The types to which reduced gradients are converted; None is that of the reduction."""
+        """The types to which reduced gradients are converted; None: the type of the reduction."""
         if hasattr(self.group, "_orig_dtype"):  # until torch 2.14; since then a parameter has its own
             return {self.group._orig_dtype}
         return {each.sharded_grad_dtype for each in self.parameters if each.sharded_param.requires_grad}
 
 
-class UnitExchange:
-    """A reduce-scatter or an all-gather of ours: `exchange(output, input, op)`, with the methods of torch's classes of these names."""
+class _Custom:
+    """An exchange with the methods of torch's ReduceScatter and AllGather."""
 
-    def __init__(self, exchange: Callable[[Tensor, Tensor, Any], None]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:  # Any: of int or SymInt
@@ -274,8 +271,15 @@ class UnitExchange:
         self._exchange(output_tensor, input_tensor, op)
 
 
+def _replaced(
+    set_comm: Any, before: Any, exchange: Exchange
+) -> Callable[[], None]:  # Any: of torch's classes, or anybody's
+    set_comm(_Custom(exchange))
+    return partial(set_comm, before)
+
+
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, outer modules first, called after their modules; those without parameters are left out."""
+    """Return the units of a model that have parameters, outer modules first, with the names of their modules as keys."""
     modules = [(plain_name(name), module) for name, module in model.named_modules()]
     prefixes = {id(module): f"{name}." if name else "" for name, module in modules}
     found: dict[int, Unit] = {}
@@ -291,23 +295,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(found.values())
 
 
-def takes_custom_communication() -> bool:
-    """Return whether this torch's FSDP2 takes another reduce-scatter and another all-gather."""
-    return hasattr(FSDPModule, "set_custom_reduce_scatter") and hasattr(FSDPModule, "set_custom_all_gather")
-
-
-def takes_all_reduce_hook() -> bool:
-    """Return whether this torch's FSDP2 takes an all-reduce hook."""
-    return hasattr(FSDPModule, "set_all_reduce_hook")
-
-
 def counts_unused() -> bool:
-    """Return whether this torch's FSDP2 can have parameters without gradient count as zero."""
+    """Return whether FSDP2 of this torch can count parameters without gradient as zero."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def recovery() -> str:
-    """Return how a model goes on after a backward or forward pass that failed."""
+    """Return how to continue after a backward or forward pass that failed."""
     if hasattr(FSDPModule, "reset_iter_state"):
         return "call reset_iter_state() on the model, then continue"
     return f"FSDP2 of torch {torch.__version__} cannot continue after it; start again from a checkpoint, or install torch 2.13 or later"
@@ -315,44 +309,39 @@ def recovery() -> str:
 
 def inside_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import (
-        is_bw,
-    )  # where FSDP2 takes no custom all-gather, there is none
+    from torch.distributed.fsdp._fully_shard import _fsdp_common  # a torch without custom all-gathers has no `is_bw`
 
-    return is_bw()
-
-
-def process_group(axis: Axis) -> dist.ProcessGroup:
-    """Return the process group of an axis. Raises ValueError for a mesh of several axes."""
-    if not isinstance(axis, DeviceMesh):
-        return axis
-    if axis.ndim != 1:
-        raise ValueError(
-            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {axis.ndim} axes {axis.mesh_dim_names}'
-        )
-    return axis.get_group()
+    return _fsdp_common.is_bw()
 
 
 def replicate_axis(units: Sequence[Unit], given: Axis | None) -> dist.ProcessGroup | None:
-    """Return the ranks over which gradients are reduced after FSDP2 has reduced them over shards; None for the shard axis itself."""
-    return process_group(given) if given is not None else units[0].replicate_group
+    """Return the ranks that reduce gradients after FSDP2 has reduced them over shards; None for the shard axis.
+
+    Raises ValueError for a mesh of several axes.
+    """
+    if not isinstance(given, DeviceMesh):
+        return units[0].replicate_group if given is None else given
+    if given.ndim != 1:
+        raise ValueError(
+            f'replicate takes one axis of a mesh, such as mesh["replicate"], got a mesh of {given.ndim} axes {given.mesh_dim_names}'
+        )
+    return given.get_group()
 
 
 def parameter_lines(units: Iterable[Unit]) -> list[str]:
     """Return name, shape and type of each parameter of these units."""
+    named = [pair for unit in units for pair in unit.named()]
     return [
-        f"parameter {name!r} of {list(each._orig_size)} in {each._sharded_param_data.dtype}"
-        for unit in units
-        for name, each in zip(unit.names, unit.parameters, strict=True)
+        f"parameter {name!r} of {list(each._orig_size)} in {each._sharded_param_data.dtype}" for name, each in named
     ]
 
 
 def trained_shards(units: Iterable[Unit]) -> list[tuple[str, Tensor]]:
-    """Return name and shard of each trained parameter of these units; those that have no memory yet are left out."""
+    """Return name and shard of each trained parameter of these units that has memory already."""
     return [
         (name, each._sharded_param_data)
         for unit in units
-        for name, each in zip(unit.names, unit.parameters, strict=True)
+        for name, each in unit.named()
         if each.sharded_param.requires_grad and not each._sharded_param_data.is_meta
     ]
 
@@ -361,7 +350,7 @@ def _groups_of(state: Any) -> list[Any]:  # Any: FSDPState, FSDPParamGroup
     """Return the groups of parameters of a module; torch before 2.12 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:

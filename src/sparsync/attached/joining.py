@@ -1,12 +1,13 @@
-"""Small buckets that are reduced as one: a scheme's exchanges and its time per call are then paid once for all of them.
+"""Small buckets joined to one, which needs the exchanges of one; and the buckets of a checkpoint.
 
-And the buckets of a checkpoint. DDP has other buckets in the first step after a restart than it had before, and what a scheme selects
-depends on them: so that step waits for all of DDP's buckets, and reduces those that the step before the checkpoint had.
+After a restart, DDP's first step has other buckets than the step before, and schemes select by bucket. So that step waits for all of DDP's
+buckets and reduces those that the checkpoint names.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from sparsync.core import Bucket, ParameterSpan, laid_out
 from sparsync.runtime.dispatcher import Prepare, Promised, future_on, promise
 
 Submit = Callable[[Bucket, Prepare | None], Promised]
-Layout = list[tuple[str, list[str]]]  # the keys of a step's buckets, in order, each with the names of its parameters
+Layout = list[tuple[str, list[str]]]  # a step's buckets in order: key, and names of parameters
 
 
 @dataclass
@@ -31,26 +32,23 @@ class _WaitingBucket:
 class Joining:
     """Joins the buckets of a step, in order, until they have `nbytes` bytes, and submits them as one.
 
-    Where buckets are joined depends on their sizes and types only, so it is the same on all ranks. `before` is what joined them until now,
-    between two steps.
+    All ranks join the same ones, as that depends on sizes and types only. `before` is the Joining that this one replaces between two steps.
     """
 
     def __init__(self, submit: Submit, nbytes: int, before: "Joining | None" = None) -> None:
         self._submit, self._nbytes = submit, nbytes
         self._waiting: list[_WaitingBucket] = []
         self._prepare: Prepare | None = None
-        # The buckets of the next step; []: as they come.
-        self._wanted: Layout = before._wanted if before is not None else []
-        self._submitted: Layout = []  # the buckets of this step so far
-        # The buckets of the last step that was submitted whole.
-        self.layout: Layout = before.layout if before is not None else []
+        self._wanted: Layout = before._wanted if before is not None else []  # for the next step; []: as DDP has them
+        self._submitted: Layout = []  # of this step, so far
+        self.layout: Layout = before.layout if before is not None else []  # of the last step that was submitted whole
 
     def want(self, layout: Layout) -> None:
-        """Reduce these buckets in the next step, if they have the parameters that come then, and each has one type."""
+        """Reduce these buckets in the next step, if they have its parameters and each is of one type."""
         self._wanted = layout if layout != self.layout else []
 
     def begin_step(self, prepare: Prepare) -> None:
-        """Forget what a step that failed has left; `prepare` runs before the first reduction of the new step."""
+        """Forget what a failed step left; `prepare` runs before the first reduction of the new step."""
         self._waiting, self._prepare, self._submitted = [], prepare, []
 
     def end_step(self) -> None:
@@ -59,25 +57,21 @@ class Joining:
 
     def submit(self, bucket: Bucket, last: bool) -> Promised:
         """Return the future of the mean of `bucket`, [n]; `last`: no other bucket of this step follows."""
-        if self._wanted:
-            promised = self._hold(bucket)
-            if last:
+        full = last
+        if not self._wanted:
+            if self._waiting and _kind(self._waiting[0].bucket) != _kind(bucket):
                 self.flush()
-            return promised
-        first = self._waiting[0].bucket.grad if self._waiting else bucket.grad
-        if (first.dtype, first.device) != (bucket.grad.dtype, bucket.grad.device):
-            self.flush()
-        held = sum(each.bucket.grad.nbytes for each in self._waiting)
-        full = last or held + bucket.grad.nbytes >= self._nbytes
-        if full and not self._waiting:
-            return self._pass_on(bucket, self._prepared())
+            held = sum(each.bucket.grad.nbytes for each in self._waiting)
+            full = last or held + bucket.grad.nbytes >= self._nbytes
+            if full and not self._waiting:
+                return self._pass_on(bucket, self._prepared())
         promised = self._hold(bucket)
         if full:
             self.flush()
         return promised
 
     def flush(self) -> None:
-        """Submit what waits."""
+        """Submit the buckets that wait."""
         parts, self._waiting = self._waiting, []
         if not parts:
             return
@@ -86,7 +80,7 @@ class Joining:
         try:
             made = _rearranged(wanted, buckets) or _grouped(buckets)
         except Exception as error:
-            # On the thread that reduces, so that the step ends on all ranks; not the exception, whose traceback holds the step.
+            # Raised on the thread that reduces, so that the step ends on all ranks. Only the text: a traceback would keep the step.
             made = [_Copied(buckets[0], [buckets[0].grad], partial(_fail, f"{type(error).__name__}: {error}"))]
         pending = list(made)
 
@@ -96,7 +90,7 @@ class Joining:
                 for part, mean in zip(copied.parts, finished.value().split(lengths), strict=True):
                     # Not a view of the mean: DDP takes the offset in the storage for zero.
                     part.copy_(mean)
-            except Exception as error:  # it becomes the error of each bucket, on the thread that waits for it
+            except Exception as error:  # raised on the threads that wait for these buckets
                 for each in parts:
                     each.error.append(str(error))
             pending.remove(copied)
@@ -108,14 +102,14 @@ class Joining:
             self._pass_on(copied.bucket, copied.prepare or self._prepared()).then(partial(write, copied))
 
     def abandon(self, error: Exception) -> None:
-        """Fail what waits, because what it waits for will not come."""
+        """Fail the buckets that wait, because no more will come."""
         parts, self._waiting = self._waiting, []
         for each in parts:
             each.error.append(f"{type(error).__name__}: {error}")
             each.done.set_result(each.bucket.grad)
 
     def _hold(self, bucket: Bucket) -> Promised:
-        """Have a bucket wait for `flush`, and return its future."""
+        """Keep a bucket until `flush`, and return its future."""
         waiting = _WaitingBucket(bucket, future_on(bucket.grad.device))
         self._waiting.append(waiting)
         return promise(waiting.done, waiting.error)
@@ -131,7 +125,7 @@ class Joining:
 
 @dataclass(eq=False)
 class _Copied:
-    """A bucket with copies of gradients, one after the other, and the parts of other buckets that they go back to."""
+    """A bucket of copied gradients, and the parts of other buckets that they are written back to."""
 
     bucket: Bucket
     parts: list[Tensor]
@@ -140,29 +134,22 @@ class _Copied:
 
 def _grouped(buckets: Sequence[Bucket]) -> list[_Copied]:
     """Return one bucket for each run of buckets of one type on one device."""
-    runs: list[list[Bucket]] = []
-    for each in buckets:
-        if runs and (runs[-1][0].grad.dtype, runs[-1][0].grad.device) == (each.grad.dtype, each.grad.device):
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return [_joined(run) for run in runs]
+    return [_joined(list(run)) for _, run in groupby(buckets, _kind)]
 
 
 def _joined(buckets: Sequence[Bucket]) -> _Copied:
-    """Return one bucket with what several have, which are of one type."""
+    """Return one bucket with the gradients of several, which are of one type."""
     key = f"{buckets[0].key}-{buckets[-1].key}" if len(buckets) > 1 else buckets[0].key
-    return _copied(
-        key, buckets[0].step, [entry for each in buckets for entry in each.layout], [each.grad for each in buckets]
-    )
+    entries = [entry for each in buckets for entry in each.layout]
+    return _copied(key, buckets[0].step, entries, [each.grad for each in buckets])
 
 
 def _rearranged(wanted: Layout, buckets: Sequence[Bucket]) -> list[_Copied] | None:
-    """Return the buckets that are wanted, made from what `buckets` have; None where parameters differ, or types in one of them."""
+    """Return the wanted buckets, copied from `buckets`; None if parameters differ, or types within one of them."""
     found = {entry.name: (entry, each) for each in buckets for entry in each.layout}
     if sorted(found) != sorted(name for _, names in wanted for name in names):
         return None
-    if any(len({(found[name][1].grad.dtype, found[name][1].grad.device) for name in names}) > 1 for _, names in wanted):
+    if any(len({_kind(found[name][1]) for name in names}) > 1 for _, names in wanted):
         return None
     made = []
     for key, names in wanted:
@@ -176,6 +163,10 @@ def _copied(key: str, step: int, entries: Sequence[ParameterSpan], parts: list[T
     """Return a bucket of these parameters, copied from these parts of others."""
     layout = laid_out((entry.name, entry.shape or len(entry.span)) for entry in entries)
     return _Copied(Bucket(key, torch.cat(parts), step, layout), parts)
+
+
+def _kind(bucket: Bucket) -> tuple[torch.dtype, torch.device]:
+    return bucket.grad.dtype, bucket.grad.device
 
 
 def _fail(cause: str) -> None:

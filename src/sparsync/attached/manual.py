@@ -28,34 +28,28 @@ from sparsync.runtime.ownership import check_free, check_undriven, driver_of
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.schemes.dense import Dense
 
-Group = dist.ProcessGroup
 _SHORTHAND = "sparsync.reduce_gradients"  # the origin of the reducers that it makes
 _SPARSE = "sparse/"  # starts the key of a bucket that is one sparse gradient
 _MOST = 2**31 - 1  # elements of a bucket: positions in it are int32
-# By model: its reducer, which `reduce_gradients` has made and which lives as long as the model. A copy of a model has none.
+# The reducer that `reduce_gradients` made for a model, for as long as the model lives. A copy of a model has none.
 _reducers: Any = WeakIdKeyDictionary()  # Any: a mapping, which torch has not typed
 
 
 class GradientReducer(Handle):
-    """Reduces the gradients of `model` with `scheme` over the ranks of `group` (None: the default group), whenever `reduce` is called.
+    """Reduces the gradients of a bare model with `scheme` whenever `reduce` is called.
 
     For models that neither DistributedDataParallel nor FSDP2 wraps. Save it with `sparsync.checkpoint`, or by `state_dict` on each rank.
-    Collective over the ranks of `group`: make it on all of them, each with an instance of the scheme with the same settings.
+    Collective over the ranks of `group`: make it on all of them, each with its own instance of the scheme and the same settings.
 
     Args:
-        model: whose gradients are reduced.
-        scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `attach`.
-        group: the ranks; None is the default group.
-        optimizer: as for `attach`, also `scaler` and `follow_rates`.
-        scaler: see there.
-        follow_rates: see there.
-        timeout_s: seconds; a rank that waits longer for the others gives up.
-        check_weights_every: steps between two comparisons of a digest of the trained parameters, 0: never.
+        model: the model whose gradients are reduced.
+        scheme: as for `sparsync.attach`, like all arguments after `group`.
+        group: the ranks. None: the default group.
 
     Raises:
         TypeError: for a model that DDP reduces already, and for anything but a Scheme.
-        ValueError: for a model that another integration trains until that one is closed, and for a scheme that another handle drives.
-        RuntimeError: when a rank is missing or comes with another scheme, and for an optimizer that steps during the backward pass.
+        ValueError: for a model that another handle trains, and for a scheme that another handle drives.
+        RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
 
     switches = True
@@ -66,7 +60,7 @@ class GradientReducer(Handle):
         model: nn.Module,
         scheme: Scheme | None = None,
         *,
-        group: Group | None = None,
+        group: dist.ProcessGroup | None = None,
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         follow_rates: bool = True,
@@ -91,10 +85,8 @@ class GradientReducer(Handle):
         options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
         self._model, self.group, self.timeout_s = weakref.ref(model), group, timeout_s
         self._kept: nn.Module | None = model
-        rescaler, comparison = (
-            options.rescaler(scheme, names),
-            options.comparison(names, partial(_trained, self._model)),
-        )
+        rescaler = options.rescaler(scheme, names)
+        comparison = options.comparison(names, partial(_trained, self._model))
         comm = options.connected(group, scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
 
@@ -112,18 +104,22 @@ class GradientReducer(Handle):
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
 
-        Call it on every rank, after the backward pass and before the optimizer's step; when gradients are accumulated, after the last
-        backward pass only. With a loss scaler call it before `scaler.unscale_` and `scaler.step`, which look for infinities on their
+        Call it on every rank, after the backward pass and before the optimizer's step; when you accumulate gradients, after the last
+        backward pass only. With a loss scaler, call it before `scaler.unscale_` and `scaler.step`, which look for infinities on their
         own rank only: after this call all ranks find the same ones.
-        `step` is the number of the step, the same on all ranks; what schemes draw depends on it. None: one more than last time.
-        There is one bucket for each type and device of gradients, more where they have 2^31 elements or more. A parameter without a
-        gradient counts as zero here and gets the mean like any other; one that is frozen, or that shares another's storage, is left
-        alone. Sparse gradients of embeddings are reduced in full, each in a bucket of its own. A step that leaves NaN or Inf in any
-        gradient counts as skipped, and what its other buckets have sent is rolled back.
-        Where it raises, the other ranks' calls raise too, and the next ones start on fresh connections. A rank that was through with the
-        step raises at its next call, and all ranks from then on until a checkpoint was loaded on all of them, because their weights differ.
-        Raises RanksDifferError, on all ranks, where they come with another step, model, scheme or shared state, and ValueError for a
-        parameter of 2^31 elements or more.
+        There is one bucket for each type and device of gradients, and more from 2^31 elements on. A parameter without a gradient counts as
+        zero and gets the mean; a frozen parameter, or one that shares another's storage, does not change. Each sparse gradient of an
+        embedding is reduced in full. A step that leaves NaN or Inf in any gradient counts as skipped, and what its other buckets sent is
+        rolled back.
+        If it fails on one rank, it raises on all, and the next call starts on fresh connections. A rank that had finished the step raises
+        at its next call; then all ranks raise until a checkpoint is loaded on all of them, because their weights differ.
+
+        Args:
+            step: the number of the step, the same on all ranks, for schemes that draw by it. None: one more than last time.
+
+        Raises:
+            RanksDifferError: on all ranks, if they have another step, model, scheme or shared state.
+            ValueError: for a parameter of 2^31 elements or more.
         """
         # A failed step counts, for it may have failed on some ranks only.
         self._step = self._step + 1 if step is None else step
@@ -134,10 +130,7 @@ class GradientReducer(Handle):
         return reports
 
     def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the trained parameters by bucket, each bucket of one type on one device, the same on every rank.
-
-        What would take more than 2^31 - 1 elements is cut between parameters; the buckets after the first are numbered.
-        """
+        """Return the trained parameters by bucket: of one type, on one device, at most 2^31 - 1 elements, the same on every rank."""
         buckets: dict[str, dict[str, nn.Parameter]] = {}
         filled: dict[str, tuple[int, int]] = {}  # by type and device: the number of the last bucket, and its elements
         sparse = {id(module.weight) for _, module in sparse_embeddings(self.model)}
@@ -173,15 +166,14 @@ def reduce_gradients(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
-    group: Group | None = None,
+    group: dist.ProcessGroup | None = None,
     step: int | None = None,
     scaler: GradScaler | None = None,
     timeout_s: float = 300.0,
 ) -> list[Report]:
-    """Reduce the gradients of `model` by the GradientReducer of `scheme`, which the first call makes; see there, and `reduce` there.
+    """Reduce the gradients of `model` with a GradientReducer, which the first call makes. See GradientReducer and its `reduce`.
 
     The shorthand for loops that save no state. Pass the same model, scheme, group and timeout each time: raises ValueError otherwise.
-    Without `scheme` the first call takes that of the environment variable SPARSYNC_SCHEME, or `Dense()`, and later ones go on with it.
     """
     reducer: GradientReducer | None = _reducers.get(model)
     if scheme is None:

@@ -6,6 +6,7 @@ writing the mean, clearing the residual, rollback, state and reports.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +42,7 @@ class Update:
     # Changes the scheme's shared state; called only when the mean is finite.
     commit: Callable[[], None] = lambda: None
     replaced: Sequence[Sparse] = ()  # what stays at these positions in place of acc; parts have none in common
+    lost: Sparse | None = None  # what this rank's residual loses, for a rollback; None: its share of P * mean
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,14 @@ class ErrorFeedbackScheme(Scheme):
     feedback: ErrorFeedback
     _shared: "dict[str, ByBucket[Any]]"  # Any: each of another dataclass
     _own: "dict[str, ByBucket[Any]]"
+    _lost: dict[str, Sparse]  # of the last step of each bucket, where that is not a share of P * mean
 
     def __post_init__(self) -> None:
         # As in a frozen dataclass, which a scheme may be.
         object.__setattr__(self, "feedback", ErrorFeedback(self.residuals, decay=self.decay))
         object.__setattr__(self, "_shared", {})
         object.__setattr__(self, "_own", {})
+        object.__setattr__(self, "_lost", {})
 
     @abstractmethod
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
@@ -105,9 +109,10 @@ class ErrorFeedbackScheme(Scheme):
         if not bucket.grad.numel():
             return self.report(bucket, selected=0, union=0)
         acc = self.feedback.accumulate(bucket, comm.rank)
+        self._lost.pop(bucket.key, None)
         comm = MeteredComm(comm)
         try:
-            update = _whole(acc, comm) if whole else self.step(acc, bucket, comm)
+            update = everything(acc, comm, whole=True) if whole else self.step(acc, bucket, comm)
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
@@ -126,17 +131,14 @@ class ErrorFeedbackScheme(Scheme):
             )
         with phase("apply"):
             if isinstance(update, DenseUpdate):
+                union = update.union
                 if not overflow:
                     acc.keep_error(update.error)
                     add_dropped_(acc.residual, values[0], written[0], comm)
-                    update.commit()
                 bucket.grad.copy_(written[0])
-                union = update.union
             else:
-                parts = [
-                    Sparse(part.index, value, part.length)
-                    for part, value in zip(_parts(update.mean), written, strict=True)
-                ]
+                parts = [replace(part, value=value) for part, value in zip(_parts(update.mean), written, strict=True)]
+                union = sum(part.index.numel() for part in parts)
                 if overflow:
                     bucket.grad.zero_()
                     for part in parts:
@@ -149,8 +151,10 @@ class ErrorFeedbackScheme(Scheme):
                         kernels.scatter_add_(acc.residual, error)
                     for part, value in zip(parts, values, strict=True):
                         add_dropped_(acc.residual, value, part.value, comm, part.index)
-                    update.commit()
-                union = sum(part.index.numel() for part in parts)
+                    if update.lost is not None:
+                        self._lost[bucket.key] = update.lost
+            if not overflow:
+                update.commit()
             if overflow and kernels.all_finite(bucket.grad):
                 # Only P times the mean is not: a loss scaler must see it all the same.
                 bucket.grad.fill_(torch.nan)
@@ -201,7 +205,11 @@ class ErrorFeedbackScheme(Scheme):
         return self.feedback.residual(bucket, comm.rank)
 
     def rollback(self, bucket: Bucket) -> None:
-        self.feedback.rollback(bucket)
+        lost = self._lost.pop(bucket.key, None)
+        if lost is None:
+            self.feedback.rollback(bucket)
+        else:
+            kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
 
     def shared_text(self, bucket: Bucket) -> str:
         return ", ".join(f"{key}: {table.text(bucket)}" for key, table in self._shared.items())
@@ -224,6 +232,7 @@ class ErrorFeedbackScheme(Scheme):
         for key, table in self._own.items():
             table.load_state_dict(own.get(key, {}))
         self.feedback.load_state_dict(shared["residual"])
+        self._lost.clear()
 
 
 @dataclass
@@ -263,10 +272,9 @@ class ByBucket(Generic[State]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+        state = deepcopy(dict(state))
         shapes = {key: list(state_from(entry, "shape", f"bucket {key!r}")) for key, entry in state.items()}
-        states = {
-            key: self.make(**_copied(state_from(entry, "state", f"bucket {key!r}"))) for key, entry in state.items()
-        }
+        states = {key: self.make(**state_from(entry, "state", f"bucket {key!r}")) for key, entry in state.items()}
         self._shapes, self._states = shapes, states
 
 
@@ -280,14 +288,10 @@ def _fits(mean: Tensor, P: int) -> bool:
     return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
-def everything(acc: Accumulator, comm: Comm) -> DenseUpdate:
-    """Return the step that sends all of `acc` and leaves nothing."""
+def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
+    """Return the step that sends all of `acc` and leaves nothing; `details` are further ones of its report."""
     mean = comm.all_reduce(acc.values) / comm.size if comm.size > 1 else acc.values.clone()
-    return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True})
-
-
-def _whole(acc: Accumulator, comm: Comm) -> DenseUpdate:
-    return replace(everything(acc, comm), details={"dense": True, "whole": True})
+    return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
 
 
 def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, index: Tensor | None = None) -> None:
@@ -303,7 +307,3 @@ def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, in
         mine.of(residual).add_(dropped)
     else:
         kernels.scatter_add_(residual, Sparse(mine.of(index), dropped, residual.numel()))
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}

@@ -20,68 +20,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsync.base.scheme import Scheme
 
-# name -> (where its constructor lives, a description in a line)
-_OURS: dict[str, tuple[str, str]] = {
-    "dense": ("sparsync.schemes.dense:Dense", "every element, in the gradient's own precision"),
-    "bf16": ("sparsync.schemes.dense:Dense.bf16", "every element, in 16 bits on the wire"),
-    "topk": ("sparsync.schemes.topk_allgather:TopK", "each rank's largest elements, sent to all ranks"),
-    "two_shot": (
-        "sparsync.schemes.two_shot:TwoShot",
-        "the largest elements, or all, in few bits and two exchanges; owners of regions keep what they do not send",
-    ),
-    "skip_reduce": (
-        "sparsync.schemes.skip_reduce:SkipReduce",
-        "a ring all-reduce that leaves out some of its reduce-scatter steps",
-    ),
-    "auto_protect": (
-        "sparsync.schemes.auto_protect:AutoProtect.skip_reduce",
-        "skip_reduce that measures which parameters it must not skip",
-    ),
-    "micro": (
-        "sparsync.schemes.micro:MiCRO",
-        "exclusive partitions that rotate over the ranks; exactly the asked number of elements is summed",
-    ),
-    "exdyna": (
-        "sparsync.schemes.exdyna:ExDyna",
-        "as micro, with partitions that change size until they hold equally much",
-    ),
-    "oktopk": (
-        "sparsync.schemes.oktopk:OkTopk",
-        "the k largest sums over ranks; traffic does not grow with their number",
-    ),
-    "powersgd": (
-        "sparsync.schemes.powersgd:PowerSGD",
-        "each matrix as the product of two thin ones, by power iteration with warm start (arXiv 1905.13727)",
-    ),
-    "quantized": (
-        "sparsync.schemes.quantized:Quantized",
-        "every element in 8 bits or fewer, with error feedback (arXiv 1901.09847)",
-    ),
-    "int4": ("sparsync.schemes.quantized:Quantized.int4", "every element in 4 bits, with error feedback"),
-    "sparse_loco": (
-        "sparsync.schemes.sparse_loco:SparseLoCo",
-        "the largest elements of each tile of up to 64 x 64, in 2 bits, with a residual that decays (arXiv 2508.15706)",
-    ),
-    "demo": (
-        "sparsync.schemes.demo:DeMo",
-        "the largest cosine components of each tile of up to 64 x 64 of a momentum that each rank keeps (arXiv 2411.19870)",
-    ),
-    "onebit_adam": (
-        "sparsync.schemes.onebit_adam:OneBitAdam",
-        "Adam with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888)",
-    ),
-    "dgc": (
-        "sparsync.schemes.dgc:DGC",
-        "topk of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887)",
-    ),
-    "ring_pruning": (
-        "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
-        "the thesis's Skip-Reduce: always the same steps are left out",
-    ),
-    "random_pruning": (
-        "sparsync.schemes.random_pruning:RandomPruning",
-        "each element loses some ranks; saves no traffic, for comparison",
-    ),
+_OURS = {  # name -> where its constructor lives
+    "dense": "sparsync.schemes.dense:Dense",
+    "bf16": "sparsync.schemes.dense:Dense.bf16",
+    "topk": "sparsync.schemes.topk_allgather:TopK",
+    "two_shot": "sparsync.schemes.two_shot:TwoShot",
+    "skip_reduce": "sparsync.schemes.skip_reduce:SkipReduce",
+    "auto_protect": "sparsync.schemes.auto_protect:AutoProtect.skip_reduce",
+    "micro": "sparsync.schemes.micro:MiCRO",
+    "exdyna": "sparsync.schemes.exdyna:ExDyna",
+    "oktopk": "sparsync.schemes.oktopk:OkTopk",
+    "powersgd": "sparsync.schemes.powersgd:PowerSGD",
+    "quantized": "sparsync.schemes.quantized:Quantized",
+    "int4": "sparsync.schemes.quantized:Quantized.int4",
+    "ring_pruning": "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",
 }
 _PUBLISHED = ".published"
 
@@ -92,11 +44,8 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """Return what the scheme called `name` is, in a line; of an installed package's the first line of its docstring, which is not executed.
-
-    Raises ValueError for an unknown name.
-    """
-    return _OURS[name][1] if name in _OURS else summary(where(name))
+    """Return the first line of the docstring of the scheme called `name`, which is not executed. Raises ValueError for an unknown name."""
+    return summary(where(name))
 
 
 def where(name: str) -> str:
@@ -104,7 +53,7 @@ def where(name: str) -> str:
     if _names_code(name):
         return name
     base = name.removesuffix(_PUBLISHED)
-    return _OURS[base][0] if base in _OURS else installed("scheme")[_known(base)]
+    return _OURS[base] if base in _OURS else installed("scheme")[_known(base)]
 
 
 def settings(name: str) -> dict[str, Any]:  # Any: whatever a setting defaults to
@@ -330,12 +279,9 @@ def _failed(where: str, kind: str, error: BaseException) -> str:
 
 def _classes(owner: object) -> str:
     """Return the names of the classes that `owner` itself defines."""
-    members = getattr(owner, "__dict__", {})
-    return ", ".join(sorted(key for key, value in members.items() if _is_own_class(value, owner))) or "none"
-
-
-def _is_own_class(value: object, owner: object) -> bool:
-    return isinstance(value, type) and value.__module__ == getattr(owner, "__name__", None)
+    home, members = getattr(owner, "__name__", None), getattr(owner, "__dict__", {})
+    found = [key for key, value in members.items() if isinstance(value, type) and value.__module__ == home]
+    return ", ".join(sorted(found)) or "none"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -98,23 +98,23 @@ class Scheme(ABC):
 
     @property
     def has_residual(self) -> bool:
-        """Whether anything is held back from one step to a later one."""
-        return False
+        """Whether anything is held back from one step to a later one. Here, as in the next ones: whether it is so of an inner scheme."""
+        return any(each.has_residual for each in self.inner_schemes)
 
     @property
     def leaves_out(self) -> bool:
         """Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient."""
-        return False
+        return any(each.leaves_out for each in self.inner_schemes)
 
     @property
     def has_momentum(self) -> bool:
         """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
-        return False
+        return any(each.has_momentum for each in self.inner_schemes)
 
     @property
     def writes_steps(self) -> bool:
         """Whether elements of what is written are about 1, as those of Adam's steps are, so that SGD takes a learning rate of Adam."""
-        return False
+        return any(each.writes_steps for each in self.inner_schemes)
 
     @property
     def follows_rate(self) -> bool:
@@ -162,7 +162,8 @@ class Scheme(ABC):
 
     def reset_shared_state(self) -> None:
         """Forget thresholds, partitions and whatever else must agree across ranks, but no residual: after a failure it may differ."""
-        return
+        for each in self.inner_schemes:
+            each.reset_shared_state()
 
     def reduce_scatter_form(self) -> "ReduceScatterScheme":
         """Return this scheme as a reduce-scatter with the same settings, for FSDP2's shard axis, without its state.

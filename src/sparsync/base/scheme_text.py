@@ -26,10 +26,6 @@ RECIPES = {
         "local_steps(every=50:keep=0.0:fragments=4:delay=5:mixing=0.5:outer_rate=0.7:outer_momentum=0.9)/int4",
         "Streaming DiLoCo (2501.18512): fragments in 4 bits that arrive while training continues",
     ),
-    "sparseloco": (
-        "local_steps(every=30:keep=0.0)/sparse_loco",
-        "SparseLoCo (2508.15706) without its clipping to the median norm",
-    ),
 }
 VARIABLE = "SPARSYNC_SCHEME"
 COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
@@ -149,8 +145,3 @@ def _value(text: str) -> Any:  # Any: a list, bool, int, float or str, by its fo
         except ValueError:
             continue
     return text
-
-
-def recipes() -> dict[str, str]:
-    """Return one line about each recipe by its name."""
-    return {name: f"{about}: {text}" for name, (text, about) in RECIPES.items()}

@@ -15,6 +15,7 @@ With S empty the first three are dense all-reduces.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from sparsync.comm.metered import all_to_all_cost
 from sparsync.comm.plan import Exchange, Peers
 from sparsync.comm.subset import SubsetComm
-from sparsync.core import Comm, Cost, Span, adjacent, generator, spans
+from sparsync.core import Comm, Cost, Span, SpanSet, adjacent, generator, spans
 from sparsync.kernels.rounding import add_rounded_
 
 
@@ -37,15 +38,6 @@ class SkipPlan:
     def skip(self) -> int:
         """s, how many ranks are missing in every chunk."""
         return len(self.offsets)
-
-    def owner(self, chunk: int, P: int) -> int:
-        """Return the position that ends up with the sum of this chunk."""
-        return (chunk - self.shift) % P
-
-    def contributors(self, chunk: int, P: int) -> frozenset[int]:
-        """Return the P - s positions whose gradient is in the sum of this chunk."""
-        owner = self.owner(chunk, P)
-        return frozenset((owner + i) % P for i in range(P) if i not in self.offsets)
 
     def skipped(self, position: int, count: int, P: int, always: int = 0) -> list[Span]:
         """Return where in a vector of `count` elements the contribution of this position is left out: s of the P chunks.
@@ -75,13 +67,9 @@ class Chunk:
 @lru_cache(maxsize=256)
 def chunks_of(count: int, P: int, always: int = 0) -> tuple[Chunk, ...]:
     """Return P adjacent chunks that cover [0, count), each with its share of the `always` elements that are never left out."""
-    chunks: list[Chunk] = []
-    start = 0
-    for first, rest in zip(spans(always, P), spans(count - always, P), strict=True):
-        middle = start + len(first)
-        chunks.append(Chunk(Span(start, middle), Span(middle, middle + len(rest))))
-        start = middle + len(rest)
-    return tuple(chunks)
+    lengths = [len(part) for pair in zip(spans(always, P), spans(count - always, P), strict=True) for part in pair]
+    parts = [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+    return tuple(Chunk(first, rest) for first, rest in zip(parts[::2], parts[1::2], strict=True))
 
 
 def chunks_with_any(count: int, P: int, always: int = 0) -> int:
@@ -170,7 +158,7 @@ def ring_all_reduce_(
     """
     if comm.size == 1:
         return
-    if plan.offsets != tuple(range(1, plan.skip + 1)):
+    if plan.offsets != first_offsets(plan.skip):
         raise ValueError(f"a ring leaves out the offsets 1..s, got {plan.offsets}; use the direct form for other sets")
     if omitted is not None:
         for span in plan.skipped(comm.rank, x.numel(), comm.size, always):
@@ -221,8 +209,8 @@ def ring_exchanges(
     # As a function of the rank, what is sent has straight pieces that end where an end of its chunks meets one of the longer ones.
     long = [0, always % P, (count - always) % P, min(P, always), chunks_with_any(count, P, always)]
     ranks = {(end + off) % P for end in long for off in (-2, -1, 0, skip, skip + 1)}
-    reduced = _busiest_of(_ring_reduce_scatter_cost(count, element_nbytes, P, rank, skip, always) for rank in ranks)
-    gathered = _busiest_of(_ring_all_gather_cost(count, element_nbytes, P, rank, always) for rank in ranks)
+    reduced = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 1, skip, always) for rank in ranks)
+    gathered = _busiest_of(_ring_cost(count, element_nbytes, P, rank + 2, 0, always) for rank in ranks)
     # A rank receives what its neighbour sends.
     return [
         Exchange("send_recv", cost.nbytes, cost.messages, cost.steps, cost.nbytes, peers)
@@ -230,21 +218,13 @@ def ring_exchanges(
     ]
 
 
-def _ring_reduce_scatter_cost(count: int, element_nbytes: int, P: int, rank: int, skip: int, always: int) -> Cost:
-    """Return what `ring_reduce_scatter_` sends from a rank, without a shift."""
-    y, steps = rank, len(_steps(P, skip, always))
-    # Whole chunks y+1, ..., y-1-s, and of the s after these what is never left out.
+def _ring_cost(count: int, element_nbytes: int, P: int, first: int, skip: int, always: int) -> Cost:
+    """Return what one rank sends: P-1-s whole chunks from number `first` on, and of the s before these what is never left out."""
     width = P - 1 - skip
-    sent = adjacent(always, P, y + 1, P - 1) + adjacent(count - always, P, y + 1, width)
-    full = adjacent(chunks_with_any(count, P, always), P, y + 1, width) + adjacent(min(P, always), P, y - skip, skip)
-    return Cost(steps, full, element_nbytes * sent)
-
-
-def _ring_all_gather_cost(count: int, element_nbytes: int, P: int, rank: int, always: int) -> Cost:
-    """Return what `ring_all_gather_` sends from this rank."""
-    first = rank + 2  # all chunks but y+1
-    sent = adjacent(always, P, first, P - 1) + adjacent(count - always, P, first, P - 1)
-    return Cost(P - 1, adjacent(chunks_with_any(count, P, always), P, first, P - 1), element_nbytes * sent)
+    sent = adjacent(always, P, first, P - 1) + adjacent(count - always, P, first, width)
+    whole = adjacent(chunks_with_any(count, P, always), P, first, width)
+    part = adjacent(min(P, always), P, first - 1 - skip, skip)
+    return Cost(len(_steps(P, skip, always)), whole + part, element_nbytes * sent)
 
 
 def _steps(P: int, skip: int, always: int) -> range:
@@ -381,10 +361,13 @@ def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: S
     Steps: 1
     Bytes sent per rank: (P-1-s)/P * nbytes(x), and s times the bytes of `always`
     """
-    P, rank, m = comm.size, comm.rank, out.numel()
+    P, rank, m, protected = comm.size, comm.rank, out.numel(), SpanSet(tuple(always))
     chunks = x.split(m) if m else [x] * P
-    outgoing = [x[:0] if o == rank else _packet(chunks[o], skips(rank, o, P, plan), always) for o in range(P)]
-    counts = [0 if r == rank else _count(m, skips(r, rank, P, plan), always) for r in range(P)]
+    # A chunk whose owner leaves this rank out: only what is never left out.
+    outgoing = [protected.take(chunk) if skips(rank, o, P, plan) else chunk for o, chunk in enumerate(chunks)]
+    outgoing[rank] = x[:0]
+    counts = [len(protected) if skips(source, rank, P, plan) else m for source in range(P)]
+    counts[rank] = 0
     received = comm.all_to_all(outgoing, counts)
     order = [(rank + i) % P for i in range(1, P)]
     first = received[order[0]] if P > 1 and not skips(order[0], rank, P, plan) else None
@@ -392,36 +375,15 @@ def reduce_scatter(x: Tensor, out: Tensor, comm: Comm, plan: SkipPlan, always: S
     for source in order if first is None else order[1:]:
         if not skips(source, rank, P, plan):
             out.add_(received[source])
-        elif always:
-            _add_always(out, received[source], always)
+            continue
+        for span, part in zip(always, received[source].split([len(span) for span in always]), strict=True):
+            span.of(out).add_(part)
     out.add_(chunks[rank])
 
 
 def skips(source: int, owner: int, P: int, plan: SkipPlan) -> bool:
     """Return whether what `source` has for the chunk of `owner` is left out."""
     return (source - owner) % P in plan.offsets
-
-
-def _count(m: int, skipped: bool, always: Sequence[Span]) -> int:
-    return sum(map(len, always)) if skipped else m
-
-
-def _packet(chunk: Tensor, skipped: bool, always: Sequence[Span]) -> Tensor:
-    if not skipped:
-        return chunk
-    packet = chunk.new_empty(sum(map(len, always)))
-    position = 0
-    for span in always:
-        packet[position : position + len(span)] = span.of(chunk)
-        position += len(span)
-    return packet
-
-
-def _add_always(out: Tensor, packet: Tensor, always: Sequence[Span]) -> None:
-    position = 0
-    for span in always:
-        span.of(out).add_(packet[position : position + len(span)])
-        position += len(span)
 
 
 def _busiest_of(costs: Iterable[Cost]) -> Cost:

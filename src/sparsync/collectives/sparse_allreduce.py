@@ -220,13 +220,16 @@ def balance_exchange(
 
 def balance(
     mine: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
-) -> Sparse:
-    """Return this rank's `wanted[rank]` elements once all have moved; `held` and `wanted` are the same on all ranks.
+) -> tuple[Sparse, Sequence[Span]]:
+    """Return this rank's `wanted[rank]` elements once all have moved, and the span that those of each rank lie in.
 
-    `mine` lies in this rank's region; positions are those in the whole vector. The codec is exact: values must arrive as they are.
-    Steps: 1
+    `held` and `wanted` are the same on all ranks. `mine` lies in this rank's region; positions are those in the whole vector. The codec
+    is exact: values must arrive as they are.
+    Steps: 1; 0 where nothing moves
     Bytes sent per rank: the packets of held - wanted elements, where that is positive
     """
+    if list(wanted) == list(held):
+        return mine, regions
     plan = moves(held, wanted)
     dtype, own = mine.value.dtype, regions[comm.rank]
     position = min(held[comm.rank], wanted[comm.rank])
@@ -241,23 +244,13 @@ def balance(
     sizes = [codec.nbytes(count, len(span), dtype) for count, span in zip(counts, regions, strict=True)]
     received = zip(comm.all_to_all(packets, sizes), counts, regions, strict=True)
     moved = [_in_whole(packet, k, span, mine.length, dtype, codec) for packet, k, span in received]
-    return kernels.merge([kept, *moved])
+    return kernels.merge([kept, *moved]), [Span(0, mine.length)] * comm.size
 
 
 def uneven(held: Sequence[int], imbalance: float) -> bool:
     """Return whether some rank holds more than `imbalance` times the mean, and could hold less."""
     P, most = len(held), max(held)
     return most * P > imbalance * sum(held) and most > -(-sum(held) // P)
-
-
-def balanced(
-    sums: Sparse, held: Sequence[int], wanted: Sequence[int], regions: Sequence[Span], comm: Comm, codec: ElementCodec
-) -> tuple[Sparse, Sequence[Span]]:
-    """Return this rank's `wanted` survivors, and the span that those of each rank lie in."""
-    if list(wanted) == list(held):
-        return sums, regions
-    moved = balance(sums, held, wanted, regions, comm, codec)
-    return moved, [Span(0, sums.length)] * comm.size
 
 
 def survivors_exchanges(
@@ -269,7 +262,7 @@ def survivors_exchanges(
     exact: ElementCodec,
     codec: ElementCodec,
 ) -> list[Exchange]:
-    """Return the exchanges of `balanced`, whose codec is `exact`, and of the `all_gather_elements` that follows it."""
+    """Return the exchanges of `balance`, whose codec is `exact`, and of the `all_gather_elements` that follows it."""
     if wanted is None or list(wanted) == list(held):
         return [gather_elements_exchange(held, lengths, dtype, codec)]
     return [

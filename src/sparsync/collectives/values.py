@@ -23,7 +23,7 @@ from sparsync.comm.plan import (
     tally,
     to_owners_exchange,
 )
-from sparsync.core import FOUND_INF, Comm, phase, raise_if_found_inf, spans
+from sparsync.core import FOUND_INF, Comm, Sparse, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
@@ -51,31 +51,24 @@ class ValuesPlan:
     decode: Work = NOTHING
 
 
-@dataclass(frozen=True)
-class SparseMean:
-    """The means over ranks at the positions `index` [K], the same on every rank."""
+def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Sparse, list[Sparse]]:
+    """Return the means over ranks of `acc` [n] at the positions `index` [K], the same on every rank, and what rounding dropped there.
 
-    index: Tensor
-    value: Tensor
-    error: Tensor | None  # [K] what the means lack of this rank's values; None where they travelled as they are
-
-
-def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer | None = None) -> SparseMean:
-    """Return the means over ranks of `acc` [n] at the positions `index` [K], which are the same on every rank.
-
-    Steps: 2 (P-1); with a quantizer 2
+    The latter is of this rank's values, and empty with an exact quantizer.
+    Steps: 2 (P-1); where values are rounded 2
     Bytes sent per rank: 2 (P-1)/P * K * bytes of a value, and its share of the scales that the quantizer may add
     """
-    index = index.long()
+    index, n = index.long(), acc.numel()
     value = kernels.gather(acc, index)  # [K]
-    if quantizer is None:
-        return SparseMean(index, comm.all_reduce(value) / comm.size, None)
-    return SparseMean(index, *quantized_all_reduce(value, comm, quantizer))
+    if quantizer.exact:
+        return Sparse(index, comm.all_reduce(value) / comm.size, n), []
+    mean, error = quantized_all_reduce(value, comm, quantizer)
+    return Sparse(index, mean, n), [Sparse(index, error, n)]
 
 
-def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer | None = None) -> ValuesPlan:
+def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> ValuesPlan:
     """Return the plan of `mean_at`."""
-    if quantizer is None:
+    if quantizer.exact:
         return ValuesPlan([all_reduce_exchange(K, dtype.itemsize, P)])
     return quantized_all_reduce_plan(K, dtype, P, quantizer)
 

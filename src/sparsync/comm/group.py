@@ -191,10 +191,8 @@ class GroupComm:
         announcement = made.current
         with self._named("comparison"):
             rows = made.heard()
-            if any(
-                row[2] == UNDECIDED for row in rows
-            ):  # those ranks have heard of this rank now, and say what they reduce
-                self._made(announcement)
+            if any(row[2] == UNDECIDED for row in rows):
+                self._made(announcement)  # those ranks have heard of this rank now, and say what they reduce
                 rows = made.heard()
             if all(row == rows[0] for row in rows):
                 return
@@ -276,10 +274,9 @@ class GroupComm:
             self._transfer([(into, source)], [(out, to)])
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        if self.size == 1:
-            self._known("all_gather", counts, x.numel())
-            return [x]
         known = self._known("all_gather", counts, x.numel())
+        if self.size == 1:
+            return [x]
         self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
         counts = known or self._counts([x.numel()] * self.size)
         return self._exchange("all_gather", [x] * self.size, counts)
@@ -364,8 +361,6 @@ class GroupComm:
 
     def _counts(self, outgoing: list[int]) -> list[int]:
         """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        if self.size == 1:
-            return outgoing
         group = self._open()
         self.settle()
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

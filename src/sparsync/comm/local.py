@@ -97,28 +97,25 @@ class LocalComm:
         into.copy_(message)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        gathered = self._rendezvous("all_gather", x.clone()).in_rank_order()
+        gathered = self.scheduler.rendezvous(self.rank, "all_gather", x.clone()).in_rank_order()
         _check_arrived(self.rank, "all_gather", gathered, counts)
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         if len(parts) != self.size:
             raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
-        table = self._rendezvous("all_to_all", [part.clone() for part in parts]).in_rank_order()
+        table = self.scheduler.rendezvous(self.rank, "all_to_all", [part.clone() for part in parts]).in_rank_order()
         received = [row[self.rank] for row in table]
         _check_arrived(self.rank, "all_to_all", received, counts)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        met = self._rendezvous("all_reduce", x.clone())
+        met = self.scheduler.rendezvous(self.rank, "all_reduce", x.clone())
         gathered = met.in_rank_order()
         _check_arrived(self.rank, "all_reduce", gathered, [x.numel()] * self.size)
         if met.total is None:
             met.total = sum_in_rank_order(gathered)
         return met.total.clone()
-
-    def _rendezvous(self, name: str, deposit: object) -> "_Rendezvous":
-        return self.scheduler.rendezvous(self.rank, name, deposit)
 
 
 @dataclass
@@ -192,7 +189,12 @@ class _Scheduler:
                 "all ranks must make the same calls in the same order"
             )
         entry.deposits[rank] = deposit
-        self.wait(rank, lambda: len(entry.deposits) == self.size, name, lambda: self._absent(entry))
+        self.wait(
+            rank,
+            lambda: len(entry.deposits) == self.size,
+            name,
+            lambda: [other for other in range(self.size) if other not in entry.deposits],
+        )
         entry.left += 1
         if entry.left == self.size:
             del self._rendezvous[number]
@@ -229,9 +231,6 @@ class _Scheduler:
             if self.error is not None or waiting is None or waiting.ready():
                 return other
         return None
-
-    def _absent(self, entry: _Rendezvous) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in entry.deposits]
 
     def _deadlock(self) -> str:
         lines = [

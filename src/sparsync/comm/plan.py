@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from sparsync.core import Cost, ParameterSpan, Span
 MOST_RANKS = 10**5  # some forms look at each rank
 Kind = Literal["send_recv", "all_gather", "all_to_all", "all_reduce"]
 Peers = Literal["all", "ring", "pair", "node", "nodes"]
+Size = TypeVar("Size")
 Work = tuple[int, int]  # elements, calls
 NOTHING: Work = (0, 0)
 # Bytes of a value are read or written so often: `accumulate` reads the residual and writes the sum, and so on. The gradient comes on top.
@@ -186,29 +187,24 @@ def near_equal(count: int, P: int) -> Tally:
     return {length: ranks for length, ranks in ((short + 1, longer), (short, P - longer)) if ranks}
 
 
-def tally(sizes: Mapping[int, int] | Iterable[int], nbytes: Callable[[int], int] = int) -> Tally:
+def tally(sizes: Mapping[Size, int] | Iterable[Size], nbytes: Callable[[Size], int] = int) -> Tally:
     """Return how many ranks have parts of each size; `nbytes` gives the size of what is tallied or listed."""
     found: Counter[int] = Counter()
-    for size, ranks in sizes.items() if isinstance(sizes, Mapping) else Counter(sizes).items():
+    for size, ranks in (sizes if isinstance(sizes, Mapping) else Counter(sizes)).items():
         found[nbytes(size)] += ranks
     return found
 
 
 def packet_tally(counts: Sequence[int], lengths: Sequence[int], nbytes: Callable[[int, int], int]) -> Tally:
     """Return the tally of packets of `counts[r]` elements in spans of `lengths[r]`, whose size `nbytes(count, length)` gives."""
-    found: Counter[int] = Counter()
-    for pair, ranks in Counter(zip(counts, lengths, strict=True)).items():
-        found[nbytes(*pair)] += ranks
-    return found
+    return tally(zip(counts, lengths, strict=True), lambda pair: nbytes(*pair))
 
 
 def all_gather_exchange(sizes: Tally) -> Exchange:
     """Return the all-gather of one part from each rank to all others."""
-    P, total = sum(sizes.values()), _total(sizes)
-    longest, shortest = max(sizes), min(sizes)
-    if P == 1:
-        return Exchange("all_gather", 0, 0, 0, 0)
-    return Exchange("all_gather", (P - 1) * longest, P - 1 if longest else 0, 1, total - shortest)
+    P, longest = sum(sizes.values()), max(sizes)
+    received = _total(sizes) - min(sizes)
+    return Exchange("all_gather", (P - 1) * longest, P - 1 if longest else 0, _round(P), received)
 
 
 def counts_exchange(P: int, nbytes: int = COUNT_NBYTES) -> Exchange:
@@ -218,28 +214,18 @@ def counts_exchange(P: int, nbytes: int = COUNT_NBYTES) -> Exchange:
 
 def to_owners_exchange(sizes: Tally) -> Exchange:
     """Return the all-to-all in which each rank sends to every other the part of this size that is the other's."""
-    P, total = sum(sizes.values()), _total(sizes)
-    full = P - sizes.get(0, 0)
-    if P == 1:
-        return Exchange("all_to_all", 0, 0, 0, 0)
-    return Exchange("all_to_all", total - min(sizes), min(full, P - 1), 1, (P - 1) * max(sizes))
+    P = sum(sizes.values())
+    messages = min(P - sizes.get(0, 0), P - 1)
+    return Exchange("all_to_all", _total(sizes) - min(sizes), messages, _round(P), (P - 1) * max(sizes))
 
 
 def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
     """Return the all-to-all in which rank r sends `nbytes[r][p]` to rank p; what is its own does not travel."""
     P = len(nbytes)
-    if P == 1:
-        return Exchange("all_to_all", 0, 0, 0, 0)
     sent = [[part for p, part in enumerate(row) if p != rank] for rank, row in enumerate(nbytes)]
     received = [sum(row[p] for rank, row in enumerate(nbytes) if rank != p) for p in range(P)]
-    return Exchange(
-        "all_to_all", max(map(sum, sent)), max(sum(1 for part in row if part) for row in sent), 1, max(received)
-    )
-
-
-def from_one_exchange(nbytes: int, P: int) -> Exchange:
-    """Return the exchange in which one rank sends the same to all others, which send nothing."""
-    return Exchange("all_gather", (P - 1) * nbytes, P - 1 if nbytes else 0, 1 if P > 1 else 0, nbytes if P > 1 else 0)
+    messages = max(sum(1 for part in row if part) for row in sent)
+    return Exchange("all_to_all", max(map(sum, sent)), messages, _round(P), max(received))
 
 
 def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
@@ -248,6 +234,10 @@ def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
     cost = all_reduce_cost(count, element_nbytes, P, max(0, P - 2))
     # What a rank receives is what its neighbour sends.
     return Exchange("all_reduce", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
+
+
+def _round(P: int) -> int:
+    return 1 if P > 1 else 0
 
 
 def _total(sizes: Tally) -> int:

@@ -1,22 +1,20 @@
-"""AdamW whose exchange is compressed: each rank divides its own gradient by its own second moments, and momentum comes after the exchange.
+"""AdamW with compressed communication: each rank divides its gradient by its second moments, and momentum comes after the exchange.
 
-Compressing gradients for AdamW costs quality, because the second moments of sparse means are wrong, and dividing after the exchange
-enlarges what was dropped. Here each rank sends steps instead, learning rate included:
+Compressing gradients costs AdamW quality, because the second moments of sparse means are wrong, and dividing after the exchange
+enlarges what was dropped. Here ranks send steps instead, learning rate included:
 
-    v      = beta2 v + (1 - beta2) g^2                     own second moments of the own gradient g
+    v      = beta2 v + (1 - beta2) g^2                     second moments of a rank's gradient g
     x      = rate g / (sqrt(ratio v / (1 - beta2^t)) + eps)
     mean   = scheme.reduce(x)                              what is not sent stays in the residual
     m      = beta1 m + (1 - beta1) mean                    momentum, the same on all ranks
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-ratio: of the squares of the mean gradient to those of the own one, for a rank's own gradient holds P times the variance of the mean one,
-and without the ratio steps are too short. With one rank it is 1. Else it is estimated for each block of adjacent elements, from sums of
-the gradient with random signs: linear, so the mean of the ranks' sums is the sum of the mean gradient, and its expected square is the
-square norm of the block (AMS sketches, Alon, Matias and Szegedy 1996).
+ratio: of the squares of the mean gradient to those of the local one, see BlockRatios. A local gradient has P times the variance of the
+mean one, so without the ratio steps would be too short. With one rank it is 1.
 
-Differs from AdamW, also with one rank or where all ranks send all: each gradient is divided by the second moments, and multiplied by the
-rate, of its own step, where AdamW divides and multiplies the momentum by those of the last one. With beta1 = 0 there is no difference.
+Differs from AdamW, even with one rank or when everything is sent: each gradient is divided by the second moments and multiplied by the
+rate of its own step, while AdamW applies those of the last step to the momentum. With beta1 = 0 there is no difference.
 Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
 """
 
@@ -37,8 +35,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
 
     The model is not wrapped: `loss.backward(); steps.clip_grad_norm_(1.0); steps.step(); schedule.step()`. Parameters and buffers of rank
-    0 are copied to all ranks here; later each rank has its own buffers. Weights are float32, or float64 for float64 parameters; own
-    ones are rounded to 16 bits if the parameters have 16 bits.
+    0 are copied to all ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters;
+    own weights of 16-bit parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
     Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step the
     gradient once more, and its largest bucket twice.
@@ -46,8 +44,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
         optimizer: a torch.optim.AdamW of all trained parameters, or an Adam without weight decay. Rates, betas, eps and weight decay are
-            read from it in each step, so schedules work as ever, and ranks compare them then. Its own `step` raises from here on, and its
-            state is not used. Betas and eps are those of all its groups.
+            read from it, and compared between ranks, in each step, so schedules work. Its own `step` raises from here on, and its state
+            is not used. All groups share betas and eps.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
         block: adjacent elements with one ratio.
@@ -67,8 +65,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     """
 
     integration = "adamw_steps"
-    vectors = ("momentum", "square")  # m, the same on all ranks; v, a rank's own
-    counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the own second moments
+    vectors = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
+    counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
 
     optimizer: Adam
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they exchange weights: where they are, what has changed, whether it is finite, and their buffers."""
+"""What ranks tell each other before they exchange weights: their step, what has changed, whether it is finite, and their buffers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,22 +15,22 @@ from sparsync.runtime.connection import Reduction
 
 How = Literal["broadcast", "mean", "own"]
 KEY = "agreement"
-FINITE, WEIGHTS, BUFFERS = 1, 0, -1  # what of a rank holds NaN or Inf, as a rank says it
+FINITE, WEIGHTS, BUFFERS = 1, 0, -1  # nothing, the weights or the buffers of a rank hold NaN or Inf
 IDLE, CHANGED, FROZEN = 0, 1, 2  # what a parameter is on a rank
-_PACKED = 24  # parameters in a number: 2 bits each of the 53 that float64 holds exactly
+_PACKED = 24  # parameters in a number: 2 bits each, of the 53 that float64 holds exactly
 
 
 class CommonBuffers:
-    """The buffers of a model, and the values of them that all ranks have. `how` says where these come from at an exchange."""
+    """The buffers of a model, and the values that all ranks share. `how` says where these come from at an exchange."""
 
     def __init__(self, model: nn.Module, how: How) -> None:
         self.model, self.how = model, how
         self.values = [each.detach().clone() for each in model.buffers()]
-        # A mask of -inf is no fault, so of such a buffer NaN and Inf are none.
+        # A buffer that starts with Inf, such as a mask of -inf, is not watched.
         self._watched = [bool(each.isfinite().all()) for each in self.values]
 
     def bad(self) -> list[bool]:
-        """Return for each buffer in the model whether it has come to hold NaN or Inf."""
+        """Return for each buffer of the model whether it has come to hold NaN or Inf."""
         pairs = zip(self._watched, self.model.buffers(), strict=True)
         return [watched and not bool(each.isfinite().all()) for watched, each in pairs]
 
@@ -50,7 +50,7 @@ class CommonBuffers:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Have the common values in the model, unless ranks have their own; this rank's are back afterwards."""
+        """Put the common values into the model, unless `how` is "own", and this rank's back afterwards."""
         own = [each.detach().clone() for each in self.model.buffers()]
         try:
             if self.how != "own":
@@ -61,11 +61,11 @@ class CommonBuffers:
 
 
 class Agreement(Reduction):
-    """One message of a few numbers and a sketch, if any, from every rank to every other, and then the buffers, if any.
+    """One message of a few numbers and perhaps a sketch from every rank to every other, and then the buffers, if any.
 
-    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` says of each one, by name, whether it is IDLE, CHANGED or FROZEN; `sketch` [s] is
-    in float64. `reduce` leaves in `not_finite` what is not, by rank, in `idle` the parameters that are frozen or have changed on no rank,
-    in `sketches` what all ranks sent, and in `buffers` the common ones, unless some rank's are not finite.
+    `finite` is FINITE, WEIGHTS or BUFFERS; `parameters` has IDLE, CHANGED or FROZEN of each parameter, by name; `sketch` is [s] in float64.
+    `reduce` sets `not_finite`, by rank; `idle`, the parameters that are frozen or changed on no rank; `sketches`, of all ranks; and
+    `buffers`, the common ones, if all ranks are finite.
     Raises RuntimeError, on all ranks, when ranks are at different steps, have applied different exchanges, or have frozen other parameters.
     """
 
@@ -93,10 +93,8 @@ class Agreement(Reduction):
         return Bucket(KEY, torch.cat([numbers, *([] if self.sketch is None else [self.sketch])]).to(device), step)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm = MeteredComm(comm)
-        counts = [bucket.grad.numel()] * comm.size
-        # A host sync: all ranks decide on these.
-        received = [row.cpu() for row in comm.all_gather(bucket.grad, counts)]
+        comm, n = MeteredComm(comm), bucket.grad.numel()
+        received = [row.cpu() for row in comm.all_gather(bucket.grad, [n] * comm.size)]  # a host sync
         head = len(self.own) + -(-len(self.parameters) // _PACKED)
         rows = [tuple(int(each) for each in row[:head].tolist()) for row in received]
         for rank, (step, applied, *_) in enumerate(rows):
@@ -110,7 +108,6 @@ class Agreement(Reduction):
         self.sketches = [row[head:] for row in received]
         if not self.not_finite:
             self._share_buffers(comm)
-        n = bucket.grad.numel()
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details={"overflow": False})
 
     def _idle(self, ranks: Sequence[Sequence[int]]) -> frozenset[str]:
@@ -126,8 +123,10 @@ class Agreement(Reduction):
         return frozenset(idle)
 
     def _share_buffers(self, comm: Comm) -> None:
-        averaged = [each for each in self.buffers if self._mean and each.is_floating_point()]
-        first = [each for each in self.buffers if not any(each is other for other in averaged)]
+        averaged: list[Tensor] = []
+        first: list[Tensor] = []  # those of rank 0
+        for each in self.buffers:
+            (averaged if self._mean and each.is_floating_point() else first).append(each)
         if first:
             copy_bytes_(first, broadcast(flat_bytes(first), comm))
         if averaged:
@@ -146,7 +145,7 @@ def _packed(states: Sequence[int]) -> list[int]:
 
 
 def _unpacked(numbers: Sequence[int], count: int) -> list[int]:
-    """Return the first `count` of what `_packed` has packed."""
+    """Return the first `count` states: the inverse of `_packed`."""
     return [numbers[i // _PACKED] >> 2 * (i % _PACKED) & 3 for i in range(count)]
 
 

@@ -1,8 +1,8 @@
-"""The base of methods that exchange an optimizer's steps, at every step: AdamWSteps.
+"""The base of methods that exchange an optimizer's steps: AdamWSteps.
 
-Each rank turns its own gradient into a step (`_to_step_`), the steps go through the scheme, and all ranks turn the mean step into weights
-(`_move`). A method is these two, what it takes from its optimizer, and the names of the vectors and counts that it saves. Here is the
-rest: who takes part, the measured ratio, steps that are skipped, and the state.
+Each rank turns its gradient into a step (`_to_step_`), the steps go through the scheme, and all ranks apply the mean step to the common
+weights (`_move`). A method consists of these two, and the names of the vectors and counts that it keeps. Here is the rest: which
+parameters take part, the measured ratio, skipped steps, and the state.
 """
 
 import math
@@ -20,18 +20,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
 from sparsync.exchanges.replica import GradientDivisor, Replica
 from sparsync.exchanges.shown_weights import ShownWeights
-from sparsync.exchanges.sketch import FIRST, BlockRatios, MeanOfSketches
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.taken_optimizer import TakenOptimizer
 from sparsync.exchanges.weights import WeightBucket
 from sparsync.kernels import operations as kernels
+from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward
 from sparsync.runtime.state_checks import check_alike, check_count, check_known
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
+_FIRST = 8  # steps that all measure the ratio
+_MEMORY = 0.98  # weight of older measurements
+_SIGNS = 256  # blocks with different signs, which then repeat
 
 Value = TypeVar("Value")
 
@@ -63,12 +67,102 @@ class Steps(StepOptions):
             raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
 
 
+class MeanOfSketches(Reduction):
+    """The mean over ranks in bfloat16."""
+
+    name = "bf16"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm = MeteredComm(comm)
+        total = comm.all_reduce(bucket.grad.bfloat16())
+        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size)
+        n = bucket.grad.numel()
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent)
+
+
+class BlockRatios:
+    """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
+
+    That of the mean gradient is estimated by a sketch of each block, a sum with random signs; see `sparsync.exchanges.sketch`.
+    """
+
+    def __init__(self, like: Sequence[Tensor], block: int, every: int) -> None:
+        self.block, self._every = block, every
+        self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
+        self.of_own = [each.clone() for each in self.of_mean]
+        self.measured, self.measure_until = 0, _FIRST  # measurements so far; steps below this number all measure
+
+    def due(self, step: int) -> bool:
+        """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
+        return step < self.measure_until or step % self._every == 0
+
+    def ratio(self, place: int, P: int) -> Tensor:
+        """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
+
+        A gradient that is all noise has 1/P. The measurement is noisy, so half of that is the lower bound.
+        """
+        return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
+
+    def spread(self, of_blocks: Tensor, span: Span) -> Tensor:
+        """Return the value in `of_blocks` [blocks] for each element of a span."""
+        first = span.start // self.block
+        elements = of_blocks[first : -(-span.stop // self.block)].repeat_interleave(self.block)
+        return Span(span.start - first * self.block, span.stop - first * self.block).of(elements)
+
+    def sums(self, gradients: Sequence[Tensor], keys: Sequence[str], step: int) -> Tensor:
+        """Return the sketch of each block, [blocks of all]; `gradients` are [blocks, block], and their keys and `step` give the signs."""
+        signed = []
+        for blocks, key in zip(gradients, keys, strict=True):
+            signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
+            signs = (2 * signs - 1).to(blocks)
+            parts = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
+            signed.append(torch.cat(parts).to(gradients[0].device))
+        return torch.cat(signed)
+
+    def observe(self, of_mean: Tensor, gradients: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
+        """Add a measurement: `of_mean` has the squares of the ranks' mean `sums`. Blocks without an element of `taking` stay."""
+        self.measured += 1
+        weight = max(1 - _MEMORY, 1 / self.measured)
+        found = of_mean.split([len(each) for each in gradients])
+        for i, (mean, blocks, spans) in enumerate(zip(found, gradients, taking, strict=True)):
+            weights = torch.zeros_like(self.of_own[i])
+            for span in spans:
+                weights[span.start // self.block : -(-span.stop // self.block)] = weight
+            self.of_mean[i].lerp_(mean.to(weights), weights)
+            self.of_own[i].lerp_(torch.linalg.vector_norm(blocks, dim=1).square_(), weights)
+
+    def clip_factor(self, P: int) -> float:
+        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
+        own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
+        return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
+
+    def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
+        """Return the measurements, by the keys of the vectors."""
+        return {
+            key: {"block": self.block, "mean": mean.clone(), "own": own.clone()}
+            for key, mean, own in zip(keys, self.of_mean, self.of_own, strict=True)
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
+        """Continue from a state before `step`; measure anew if it has other vectors or blocks."""
+        known = [saved.get(key, {"block": None}) for key in keys]
+        fits = all(
+            one["block"] == self.block and one["mean"].shape == mean.shape
+            for one, mean in zip(known, self.of_mean, strict=True)
+        )
+        if not fits:
+            self.measured, self.measure_until = 0, step + _FIRST
+        for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
+            mean.copy_(one["mean"]) if fits else mean.zero_()
+            own.copy_(one["own"]) if fits else own.zero_()
+
+
 class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
     replaces_optimizer = True
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
-    counts: tuple[str, ...]  # of each parameter, the same
+    counts: tuple[str, ...]  # the same, of each parameter
 
     def __init__(
         self,
@@ -95,7 +189,7 @@ class ExchangedSteps(StepMethod):
         self._vectors = {key: [torch.zeros_like(each) for each in common] for key in self.vectors}
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
         self._totals = {"skipped": 0, **self._totals}
-        self._skipped = 0  # steps since the last one that was not
+        self._skipped = 0  # steps in a row
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
@@ -105,7 +199,7 @@ class ExchangedSteps(StepMethod):
 
     @abstractmethod
     def _to_step_(self, place: int, gradient: Tensor) -> None:
-        """Write this rank's step over its own gradient of bucket `place`, [n], learning rate included."""
+        """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
 
     @abstractmethod
     def _move(self, place: int, mean: Tensor) -> None:
@@ -114,16 +208,16 @@ class ExchangedSteps(StepMethod):
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
 
-        Returns the reports: of the ratio, if it is due, and of each bucket. A loop calls this or the optimizer's, on every rank.
-        Weights that were set from outside since the last step, the same on all ranks, are the common ones from here
-        on. A parameter that has a gradient on some ranks counts as zero on the others. One that has none on any rank, or
-        is frozen, does not move, nor do its moments, and what is unsent of it waits.
-        Where a rank's gradient holds NaN or Inf, or is too long for its square norm to be finite, all ranks skip the step, with a warning:
-        common weights, momentum and the ratio stay as they are, and what was sent returns to the residuals. Second moments of ranks whose
-        own gradient is finite may have taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
+        Returns the reports: of the ratio, if measured, and of each bucket. A loop calls this or the optimizer's, on every rank.
+        Weights that were set from outside since the last step, the same on all ranks, become the common ones.
+        If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or has a gradient
+        on no rank, does not move; its moments stay, and what is unsent of it waits.
+        Where a rank's gradient holds NaN or Inf, or its square norm overflows, all ranks skip the step, with a warning: common weights,
+        momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a finite gradient may have
+        taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
         Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
-        connections. Where ranks cannot agree any more on what was applied, or an error came while the mean was applied, that one raises as
-        well: continue from a checkpoint.
+        connections. That one raises as well if ranks may have applied different steps, or the mean was applied in part: then continue
+        from a checkpoint.
         """
         self._check_caller("steps.step()")
         return self._take_step()
@@ -200,15 +294,15 @@ class ExchangedSteps(StepMethod):
 
     @property
     def clip_factor(self) -> float:
-        """How much longer this rank's gradient is than the mean one, as last measured: in [1, sqrt(P)], and 1 before."""
+        """The length of this rank's gradient over that of the mean one, as last measured: in [1, sqrt(P)], and 1 before."""
         return self._ratios.clip_factor(self._comm.size)
 
     @torch.no_grad()
     def flush(self) -> list[Report]:
         """Send all that is unsent, in full precision, and apply it: at the end of training. Return a report for each bucket.
 
-        Call it on every rank; it counts no step. Afterwards own weights are the common ones, but for frozen parameters, of which what is
-        unsent waits. An all-reduce of all parameters, of 4 bytes each, and nothing where the scheme holds nothing back.
+        Call it on every rank; it counts no step. Afterwards own weights are the common ones, except for frozen parameters, of which what
+        is unsent waits. An all-reduce of all parameters, of 4 bytes each, and nothing where the scheme holds nothing back.
         """
         self._check_own()
         if not self._scheme.has_residual:
@@ -230,20 +324,13 @@ class ExchangedSteps(StepMethod):
         found = super().stats()
         return {**found, "exchanges": found["steps"] - found["skipped"]}
 
-    def load_state_dict(self, state: State) -> None:
-        """Continue from what `state_dict` returned; the optimizer, for its rates, is restored by its own. See Handle.
-
-        The ratio is measured again, in each of the next 8 steps, if buckets, blocks or the number of ranks have changed.
-        """
-        super().load_state_dict(state)
-
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         trained, ratios = self._weights.trained, self._ratios
         return {
             **{key: self._weights.saved(vectors) for key, vectors in self._vectors.items()},
             **deepcopy(self._counts),
             "ratio": ratios.state_dict(self._keys),
-            # These are not where the common ones and what is unsent would have them.
+            # These do not follow from the common ones and the residual.
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(self._idle | self._adopted)},
             "measured": ratios.measured,
             "measure_until": ratios.measure_until,
@@ -261,9 +348,11 @@ class ExchangedSteps(StepMethod):
     def _check(self, state: State) -> None:
         super()._check(state)
         own, done, path = state[self.integration], state["step"] + 1, f"state[{self.integration!r}]"
-        like, most = dict(self._weights.common()), {"measured": done, "measure_until": done + FIRST, "skipped": done}
-        counts = dict.fromkeys(most, 0) | dict.fromkeys(self.counts, dict.fromkeys(like, 0))
-        check_alike(path, own, {**dict.fromkeys(self.vectors, like), **counts, "ratio": {}, "own": {}})
+        like, most = dict(self._weights.common()), {"measured": done, "measure_until": done + _FIRST, "skipped": done}
+        counts = dict.fromkeys(self.counts, dict.fromkeys(like))
+        check_alike(
+            path, own, {**dict.fromkeys(self.vectors, like), **dict.fromkeys(most), **counts, "ratio": {}, "own": {}}
+        )
         for key, limit in most.items():
             check_count(f"{path}[{key!r}]", own[key], limit)
         for key in self.counts:
@@ -299,7 +388,7 @@ class ExchangedSteps(StepMethod):
         self._write_own()
 
     def _idle_now(self) -> frozenset[str]:
-        """Return the parameters that do not take part in this step: frozen, or without a gradient on any rank. The same on all ranks."""
+        """Return the parameters that are frozen or have a gradient on no rank. The same on all ranks."""
         named = self._weights.trained
         trained = [name for name, each in named.items() if each.requires_grad]
         own = [name for name in trained if named[name].grad is not None]
@@ -336,7 +425,7 @@ class ExchangedSteps(StepMethod):
         return blocks
 
     def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
-        """Measure the ratio; the report says whether NaN or Inf were found on any rank, in which case nothing has changed."""
+        """Measure the ratio. With NaN or Inf on any rank, nothing changes and the report's "overflow" is True."""
         sums = self._ratios.sums(gradients, self._keys, self._step)
         if not finite:
             sums.fill_(torch.nan)
@@ -349,7 +438,7 @@ class ExchangedSteps(StepMethod):
         return replace(report, details={**report.details, "overflow": overflow})
 
     def _reduced(self, values: Sequence[Tensor], send_all: bool = False) -> tuple[list[Report], list[Tensor], bool]:
-        """Return the reports, the mean over ranks of each of `values`, zero where it is idle, and whether NaN or Inf are in any."""
+        """Return the reports, the mean over ranks of each of `values`, zero where idle, and whether any holds NaN or Inf."""
         sent: list[Bucket] = []
         reports: list[Report] = []
         means: list[Tensor] = []
@@ -387,24 +476,24 @@ class ExchangedSteps(StepMethod):
         return [entry for entry in bucket.layout if entry.name not in self._idle]
 
     def _counted(self, place: int, key: str) -> list[tuple[Span, int]]:
-        """Add one to the count of each parameter that takes part; return spans of a bucket of which all have the same, and that count."""
+        """Add one to the count of each parameter that takes part; return the spans of equal counts, and these."""
         taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
         for entry in taking:
             counts[entry.name] += 1
-        return _runs(taking, lambda name: counts[name])
+        return _runs(taking, counts.__getitem__)
 
     def _scale_(self, place: int, flat: Tensor, factors: Sequence[float]) -> None:
         """Multiply what takes part of `flat` [n] by the factor of each element's parameter group."""
-        for span, number in _runs(self._taking(self._weights.buckets[place]), lambda name: self._groups[name]):
+        for span, number in _runs(self._taking(self._weights.buckets[place]), self._groups.__getitem__):
             if factors[number] != 1.0:
                 span.of(flat).mul_(factors[number])
 
     def _values(self, key: str) -> list[float]:
-        """Return a setting of each parameter group of the optimizer, a number or a tensor with one."""
+        """Return a setting, a number or a tensor with one, of each parameter group."""
         return [float(group[key]) for group in self.optimizer.param_groups]
 
     def _tell_skipped(self, skipped: bool) -> None:
-        """Warn of the first of the steps that are skipped in a row, and raise where there are too many. The same on all ranks."""
+        """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
         self._totals["skipped"] += skipped
         self._skipped = self._skipped + 1 if skipped else 0
         if not skipped:
@@ -436,7 +525,7 @@ def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> 
 
 
 def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the number of each trained parameter's group, by name. Raises ValueError where optimizer and model have other parameters."""
+    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizer and model do not match."""
     by_id = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
         raise ValueError(f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, or freeze these")

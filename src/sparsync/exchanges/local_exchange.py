@@ -1,4 +1,4 @@
-"""One exchange of a fragment of the weights: agreement, each bucket through the scheme, and the own weights that follow."""
+"""One exchange of a fragment of the weights: agreement, each bucket through the scheme, and the new own weights."""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -12,35 +12,34 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.base.scheme import Scheme, overflowed
-from sparsync.comm.announcement import RanksDifferError
-from sparsync.comm.group import ConnectionLostError, GroupComm, Origin
+from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
 from sparsync.exchanges.local_options import LocalStepsOptions, MakeOptimizer
 from sparsync.exchanges.sketch import LENGTH, ClipFactor
-from sparsync.exchanges.weights import WeightBucket, Weights, by_name
+from sparsync.exchanges.weights import WeightBucket, Weights, by_name, copied_by_name
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.dispatcher import Worker
 from sparsync.runtime.optimizers import Compared
 from sparsync.runtime.state_checks import check_alike, check_count, check_known
 
-OPTIMIZER = {"state": {}, "param_groups": ()}  # the form of an optimizer, as it is saved
-# The form of an exchange that is on its way, as it is saved.
+# The form of what is saved of an optimizer, and of a pending exchange; see `check_alike`.
+OPTIMIZER = {"state": {}, "param_groups": ()}
 _SAVED = {"fragment": 0, "due": 0, "dropped": False, "not_finite": ((),), "idle": ("",)}
 _SAVED |= {"mean": {}, "own": {}, "buffers": (), "sketches": ()}
 
 
 @dataclass
 class PendingExchange:
-    """What is sent of some buckets, and after `wait` what came of it."""
+    """What is sent of some buckets, and after `wait` the result."""
 
     buckets: Sequence[WeightBucket]
-    due: int  # applied when this many steps were made
+    due: int  # applied after this many steps
     background: bool  # the own weights change before it is applied
     own: list[Tensor] = field(default_factory=list)  # the own weights when it was sent, [n] each
     changes: list[Bucket] = field(default_factory=list)  # start - own, and afterwards the mean over ranks
-    # Of what was not sent, what stays in the own weights; None: nothing.
+    # What stays in the own weights of what was not sent; None: nothing.
     held: list[Tensor | None] = field(default_factory=list)
     dropped: bool = False  # NaN or Inf somewhere
     not_finite: dict[int, int] = field(default_factory=dict)  # WEIGHTS or BUFFERS, by rank
@@ -56,7 +55,7 @@ class PendingExchange:
     _origin: Origin = field(default_factory=Origin)
 
     def wait(self) -> str:
-        """Wait until the exchange has ended, and return why it failed; "" if it did not."""
+        """Wait for the end of the exchange, and return why it failed; "" if it did not."""
         if self.job is not None:
             self._origin.check()
             if failure := self.job.result():
@@ -70,17 +69,17 @@ class PendingExchange:
         return ""
 
     def take(self, number: int) -> tuple[int, dict[str, int]]:
-        """Take what this rank has learnt, to be sent as exchange `number` of its fragment; return what `Agreement` is told of it."""
+        """Take what this rank has learnt, to send it as exchange `number` of its fragment; return what `Agreement` is told of it."""
         with torch.no_grad():
             self.own = [each.own() for each in self.buckets]
             pairs = zip(self.buckets, self.own, strict=True)
             self.changes = [each.bucket(each.start - now, number) for each, now in pairs]
         finite = FINITE if all(kernels.all_finite(each.grad) for each in self.changes) else WEIGHTS
         pairs = zip(self.buckets, self.changes, strict=True)
-        return finite, dict(each for bucket, change in pairs for each in _states(bucket, change))
+        return finite, {name: state for bucket, change in pairs for name, state in _states(bucket, change)}
 
     def write_own(self, mixing: float | None) -> None:
-        """Write the own weights that follow from the common ones; what was learnt since it was sent stays, see `LocalSteps.step`."""
+        """Write the new own weights; what was learnt since the exchange was sent stays, see `LocalSteps.step`."""
         for bucket, held, before in zip(self.buckets, self.held, self.own, strict=True):
             weights, begun = kept(bucket, held), bucket.start
             if not self.background and mixing is None:
@@ -93,7 +92,7 @@ class PendingExchange:
             bucket.idle_from(begun, bucket.start, self.idle)
 
     def return_to_start(self) -> None:
-        """Write the own weights after the exchange before this one."""
+        """Write the own weights as the last exchange left them."""
         for bucket, held in zip(self.buckets, self.held, strict=True):
             weights = kept(bucket, held)
             if self.idle:
@@ -101,7 +100,7 @@ class PendingExchange:
             bucket.start = bucket.write(weights)
 
     def described_drop(self) -> str:
-        """Return what of which ranks holds NaN or Inf."""
+        """Return which ranks have NaN or Inf, and in what."""
         told = [
             f"the {name} of ranks {ranks} hold NaN or Inf"
             for what, name in ((WEIGHTS, "weights"), (BUFFERS, "buffers"))
@@ -110,21 +109,21 @@ class PendingExchange:
         return " and ".join(told) or "the mean over ranks holds NaN or Inf"
 
     def state_dict(self) -> dict[str, Any]:  # Any: tensors, numbers and names
-        """Return what to save of an exchange that has ended and is not applied yet."""
+        """Return what to save of an exchange that has ended and was not applied."""
         return {
             "due": self.due,
             "dropped": self.dropped,
             "not_finite": [list(each) for each in self.not_finite.items()],
             "idle": sorted(self.idle),
-            "mean": _copied(self.buckets, [each.grad for each in self.changes]),
-            "own": _copied(self.buckets, self.own),
+            "mean": copied_by_name(self.buckets, [each.grad for each in self.changes]),
+            "own": copied_by_name(self.buckets, self.own),
             "buffers": [each.clone() for each in self.buffers],
             "sketches": [each.clone() for each in self.sketches],
         }
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as LocalSteps saves them
-    """Return one state of those of all ranks, without own weights: the common ones have moved by the mean of what each had learnt."""
+    """Return one state for all ranks, without own weights: the common weights have moved by the mean of what each rank had learnt."""
     common = {}
     for name, weights in states[0]["common"].items():
         total = torch.zeros_like(weights)
@@ -138,7 +137,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as Lo
 
 
 def kept(bucket: WeightBucket, held: Tensor | None) -> Tensor:
-    """Return the common weights, with what stays in the own ones."""
+    """Return the common weights minus what is held."""
     return bucket.common if held is None else bucket.common - held
 
 
@@ -154,7 +153,7 @@ class OuterOptimizer:
         self.optimizer = make(list(self._parameters.values()))
 
     def step(self, exchange: PendingExchange) -> None:
-        """Step with the mean changes as gradients. It leaves parameters without one alone: idle ones, and those of other fragments."""
+        """Step with the mean changes as gradients. Idle parameters and those of other fragments have none, so they stay."""
         for mean in exchange.changes:
             for entry in mean.layout:
                 if entry.name not in exchange.idle:
@@ -165,10 +164,7 @@ class OuterOptimizer:
 
 
 class Exchanger:
-    """Makes exchanges over `connection` one after the other, in the same order on all ranks, and applies them to this rank's weights.
-
-    Those that may wait are made on a thread.
-    """
+    """Makes exchanges over `connection`, in the same order on all ranks, and applies them. Delayed ones run on a thread."""
 
     def __init__(
         self,
@@ -181,44 +177,48 @@ class Exchanger:
     ) -> None:
         self._connection, self._scheme, self._comm, self._options = connection, scheme, comm, options
         self._weights, self.buffers = weights, CommonBuffers(model, options.buffers)
-        self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; what schemes draw depends on it
-        self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order in which they were sent
+        self.applied = [0] * options.fragments  # exchanges of each, dropped ones too; schemes draw by it
+        self.pending: dict[int, PendingExchange] = {}  # by fragment, in the order of sending
         self.measured = ClipFactor(comm.size)
         self.outer = None if options.outer is None else OuterOptimizer(options.outer, weights)
-        # A communicator inside this process knows one thread for each rank.
+        # A LocalWorld has one thread for each rank.
         self._worker = Worker() if options.delay > 0 and isinstance(comm, GroupComm) else None
         if self._worker is not None:
             weakref.finalize(self, self._worker.stop)
 
     def start(self, exchange: PendingExchange, step: int) -> None:
-        """Make the exchange; return at once if it is one for the background and there is a thread.
+        """Make the exchange, on the thread if it is one for the background: then return at once.
 
-        `step` goes into the reports. On the caller's thread it raises, and `fail` is to follow; a failure in the background is returned by
-        `PendingExchange.wait`.
+        `step` goes into the reports. After an error here call `fail`; an error on the thread is returned by `PendingExchange.wait`.
         """
         if self._worker is None or not exchange.background:
             self._reduce(exchange, step)
             return
         devices = {each.grad.device for each in exchange.changes if each.grad.is_cuda}
         ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        exchange.job = self._worker.submit(lambda: self._in_background(exchange, step, ready))
+
+        def job() -> str:
+            failure = self._connection.attempt(lambda: self._reduce_on_streams(exchange, step, ready))
+            return failure and f"the exchange of step {step} failed: {failure}"
+
+        exchange.job = self._worker.submit(job)
 
     def fail(self, exchange: PendingExchange, step: int, error: BaseException) -> None:
-        """Close the connection, behind the exchanges on their way, because an error on this thread keeps `exchange` from being made.
+        """Close the connection, after the pending exchanges, because `error` on this thread has prevented `exchange`.
 
-        Raises `error`, but where the other ranks find the failure out only when the exchange is due: then this one fails like theirs.
+        Raises `error`, unless the other ranks notice only when the exchange is due: then it fails here at that time, too.
         """
         if self._worker is not None and exchange.background and isinstance(error, Exception):
-            failure = f"{type(error).__name__}: {error}"
-            exchange.job = self._worker.submit(lambda: self._failed(step, failure, lost=False))
+            failure = f"{type(error).__name__}: {error}"  # not the error: its traceback would keep connections open
+            exchange.job = self._worker.submit(
+                lambda: f"the exchange of step {step} failed: {failure}{self._connection.close(failure)}"
+            )
             return
-        others = self._connection.close(error)
-        if isinstance(error, ConnectionLostError):
-            error.args = (f"{error}{others}",)
+        self._connection.fail(error)
         raise error
 
     def stop(self) -> None:
-        """End the thread after the exchanges on their way, without waiting for them."""
+        """End the thread after the pending exchanges, without waiting for them."""
         if self._worker is not None:
             self._worker.stop()
 
@@ -228,15 +228,15 @@ class Exchanger:
         return None if unsent is None else unsent * self._options.keep
 
     def apply(self, exchange: PendingExchange, fragment: int) -> None:
-        """Apply what came of an exchange; where NaN or Inf were found return to the weights after the one before."""
+        """Apply an exchange that has ended; one with NaN or Inf returns to the weights after the last one."""
         if exchange.dropped:
             exchange.return_to_start()
         else:
             self._apply_to_common(exchange)
             exchange.write_own(self._options.mixing)
-        if exchange.buffers and not exchange.dropped:
-            self.buffers.take(exchange.buffers)
-            self.buffers.show()
+            if exchange.buffers:
+                self.buffers.take(exchange.buffers)
+                self.buffers.show()
         self.measured.observe(exchange.sketches)
         self.applied[fragment] += 1
 
@@ -256,11 +256,11 @@ class Exchanger:
             bucket.common.sub_(mean.grad)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Handle.state_dict
-        """Return what to save, besides the common weights, of this rank and of exchanges on their way; not of one that failed."""
+        """Return what to save besides the common weights. Exchanges that failed are left out."""
         pending = {fragment: exchange for fragment, exchange in self.pending.items() if not exchange.wait()}
         begun = [each for each in self._weights.buckets if each.start is not each.common]
         return {
-            "start": _copied(begun, [each.start for each in begun]),
+            "start": copied_by_name(begun, [each.start for each in begun]),
             "own": self._weights.saved(each.own() for each in self._weights.buckets),
             "applied": list(self.applied),
             "pending": [{"fragment": each, **exchange.state_dict()} for each, exchange in pending.items()],
@@ -270,7 +270,7 @@ class Exchanger:
         }
 
     def check(self, path: str, saved: Mapping[str, Any]) -> None:  # Any: as `state_dict`
-        """Raise ValueError unless what was saved is of these fragments, buffers and options."""
+        """Raise ValueError unless a state is of these fragments, buffers and options."""
         form = {"start": {}, "own": {}, "applied": (0,), "clip_factor": {"own": 0.0, "mean": 0.0}, "outer": None}
         check_alike(path, saved, form)
         if (saved["outer"] is None) != (self.outer is None):
@@ -292,7 +292,7 @@ class Exchanger:
                 "continue with as many, or call exchange() before saving"
             )
         for bucket in self._weights.buckets:
-            vectors = bucket.by_name(bucket.common)
+            vectors = by_name([bucket], [bucket.common])
             for key in ("start", "own"):  # they have all parameters of a bucket or none
                 if vectors.keys() & saved[key].keys():
                     check_alike(f"{path}[{key!r}]", saved[key], vectors, finite=key == "start")
@@ -329,7 +329,7 @@ class Exchanger:
             self.pending = {each["fragment"]: self._restored(each) for each in saved["pending"]}
 
     def _restore(self, bucket: WeightBucket, saved: Mapping[str, Any]) -> None:
-        """Take own weights and `start` from a state; where it has none, after a change of the number of ranks, from the common weights."""
+        """Restore own weights and `start`; a state of another number of ranks has none, and they follow from the common weights."""
         name = bucket.layout[0].name
         if name in saved["own"]:
             bucket.start = bucket.from_names(saved["start"]) if name in saved["start"] else bucket.common
@@ -338,41 +338,29 @@ class Exchanger:
             bucket.start = bucket.write(kept(bucket, self.held(bucket)))
 
     def _restored(self, saved: Mapping[str, Any]) -> PendingExchange:
-        """Return an exchange that was saved on its way."""
+        """Return a pending exchange that was saved."""
         buckets, number = self._weights.fragments[saved["fragment"]], self.applied[saved["fragment"]]
         exchange = PendingExchange(buckets, saved["due"], background=True, dropped=saved["dropped"])
         exchange.changes = [each.bucket(each.from_names(saved["mean"]), number) for each in buckets]
-        # After a change of the number of ranks own weights are not in it.
+        # A state of another number of ranks has no own weights.
         exchange.own = [each.from_names(saved["own"]) if saved["own"] else each.own() for each in buckets]
         exchange.not_finite, exchange.idle = dict(saved["not_finite"]), frozenset(saved["idle"])
         exchange.buffers, exchange.sketches = ([each.clone() for each in saved[key]] for key in ("buffers", "sketches"))
         exchange.held = [self.held(bucket, exchange.idle) for bucket in buckets]
         return exchange
 
-    def _in_background(
-        self, exchange: PendingExchange, step: int, ready: dict[torch.device, Any]
-    ) -> str:  # Any: as in PendingExchange
-        """Make the exchange, and return why it failed; "" if it did not. No exception: its traceback would keep connections open."""
-        try:
-            with ExitStack() as streams:  # of its own on each device
-                for device, event in ready.items():
-                    stream = torch.cuda.Stream(device)
-                    streams.enter_context(torch.cuda.stream(stream))
-                    stream.wait_event(event)
-                self._reduce(exchange, step)
-                exchange.ended = {device: torch.cuda.current_stream(device).record_event() for device in ready}
-            return ""
-        except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
-            lost = isinstance(error, (ConnectionLostError, RanksDifferError))
-        return self._failed(step, failure, lost)
-
-    def _failed(self, step: int, failure: str, lost: bool) -> str:
-        reported = self._connection.close("" if lost else failure)
-        return f"the exchange of step {step} failed: {failure}{reported}"
+    def _reduce_on_streams(self, exchange: PendingExchange, step: int, ready: Mapping[torch.device, Any]) -> None:
+        """Make the exchange on a new stream of each device, after the events `ready`."""
+        with ExitStack() as streams:
+            for device, event in ready.items():
+                stream = torch.cuda.Stream(device)
+                streams.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(event)
+            self._reduce(exchange, step)
+            exchange.ended = {device: torch.cuda.current_stream(device).record_event() for device in ready}
 
     def _reduce(self, exchange: PendingExchange, step: int) -> None:
-        """Reduce all buckets, or none when the weights of some rank are not finite. A failure leaves nothing lost and nothing twice."""
+        """Reduce all buckets, or none when some rank is not finite. After a failure nothing is lost, and nothing is sent twice."""
         agreement, number, reduced = exchange.agreement, exchange.changes[0].step, list[tuple[int, Bucket]]()
         assert agreement is not None
         self._connection.compare_in_next_step(exchange.compared)
@@ -384,7 +372,7 @@ class Exchanger:
             for position, (bucket, change) in enumerate(zip(exchange.buckets, exchange.changes, strict=True)):
                 part = bucket.part(exchange.idle)
                 if exchange.dropped or not part.layout:
-                    # On all ranks alike. What was sent of other buckets is in the residuals again, see Rollback.
+                    # The same on all ranks. What was sent of other buckets is in the residuals again, see Rollback.
                     report = self._scheme.report(change, selected=0, union=0, details={"overflow": exchange.dropped})
                     report = replace(report, sent=Cost())
                     change.grad.zero_()
@@ -399,7 +387,7 @@ class Exchanger:
                 exchange.held = [self.held(each, exchange.idle) for each in exchange.buckets]
         except BaseException:
             for position, sent in reduced if not exchange.dropped and self._scheme.has_residual else ():
-                # What this bucket sent is in the residual again, so the next change of it begins here.
+                # What this bucket sent is in the residual again, so its next change starts here.
                 self._scheme.rollback(sent)
                 bucket, begun = exchange.buckets[position], exchange.own[position].clone()
                 bucket.start = bucket.idle_from(bucket.start, begun, exchange.idle)
@@ -408,22 +396,19 @@ class Exchanger:
         exchange.reports[0] = _with_agreement(exchange.reports[0], agreed)
 
 
-def _copied(buckets: Sequence[WeightBucket], values: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the part of each parameter, copied."""
-    return {name: each.clone() for name, each in by_name(buckets, values).items()}
-
-
 def _with_agreement(report: Report, agreed: Report) -> Report:
-    """Return the report of the first bucket with what the agreement before it has sent and taken."""
-    sent = agreed.sent if report.sent is None or agreed.sent is None else report.sent + agreed.sent
-    seconds, wait_s = (
-        (getattr(report, name) or 0.0) + (getattr(agreed, name) or 0.0) for name in ("seconds", "wait_s")
+    """Return the report of the first bucket with the traffic and time of the agreement before it."""
+    return replace(
+        report,
+        cost=report.cost + agreed.cost,
+        sent=(report.sent or Cost()) + (agreed.sent or Cost()),
+        seconds=(report.seconds or 0.0) + (agreed.seconds or 0.0),
+        wait_s=(report.wait_s or 0.0) + (agreed.wait_s or 0.0),
     )
-    return replace(report, cost=report.cost + agreed.cost, sent=sent, seconds=seconds, wait_s=wait_s)
 
 
 def _states(bucket: WeightBucket, change: Bucket) -> list[tuple[str, int]]:
-    """Return what each parameter is on this rank, by name."""
+    """Return whether each parameter is idle, changed or frozen on this rank, by name."""
     changed = torch.stack([entry.span.of(change.grad).any() for entry in bucket.layout]).tolist()  # a host sync
     return [
         (name, CHANGED if moved else IDLE) if each.requires_grad else (name, FROZEN)

@@ -38,15 +38,15 @@ class LocalStepsOptions(StepOptions):
         every: the steps between two exchanges, H.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
         outer: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, here the common weights.
-        fragments: the parameters are exchanged in so many parts, in turn, at steps spread evenly over `every`.
-        delay: in [0, every]; what was sent is applied so many steps later, and computing goes on meanwhile.
-        mixing: how a delayed result meets the weights of now, see `step`.
-        buffers: at each exchange they become those of rank 0 ("broadcast", as under DistributedDataParallel), or the floating ones their
-            mean and the others those of rank 0 ("mean"), or they stay as they are ("own").
+        fragments: parts of the parameters, exchanged in turn at steps spread evenly over `every`.
+        delay: in [0, every], the steps after which the result is applied; computing goes on meanwhile.
+        mixing: how a delayed result is combined with the current weights, see `step`.
+        buffers: "broadcast": each exchange sets them to those of rank 0, as under DistributedDataParallel. "mean": floating ones to their
+            mean over ranks, others to those of rank 0. "own": they stay as they are.
         clip_factor: see the property of this name.
         bucket_mb: megabytes of a bucket.
-        check_weights_every: a digest of the common weights is compared in each exchange of the first fragment that comes so many steps
-            after the last one that did, 0: never.
+        check_weights_every: steps between two comparisons of a digest of the common weights, made with the next exchange of the first
+            fragment, 0: never.
     """
 
     every: int

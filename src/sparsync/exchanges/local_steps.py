@@ -1,4 +1,4 @@
-"""Local steps: each rank runs its own optimizer on its own weights, and every few steps the ranks exchange what they have learnt.
+"""Local steps: each rank trains with its own optimizer and weights, and every few steps the ranks exchange what they have learnt.
 
 Local SGD (arXiv 1805.09767); DiLoCo's outer optimizer (2311.08105); Streaming DiLoCo's fragments and delay (2501.18512); SparseLoCo's
 sparse exchange with error feedback (2508.15706). The bytes of an exchange are those of the scheme, divided by the steps between two.
@@ -31,7 +31,7 @@ _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
 class LocalSteps(StepMethod, options=LocalStepsOptions):
-    """Let each rank train `model` by itself, with `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
+    """Let each rank train `model` with its own `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
 
         D = start - W                   the change of a rank's own weights W since the last exchange, with the sign of a gradient
         mean = scheme.reduce(D)         what is not sent stays in the scheme's residual
@@ -39,15 +39,15 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         W = start = A - keep * unsent   unsent: what this rank's residual holds
 
     The model is not wrapped: `loss.backward(); optimizer.step(); steps.step()`. Rank 0's parameters and buffers are copied to all ranks
-    here. Common weights are float32, or float64 for float64 parameters, also where own ones are rounded to 16 bits.
+    here. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
     Memory, in vectors of all trained parameters: the common weights; one more where own weights differ from them after an exchange; the
-    state of `outer` and of the scheme; and during an exchange its change, its own weights and what it holds back.
+    state of `outer` and of the scheme; and during an exchange the change, the own weights and what is held back.
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
-        optimizer: the one that trains it, or several. Ranks compare its settings in each exchange, so a rank that has run out of data
-            still steps its schedule.
+        optimizer: one or several. Ranks compare their settings in each exchange, so a rank that has run out of data still steps its
+            schedule.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
         options: those of LocalStepsOptions: `every`, `keep`, `outer`, `fragments`, `delay` and more.
         group, comm: the ranks; or a communicator in place of a group, such as that of a `LocalWorld`.
@@ -90,16 +90,16 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each exchanged bucket, none between exchanges.
 
-        Call it on every rank once for each step, after the optimizer's: also where a loss scaler skipped that one, and where a rank has run
-        out of data. When gradients are accumulated, after the last backward pass only.
-        Weights set from outside before the optimizer's step, the same on all ranks, become the common ones, and with those of the whole
-        model its buffers. What changes between the optimizer's step and this one counts as learnt.
+        Call it on every rank once per step, after the optimizer's: also where a loss scaler skipped that one, and where a rank has run out
+        of data. When gradients are accumulated, after the last backward pass only.
+        Weights set from outside before the optimizer's step, the same on all ranks, become the common ones; with a whole model, so do its
+        buffers. Changes between the optimizer's step and this call count as learnt.
         With `delay`, what was sent at step t is applied at step t + delay. Let S be A - keep * unsent, and u = W(t) - W(t + delay) the
         steps made since. The own weights become S - u; with `mixing` m, m W(t + delay) + (1 - m) S, as in Streaming DiLoCo (2501.18512).
         Differs from the paper: all of u is in what is sent next, and nothing is sent twice, whatever `mixing` is.
-        A parameter that is frozen, or has changed on no rank, is not exchanged: it stays where it is, and what is unsent of it waits.
-        NaN or Inf in any rank's weights, or in buffers that were finite at the start, drops the exchange, with a warning on all ranks: they
-        return to the weights after the one before, and that rank resets non-finite optimizer state. 5 drops in a row raise RuntimeError.
+        A parameter that is frozen, or has changed on no rank, is not exchanged: it stays, and what is unsent of it waits.
+        NaN or Inf in any rank's weights, or in buffers that were finite at the start, drops the exchange, with a warning: all ranks return
+        to the weights after the last one, and that rank resets non-finite optimizer state. 5 drops in a row raise RuntimeError.
         A failed exchange raises on all ranks, with `delay` when it is due. Weights stay, and the next one sends what it did not. After an
         error while a rank applies it, all ranks raise from the next exchange on, until a checkpoint is loaded on all of them.
         Raises RuntimeError, on all ranks, where ranks have made different numbers of steps.
@@ -119,7 +119,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         return reports
 
     def flush(self) -> list[Report]:
-        """Exchange all fragments now, and apply them without delay: at the end of training. Call it on every rank; it counts no step."""
+        """Exchange and apply all fragments now: at the end of training. Call it on every rank; it counts no step."""
         self._check_own()
         try:
             reports = [report for fragment in list(self._exchanger.pending) for report in self._finish(fragment)]
@@ -134,36 +134,29 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         super().close()
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
-        """Clip this rank's own gradient at `clip_factor` times what one would clip the mean gradient at; on all ranks or on none."""
+        """Clip this rank's own gradient at `clip_factor * max_norm`, on all ranks or on none; `max_norm` is for the mean gradient."""
         if self.options.clip_factor == MEASURED and self._is_time_of(0, self._step + 2):
             self._sketch = sketch(self._weights.trained, self._exchanger.applied[0])
         return super().clip_grad_norm_(max_norm, **options)
 
     @property
     def clip_factor(self) -> float:
-        """How much longer a rank's own gradient is taken to be than the mean gradient: in [1, sqrt(P)], sqrt(P) where not given.
+        """The length of a rank's own gradient over that of the mean gradient, in [1, sqrt(P)]; sqrt(P) where not given.
 
-        "measured": each exchange of the first fragment carries 64 numbers more, sums of the last gradient that `clip_grad_norm_` has seen,
-        from which all ranks estimate the factor; older estimates count less and less.
+        "measured": each exchange of the first fragment carries 64 more numbers, a sketch of the last gradient that `clip_grad_norm_` has
+        seen, from which all ranks estimate the factor. Older estimates weigh less.
         """
         given = self.options.clip_factor
         return float(given) if isinstance(given, (int, float)) else self._exchanger.measured.value
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have the common weights and buffers of the last exchange in the model, to evaluate or save it: the same bits on all ranks.
+        """Put the common weights and buffers of the last exchange, the same bits on all ranks, into the model, to evaluate or save it.
 
         Own ones are back afterwards. Nothing is sent, so one rank may do it alone.
         """
         with super().averaged(), self._exchanger.buffers.in_model():
             yield
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from what `state_dict` returned, with the weights of model and optimizers as they were; see Handle.
-
-        `every`, `keep`, `delay`, `mixing` and the size of buckets may have changed, and `fragments` where nothing was on its way.
-        """
-        super().load_state_dict(state)
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         return {**self._exchanger.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
@@ -171,7 +164,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
     def resized(self, states: Sequence[State]) -> dict[str, Any]:  # Any: as Handle
         """Return a state for this rank, made from those of all ranks of another number, in rank order.
 
-        What each has learnt since the last exchange moves the common weights by its mean; optimizers are those of old ranks, in turn.
+        The mean of what the ranks have learnt since the last exchange moves the common weights; optimizers are those of old ranks, in turn.
         """
         saved = [each[self.integration] for each in states]
         more = {"optimizers": saved[self.place[0] % len(saved)]["optimizers"]}
@@ -193,36 +186,35 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         super()._load(state)
         self._failed = False
         for optimizer, one in zip(self.optimizers, state[self.integration]["optimizers"], strict=True):
-            optimizer.load_state_dict(
-                deepcopy(one)
-            )  # it keeps the tensors that it loads, which may be mapped from a file
+            # A copy: an optimizer keeps the tensors that it loads, which may be mapped from a file.
+            optimizer.load_state_dict(deepcopy(one))
         self._exchanger.load_state_dict(state[self.integration])
         self._note_written()
 
     def _is_time_of(self, fragment: int, done: int) -> bool:
-        """Return whether a fragment is sent when `done` steps were made."""
+        """Return whether a fragment is sent after `done` steps."""
         every = self.options.every
         return done % every == (fragment + 1) * every // self.options.fragments % every
 
     def _start(self, fragment: int, delay: int) -> list[Report]:
-        """Send a fragment, and apply it if nothing is to come in between."""
+        """Send a fragment, and apply it unless it is delayed."""
         exchange = PendingExchange(self._weights.fragments[fragment], self._step + 1 + delay, background=delay > 0)
         try:
             self._take(exchange, fragment)
             self._exchanger.start(exchange, self._step)
         except BaseException as error:
-            self._failed |= delay == 0  # else when it is due, on all ranks at the same step
+            self._failed |= delay == 0  # a delayed one fails when it is due, on all ranks at the same step
             exchange = PendingExchange([], exchange.due, exchange.background)
             self._exchanger.fail(exchange, self._step, error)
         self._exchanger.pending[fragment] = exchange
         return [] if delay else self._finish(fragment)
 
     def _take(self, exchange: PendingExchange, fragment: int) -> None:
-        """Take into an exchange what this rank is to send."""
+        """Fill an exchange with what this rank sends."""
         self._check_trained()
         applied, first, how = self._exchanger.applied[fragment], fragment == 0, self.options.buffers
         finite, parameters = exchange.take(applied)
-        # Buffers and the sketch once in each round.
+        # Buffers and the sketch travel once per round.
         buffers = list(self.model.buffers()) if first and how != "own" else []
         if buffers and any(self._exchanger.buffers.bad()):
             finite = min(finite, BUFFERS)
@@ -232,27 +224,27 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
             self._sketch = None
         exchange.agreement = Agreement(self._step, applied, finite, parameters, sent, buffers, how == "mean")
         done = self._step + 1
-        # Read now, on this thread: schedules go on while the exchange is on its way.
+        # Read now, on this thread: schedules go on during the exchange.
         steps = done + 1 if self._failed else self.options.every if first else 0
         exchange.compared = self._comparison.at(done, steps)
         self._adopted.clear()
         self._failed = False
 
     def _finish(self, fragment: int) -> list[Report]:
-        """Apply what was sent of a fragment: to the common weights, and to the own ones."""
+        """Wait for the exchange of a fragment, and apply it to the common and the own weights."""
         exchange = self._exchanger.pending[fragment]
         try:
             failure = exchange.wait()
         except BaseException as error:
-            # Ctrl-C: this raises, so a failure of what is still on its way is not raised again. If it ends well, the next step applies it.
+            # Ctrl-C raises here: a failure of this exchange is not raised again. If it succeeds, the next step applies it.
             exchange.raised = True
             self._connection.close(error)
             raise
         del self._exchanger.pending[fragment]
-        self._failed |= bool(failure)
-        if failure and exchange.raised:
-            return []
         if failure:
+            self._failed = True
+            if exchange.raised:
+                return []
             raise RuntimeError(failure)
         with self._applying(), torch.no_grad():
             self._exchanger.apply(exchange, fragment)
@@ -273,7 +265,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
             for exchange in self._exchanger.pending.values() if changed else ():
                 for bucket, own in zip(exchange.buckets, exchange.own, strict=True):
                     bucket.copy_own_(own, changed)
-        if len(changed) == len(self._weights.trained):  # a whole model, of which buffers are a part
+        if len(changed) == len(self._weights.trained):  # a whole model, with its buffers
             self._exchanger.buffers.take(self.model.buffers())
         return changed
 
@@ -283,7 +275,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
 
 
 def _before_step(optimizer: Optimizer, steps: LocalSteps) -> None:
-    """Have weights that were set from outside found before `optimizer`, or one inside it, changes them."""
+    """Look for weights that were set from outside before `optimizer`, or one inside it, changes them."""
     owner = weakref.ref(steps)
 
     def find(*_: object) -> None:
@@ -295,12 +287,12 @@ def _before_step(optimizer: Optimizer, steps: LocalSteps) -> None:
     # Any: torch types what it returns as a function of named arguments
     not_compiled: Any = torch.compiler.disable(find)
     for each in with_inner(optimizer):
-        with suppress(AttributeError):  # of one that has no hooks, as it is an Optimizer by name only
+        with suppress(AttributeError):  # an Optimizer by name only, without hooks
             each.register_step_pre_hook(not_compiled)
 
 
 def _restart(optimizers: Sequence[Optimizer]) -> None:
-    """Forget state of optimizers that is not finite."""
+    """Forget the state of each parameter for which it is not finite."""
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
             tensors = [each for each in state.values() if isinstance(each, Tensor) and each.is_floating_point()]
@@ -309,7 +301,7 @@ def _restart(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _tell_drop(exchange: PendingExchange, times: int) -> None:
-    """Warn of an exchange that was dropped, the last of so many in a row, or raise where there are too many. The same on all ranks."""
+    """Warn of a dropped exchange, the last of `times` in a row, or raise where these are too many. The same on all ranks."""
     found = exchange.described_drop()
     if times == _MOST_DROPPED:
         raise RuntimeError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.runtime.findings import is_fsdp2
-from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.parameter_names import trained
 
 
 class Replica:
@@ -97,23 +97,19 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or is_fsdp2(module):
-            kind = type(module).__name__
-        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            kind = "FullyShardedDataParallel"
-        else:
-            continue
-        raise TypeError(
-            f"this model is wrapped by {kind}, which reduces gradients at every step; local steps need the whole model on each "
-            "rank: pass the bare module"
-        )
-    trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
-    if not trained:
+        if isinstance(module, wrappers) or is_fsdp2(module):
+            raise TypeError(
+                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step; local steps need the whole "
+                "model on each rank: pass the bare module"
+            )
+    found = dict(trained(model))
+    if not found:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
-    for name, each in trained.items():
+    for name, each in found.items():
         if not each.is_floating_point():
             raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
         if hasattr(each, "to_local"):
             raise TypeError(f"{name} is a DTensor; local steps need the whole model on each rank")
-    return trained
+    return found

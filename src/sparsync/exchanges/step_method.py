@@ -1,14 +1,14 @@
 """The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalSteps.
 
-Here: common and own weights, `averaged`, clipping, weights that are set from outside, failures, and what all of them save. A method adds
-when it exchanges what. The model is never wrapped.
+Here: common and own weights, `averaged`, clipping, weights that are set from outside, failures, and what all of them save. A method
+decides what is exchanged and when. The model is never wrapped.
 """
 
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
-from sparsync.runtime.parameter_names import named_parameters
+from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.state_checks import check_alike
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
@@ -35,7 +35,7 @@ State = Mapping[str, Any]  # Any: as Handle.state_dict
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What all step methods can be told, the same on all ranks. Raises ValueError for a value out of range."""
+    """The options of all step methods, the same on all ranks. Raises ValueError for a value out of range."""
 
     keep: float = 0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights
     bucket_mb: float = 25.0  # megabytes of a bucket
@@ -51,11 +51,11 @@ class StepOptions:
 
     def described(self) -> dict[str, object]:
         """Return the options by name, as ranks compare them."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 class StepMethod(Handle):
-    """A model and its optimizers, whose weights are the common ones plus what this rank has not sent.
+    """A model and its optimizers, where each rank's weights are the common ones plus what it has not sent.
 
     Making one is collective over the ranks of `group`, or of `comm`: it compares settings, and copies parameters and buffers of rank 0.
     """
@@ -87,12 +87,12 @@ class StepMethod(Handle):
         if scheme.has_momentum:
             raise ValueError(
                 f"{scheme.name} adds its own momentum to what it reduces, and here the steps of an optimizer are exchanged; "
-                "use a scheme without, such as TwoShot or SparseLoCo"
+                "use a scheme without, such as TwoShot"
             )
-        trained = replica.trained
+        parameters = replica.trained
         check_undriven(replica.owned.items(), replica.axis)
         model, self._replica = replica.module, replica
-        self.model, self._weights = model, Weights(trained, options.bucket_mb, fragments)
+        self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments)
         names = {id(each): name for name, each in replica.owned.items()}
         comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
@@ -104,7 +104,7 @@ class StepMethod(Handle):
             _compare(fingerprint, comm, self._weights.buckets[0].common.device)
         super().__init__(scheme, comm, ResidualRescaler(scheme, {}), comparison, replica.part)
         copy_from_first(replica.held(), comm)
-        self._weights.adopt(trained)
+        self._weights.adopt(parameters)
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
         self._comm, self._keep = comm, options.keep
         self._totals = {"bytes_sent": 0}
@@ -118,20 +118,20 @@ class StepMethod(Handle):
     @property
     @abstractmethod
     def clip_factor(self) -> float:
-        """How much longer a rank's own gradient is than the mean gradient."""
+        """The length of a rank's own gradient over that of the mean gradient."""
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's own gradient at `clip_factor * max_norm`, and return its norm before.
 
-        `max_norm` is what one would clip the mean gradient at.
+        `max_norm` is the value for the mean gradient.
         """
         return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), self.clip_factor * max_norm, **options)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have the common weights in the model, the same bits on all ranks: to evaluate it, or to save it. Own ones are back afterwards.
+        """Put the common weights, the same bits on all ranks, into the model, to evaluate or save it; own ones are back afterwards.
 
-        Buffers are this rank's own before, inside and after. Nothing is sent, so one rank may do it alone.
+        Buffers stay this rank's own. Nothing is sent, so one rank may do it alone.
         """
         self._check_own()
         self._averaging = True
@@ -142,10 +142,10 @@ class StepMethod(Handle):
             self._averaging = False
 
     def stats(self) -> dict[str, int | float]:
-        """Return how many `steps` were taken, how many `exchanges` were applied, how many not, and more.
+        """Return the numbers of `steps` taken, of `exchanges` applied and not applied, and more.
 
-        `bytes_sent`: by this rank. `bits` are those sent for each trained parameter and step; `drift` is the distance of this rank's own
-        weights from the common ones; `clip_factor` see there.
+        `bytes_sent`: by this rank. `bits`: sent for each trained parameter and step. `drift`: the distance of this rank's own weights
+        from the common ones. `clip_factor`: see there.
         """
         steps = self._step + 1
         bits = 8 * self._totals["bytes_sent"] / (self._weights.elements * steps) if steps else 0.0
@@ -168,7 +168,7 @@ class StepMethod(Handle):
         """Return what this method saves besides common weights, buffers and totals."""
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what `state_dict` returned; see Handle."""
+        """Continue from what `state_dict` returned; see Handle. Settings may have changed."""
         self._check_own()
         super().load_state_dict(state)
 
@@ -193,7 +193,7 @@ class StepMethod(Handle):
         return {name: each.numel() for name, each in self._weights.trained.items()}
 
     def _check_own(self) -> None:
-        """Raise RuntimeError inside `averaged`; elsewhere take weights that were set from outside for the common ones."""
+        """Raise RuntimeError inside `averaged`; elsewhere adopt weights that were set from outside."""
         if self._averaging:
             raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
         self._adopt()
@@ -209,7 +209,7 @@ class StepMethod(Handle):
         known, what = {id(each) for each in self._replica.owned.values()}, type(self).__name__
         if all(id(each) in known for each in self.model.parameters() if each.requires_grad):
             return
-        thawed = [name for name, each in named_parameters(self.model) if each.requires_grad and id(each) not in known]
+        thawed = [name for name, each in trained(self.model) if id(each) not in known]
         raise RuntimeError(
             f"{', '.join(thawed)} had no gradient when {what} was made, or was not there, and is trained now; make a new {what}"
         )

@@ -1,4 +1,4 @@
-"""The weights of a model as step methods exchange them: common ones beside own ones, in buckets, and which were set from outside."""
+"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,28 +9,27 @@ from torch import Tensor, nn
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
-from sparsync.core import Bucket, Comm, ParameterSpan, Span, SpanSet, laid_out
+from sparsync.core import Bucket, Comm, ParameterSpan, SpanSet, laid_out
 
 _MEGABYTE = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-_COLUMNS = 2039  # a prime, so that rows of a weight that change places come to stand in other columns
+_COLUMNS = 2039  # a prime, so that rows of a weight that change places land in other columns
 
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of a bucket that take part in a step, as one shorter vector, and where the others, which are idle, lie."""
+    """The parameters of a bucket that take part in a step, as one shorter vector."""
 
     key: str
     layout: tuple[ParameterSpan, ...]
-    idle: tuple[Span, ...] = ()
     taking: SpanSet | None = None  # None: all of the bucket
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
-        """Return the part of `values`, one for each element of the whole bucket, as the bucket that a scheme reduces."""
+        """Return this part of `values` [n] as the bucket that a scheme reduces."""
         return Bucket(self.key, values if self.taking is None else self.taking.take(values), step, self.layout)
 
     def whole(self, taken: Tensor, n: int) -> Tensor:
-        """Return what `bucket` took, perhaps changed, as a vector of the whole bucket, [n], that is zero where it is idle."""
+        """Return what `bucket` took, perhaps changed, as a vector of the whole bucket, [n], zero elsewhere."""
         if self.taking is None:
             return taken
         values = taken.new_zeros(n)
@@ -40,10 +39,9 @@ class Part:
 
 @dataclass
 class WeightBucket:
-    """Some parameters of a model in one flat vector, in at least float32.
+    """Some parameters of a model as one flat vector, at least in float32.
 
-    A rank's own weights are in the parameters themselves. `start - own` is what this rank has learnt and not yet exchanged, negated
-    like a gradient.
+    A rank's own weights are in the parameters. `start - own` is what this rank has learnt and not yet exchanged, with a gradient's sign.
     """
 
     key: str
@@ -51,40 +49,32 @@ class WeightBucket:
     dtype: torch.dtype
     layout: tuple[ParameterSpan, ...] = field(init=False)
     common: Tensor = field(init=False)  # [n] A, the same bits on all ranks; changed in place
-    start: Tensor = field(init=False)  # [n] W after the last exchange; perhaps `common` itself
+    start: Tensor = field(init=False)  # [n] W after the last exchange; may be `common` itself
 
     def __post_init__(self) -> None:
         self.layout = laid_out((name, each.shape) for name, each in self.parameters.items())
-        self.common = self.own()
-        self.start = self.common
+        self.common = self.start = self.own()
 
     def own(self) -> Tensor:
-        """Return this rank's own weights, copied."""
+        """Return a copy of this rank's own weights."""
         device = next(iter(self.parameters.values())).device
         flat = torch.empty(self.layout[-1].span.stop, dtype=self.dtype, device=device)
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             entry.span.of(flat).view(parameter.shape).copy_(parameter.detach())
         return flat
 
-    def adopt(self, names: Collection[str]) -> None:
-        """Take the own weights of these parameters for the common ones, and for those of the last exchange: nothing was learnt since."""
-        self.copy_own_(self.common, names)
-        self.copy_own_(self.start, names)
-
     def copy_own_(self, into: Tensor, names: Collection[str]) -> None:
-        """Copy the own weights of these parameters to their place in `into`, [n]."""
+        """Copy the own weights of these parameters to their place in `into` [n]."""
         for entry in self.layout:
             if entry.name in names:
                 entry.span.of(into).copy_(self.parameters[entry.name].detach().reshape(-1))
 
     def part(self, idle: Collection[str]) -> Part:
-        """Return the part of the bucket without the parameters of these names."""
+        """Return the bucket without the idle parameters."""
         taking = [entry for entry in self.layout if entry.name not in idle]
         if len(taking) == len(self.layout):
             return Part(self.key, self.layout)
-        others = SpanSet.of(entry for entry in self.layout if entry.name in idle)
-        layout = laid_out((entry.name, entry.shape) for entry in taking)
-        return Part(self.key, layout, others.spans, SpanSet.of(taking))
+        return Part(self.key, laid_out((entry.name, entry.shape) for entry in taking), SpanSet.of(taking))
 
     def unsent(self, scheme: Scheme, comm: Comm, idle: Collection[str] = ()) -> Tensor | None:
         """Return what this rank has not sent of the bucket, [n], zero for idle parameters; None where that is nothing."""
@@ -93,13 +83,14 @@ class WeightBucket:
         return None if unsent is None else part.whole(unsent.to(self.dtype), len(self.common))
 
     def idle_from(self, source: Tensor, into: Tensor, idle: Collection[str]) -> Tensor:
-        """Copy the elements of idle parameters, [n] in all, from `source`, and return `into`."""
-        for span in self.part(idle).idle:
-            span.of(into).copy_(span.of(source))
+        """Copy the elements of idle parameters from `source` [n] to `into` [n], and return `into`."""
+        for entry in self.layout:
+            if entry.name in idle:
+                entry.span.of(into).copy_(entry.span.of(source))
         return into
 
     def write(self, weights: Tensor, idle: Collection[str] = ()) -> Tensor:
-        """Make `weights` [n] the own ones but for idle parameters, rounded to each one's type, and return what they are now."""
+        """Make `weights` [n] the own ones except for idle parameters, and return the own weights, rounded to each parameter's type."""
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             if entry.name not in idle:
                 parameter.detach().copy_(entry.span.of(weights).view(parameter.shape))
@@ -110,12 +101,8 @@ class WeightBucket:
         """Return `values` [n] as the bucket that a scheme reduces."""
         return Bucket(self.key, values, step, self.layout)
 
-    def by_name(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the part of `values` [n] of each parameter, flat: views."""
-        return {entry.name: entry.span.of(values) for entry in self.layout}
-
     def from_names(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return what `by_name` took apart, copied."""
+        """Return the vector [n] of these values by parameter name, copied: the inverse of `by_name`."""
         flat = torch.empty_like(self.common)
         for entry in self.layout:
             entry.span.of(flat).copy_(values[entry.name].flatten())
@@ -123,51 +110,53 @@ class WeightBucket:
 
 
 class Weights:
-    """The trained parameters of a model, by name, in buckets that are dealt out to fragments.
+    """The trained parameters of a model, by name, in the buckets of one or more fragments.
 
     Raises ValueError where there are fewer parameters than fragments.
     """
 
     def __init__(self, trained: Mapping[str, nn.Parameter], bucket_mb: float, fragments: int = 1) -> None:
-        dealt = fragments_of(trained, fragments)
-        prefixes = [f"{i}." for i in range(fragments)] if fragments > 1 else [""]
         self.trained = trained
-        self.fragments = [buckets_of(*each) for each in zip(dealt, [bucket_mb] * fragments, prefixes, strict=True)]
+        self.fragments = [
+            buckets_of(each, bucket_mb, f"{number}." if fragments > 1 else "")
+            for number, each in enumerate(fragments_of(trained, fragments))
+        ]
         self.buckets = [bucket for fragment in self.fragments for bucket in fragment]
         self._written = LastWritten(trained)
 
     @property
     def elements(self) -> int:
-        """How many elements all trained parameters have."""
+        """The number of elements of all trained parameters."""
         return sum(each.common.numel() for each in self.buckets)
 
     def note_written(self) -> None:
-        """Take the weights that are in the model for those that were written here."""
+        """Treat the model's present weights as written by us."""
         self._written.note()
 
     def adopt(self, names: Collection[str]) -> None:
-        """Take what is in the model of these parameters for the common weights."""
+        """Make the model's present values of these parameters the common weights."""
         with torch.no_grad():
             for bucket in self.buckets:
-                bucket.adopt(names)
+                bucket.copy_own_(bucket.common, names)
+                bucket.copy_own_(bucket.start, names)  # nothing was learnt since
         self.note_written()
 
     def adopt_changed(self) -> list[str]:
-        """Take the weights that were set from outside for the common ones, and return their names."""
+        """Adopt the weights that were set from outside, and return their names."""
         if changed := self._written.changed():
             self.adopt(changed)
         return changed
 
-    def common(self) -> list[tuple[str, Tensor]]:
-        """Return the common weights of each parameter, flat, by name."""
-        return list(by_name(self.buckets, [each.common for each in self.buckets]).items())
+    def common(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the name and the common weights of each parameter, flat: views."""
+        return by_name(self.buckets, [each.common for each in self.buckets]).items()
 
     def saved(self, values: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the part of each parameter, flat, by name, copied; `values` are vectors of all buckets."""
-        return {name: each.clone() for name, each in by_name(self.buckets, values).items()}
+        """Return copies of vectors of all buckets, flat, by parameter name."""
+        return copied_by_name(self.buckets, values)
 
     def from_saved(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the vectors of all buckets that `saved` took apart."""
+        """Return the vectors of all buckets: the inverse of `saved`."""
         return [bucket.from_names(values) for bucket in self.buckets]
 
     def drift(self) -> float:
@@ -177,9 +166,9 @@ class Weights:
 
     @contextmanager
     def common_in_model(self) -> Iterator[None]:
-        """Have the common weights in the model; own ones are back afterwards, with the same bits.
+        """Put the common weights into the model, and the own ones back afterwards, with the same bits.
 
-        Raises RuntimeError where the model leaves with other weights, which would be lost.
+        Raises RuntimeError where the block has changed the weights, which would be lost.
         """
         own = [each.own() for each in self.buckets]
         try:
@@ -199,18 +188,18 @@ class Weights:
 
 
 class LastWritten:
-    """What parameters were when `note` was last called: the bits of small ones, and sums of the bits of large ones, in one pass."""
+    """What parameters held at the last `note`: the bits of small ones, and sums of the bits of large ones, in one pass."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self.note()
 
     def note(self) -> None:
-        """Take the parameters as they are for written."""
+        """Note what the parameters hold now."""
         (self._words, self._sizes), self._versions = self._now(), self._versions_now()
 
     def changed(self) -> list[str]:
-        """Return the names of the parameters that have other bits now; where there are any, of all that were written to. A host sync.
+        """Return the names of the parameters whose bits have changed; if there are any, also of all that were written to. A host sync.
 
         What is loaded may have the bits that a parameter had on this rank, and not those that it had on another.
         """
@@ -227,18 +216,23 @@ class LastWritten:
         return torch.cat([each.to(words[0].device) for each in words]), [len(each) for each in words]
 
     def _versions_now(self) -> list[int]:
-        # Torch counts what is done to a tensor in place, but not by way of its `data`.
+        # Torch counts what is done to a tensor in place, but not through its `data`.
         return [each._version for each in self._parameters.values()]
 
 
 def by_name(buckets: Sequence[WeightBucket], values: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return the part of each parameter of these buckets, flat: views. `values` are vectors of the buckets."""
-    parts = map(WeightBucket.by_name, buckets, values)
-    return {name: each for part in parts for name, each in part.items()}
+    """Return vectors of these buckets, flat, by parameter name: views."""
+    pairs = zip(buckets, values, strict=True)
+    return {entry.name: entry.span.of(each) for bucket, each in pairs for entry in bucket.layout}
+
+
+def copied_by_name(buckets: Sequence[WeightBucket], values: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return copies of vectors of these buckets, flat, by parameter name."""
+    return {name: each.clone() for name, each in by_name(buckets, values).items()}
 
 
 def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
-    """Deal the parameters, in their order, out to `count` fragments of about equally many elements, none of them empty.
+    """Split the parameters, in order, into `count` fragments of about as many elements, none of them empty.
 
     Raises ValueError where there are fewer parameters than fragments.
     """
@@ -249,7 +243,7 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dic
     seen = 0
     for position, (name, parameter) in enumerate(parameters.items()):
         left = len(parameters) - position
-        # A fragment ends where at least half of the next parameter would be too much, and where each of the others needs one.
+        # A fragment ends where at least half of the next parameter would be too much, or each remaining fragment needs a parameter.
         full = seen + parameter.numel() / 2 > share * len(dealt)
         if dealt[-1] and len(dealt) < count and (full or left == count - len(dealt)):
             dealt.append({})
@@ -259,29 +253,26 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[dic
 
 
 def buckets_of(parameters: Mapping[str, nn.Parameter], bucket_mb: float, prefix: str = "") -> list[WeightBucket]:
-    """Return the parameters in buckets of one device and at most `bucket_mb` megabytes; a larger parameter has one of its own.
+    """Return the parameters in buckets of one device and at most `bucket_mb` megabytes; a larger parameter gets a bucket to itself.
 
-    Changes of 16-bit weights are summed and sent from float32, so these share buckets with float32 ones.
+    16-bit weights share buckets with float32 ones, because their changes are summed and sent in float32.
     """
-    open_ones: dict[str, dict[str, nn.Parameter]] = {}
-    sizes: dict[str, float] = {}
-    made: list[WeightBucket] = []
-
-    def close(kind: str) -> None:
-        parameters = open_ones.pop(kind)
-        number = sum(each.key.startswith(f"{prefix}{kind}/") for each in made)
-        made.append(WeightBucket(f"{prefix}{kind}/{number}", parameters, _wide(next(iter(parameters.values())))))
-
+    parts: dict[str, list[dict[str, nn.Parameter]]] = {}
+    filled: dict[str, int] = {}  # bytes of the last part
     for name, parameter in parameters.items():
-        kind = f"{str(_wide(parameter)).removeprefix('torch.')}/{parameter.device.type}"
-        nbytes = parameter.numel() * _wide(parameter).itemsize
-        if kind in open_ones and sizes[kind] + nbytes > bucket_mb * _MEGABYTE:
-            close(kind)
-        sizes[kind] = sizes[kind] + nbytes if kind in open_ones else nbytes
-        open_ones.setdefault(kind, {})[name] = parameter
-    for kind in list(open_ones):
-        close(kind)
-    return made
+        wide = _wide(parameter)
+        kind = f"{prefix}{str(wide).removeprefix('torch.')}/{parameter.device.type}"
+        nbytes = parameter.numel() * wide.itemsize
+        if kind not in parts or filled[kind] + nbytes > bucket_mb * _MEGABYTE:
+            parts.setdefault(kind, []).append({})
+            filled[kind] = 0
+        parts[kind][-1][name] = parameter
+        filled[kind] += nbytes
+    return [
+        WeightBucket(f"{kind}/{number}", part, _wide(next(iter(part.values()))))
+        for kind, found in parts.items()
+        for number, part in enumerate(found)
+    ]
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:
@@ -291,11 +282,8 @@ def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:
 
 def copy_bytes_(tensors: Sequence[Tensor], content: Tensor) -> None:
     """Write what `flat_bytes` returned into the tensors."""
-    start = 0
-    for each in tensors:
-        part = content[start : start + each.nbytes].clone()  # cloned: aligned for its type
-        each.detach().copy_(part.view(each.dtype).view(each.shape))
-        start += each.nbytes
+    for each, part in zip(tensors, content.split([each.nbytes for each in tensors]), strict=True):
+        each.detach().copy_(part.clone().view(each.dtype).view(each.shape))  # cloned: aligned for its type
 
 
 def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
@@ -319,6 +307,6 @@ def _words(tensor: Tensor) -> Tensor:
     words = flat.view(torch.int64 if aligned else _WORDS[flat.element_size()])
     if len(words) < 2 * _COLUMNS:
         return words
-    # So that the number of rows is odd: of an even number the highest bits can change in all, and no sum does.
+    # The number of rows is made odd: with an even number the highest bits of all rows can change and no sum does.
     rest = _COLUMNS + len(words) % (2 * _COLUMNS)
     return torch.cat([words[:rest], words[rest:].view(-1, _COLUMNS).sum(0, dtype=torch.int64)])

@@ -1,12 +1,13 @@
-"""What kernels and codecs require of their arguments, the same for every backend: TypeError or ValueError before anything is written.
+"""What `sparsync.kernels` requires of its arguments, the same for every backend: TypeError or ValueError before anything is written.
 
 A check takes about a microsecond a tensor, so the library's own parts call `operations` without them. Positions outside of a vector are
 found by the kernel that would read or write there.
 """
 
+import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,10 +17,8 @@ from torch import Tensor
 from sparsync.core import Rows, Span, Sparse
 
 FLOATING = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-FLOAT32 = frozenset({torch.float32})
 POSITIONS = frozenset({torch.int32, torch.int64})
 ROW_STARTS = frozenset({torch.int32})
-BYTES = frozenset({torch.uint8})
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -28,12 +27,19 @@ Result = TypeVar("Result")
 
 
 def checked(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the operation with its arguments checked, and numbers made an int or a float."""
-    check = _CHECKS[operation.__name__]
+    """Return the operation with its arguments checked by their names, and numbers made an int or a float."""
+    signature = inspect.signature(operation)
 
     @wraps(operation)
     def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return operation(*check(*args, **kwargs))  # pyright: ignore[reportCallIssue]  # the same ones, converted
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        for name, argument in given.arguments.items():
+            if name in _CHECKS:
+                _CHECKS[name](argument, name)
+        _check_together(given.arguments)
+        given.arguments.update(_numbers(given.arguments))
+        return operation(*given.args, **given.kwargs)
 
     return called
 
@@ -56,48 +62,21 @@ def check_vector(x: Any, name: str, dtypes: frozenset[torch.dtype] = FLOATING) -
         )
 
 
-def check_one_device(*named: tuple[str, Tensor]) -> None:
-    """Raise ValueError unless the tensors lie on one device."""
-    first, x = named[0]
-    for name, other in named[1:]:
-        if other.device != x.device:
-            raise ValueError(
-                f"{name} must be on the device of {first}, {x.device}, got {other.device}; move it with {name}.to(...)"
-            )
+def check_positions(index: Any, name: str) -> None:
+    """Raise as `check_vector` unless `index` holds positions."""
+    check_vector(index, name, POSITIONS)
 
 
-def check_sum(residual: Any, grad: Any, out: Any) -> None:
-    """Raise TypeError or ValueError unless `out` can take residual + grad."""
-    check_vector(residual, "residual")
-    check_vector(grad, "grad")
-    check_vector(out, "out")
-    n = residual.numel()
-    for name, x in (("grad", grad), ("out", out)):
-        if x.numel() != n:
-            raise ValueError(f"{name} must have as many elements as residual, {n}, got {x.numel()}")
-    check_one_device(("residual", residual), ("grad", grad), ("out", out))
+def check_sequence(argument: Any, name: str) -> None:
+    """Raise TypeError unless the argument is a sequence."""
+    if not isinstance(argument, Sequence) or isinstance(argument, str):
+        raise TypeError(f"{name} must be a sequence, got {type(argument).__name__}; pass list({name})")
 
 
-def check_move(to: Any, source: Any) -> None:
-    """Raise TypeError or ValueError unless `to` can take the elements of `source`."""
-    check_vector(to, "to")
-    check_vector(source, "source")
-    if to.numel() != source.numel():
-        raise ValueError(f"source must have as many elements as its new place, {to.numel()}, got {source.numel()}")
-    check_one_device(("to", to), ("source", source))
-
-
-def check_sequences(**named: Any) -> None:
-    """Raise TypeError unless these arguments are sequences."""
-    for name, argument in named.items():
-        if not isinstance(argument, Sequence) or isinstance(argument, str):
-            raise TypeError(f"{name} must be a sequence, got {type(argument).__name__}; pass list({name})")
-
-
-def check_rows(rows: Any) -> None:
+def check_rows(rows: Any, name: str) -> None:
     """Raise TypeError or ValueError unless `rows` has a start for each row."""
     if not isinstance(rows, Rows):
-        raise TypeError(f"rows must be a sparsync.core.Rows, got {type(rows).__name__}")
+        raise TypeError(f"{name} must be a sparsync.core.Rows, got {type(rows).__name__}")
     check_vector(rows.starts, "starts", ROW_STARTS)
     row, length = integer(rows.row, "row"), integer(rows.length, "length")
     if not 1 <= row < 2**31 or length < 0 or -(-length // row) > rows.starts.numel():
@@ -107,47 +86,83 @@ def check_rows(rows: Any) -> None:
         )
 
 
-def check_values(index: Any, value: Any, dtypes: frozenset[torch.dtype] = FLOATING) -> None:
-    """Raise TypeError or ValueError unless there is a value for each position."""
-    check_vector(index, "index", POSITIONS)
-    check_vector(value, "value", dtypes)
-    if value.numel() != index.numel():
-        raise ValueError(f"value must have an element for each of {index.numel()} positions, got {value.numel()}")
-    check_one_device(("index", index), ("value", value))
-
-
-def check_sparse(part: Any) -> None:
+def check_sparse(part: Any, name: str) -> None:
     """Raise TypeError or ValueError unless `part` is a sparse vector with a value for each position."""
     if not isinstance(part, Sparse):
-        raise TypeError(f"a sparse vector must be a sparsync.Sparse, got {type(part).__name__}")
-    check_values(part.index, part.value)
+        raise TypeError(f"{name} must be a sparsync.Sparse, got {type(part).__name__}")
+    check_positions(part.index, "index")
+    check_vector(part.value, "value")
+    _check_as_many("value", part.value, "index", part.index)
     if integer(part.length, "length") < part.index.numel():
         raise ValueError(
             f"a sparse vector of length {part.length} has at most as many positions, got {part.index.numel()}"
         )
 
 
-def check_parts(parts: Any) -> None:
-    """Raise TypeError or ValueError unless `parts` is a sequence of at least one sparse vector, all of one length, type and device."""
-    if not isinstance(parts, Sequence):
-        raise TypeError(f"parts must be a sequence of sparse vectors, got {type(parts).__name__}; pass list(parts)")
+def check_sparse_vectors(parts: Any, name: str) -> None:
+    """Raise TypeError or ValueError unless `parts` is a sequence of sparse vectors."""
+    check_sequence(parts, name)
+    for part in parts:
+        check_sparse(part, f"an element of {name}")
+
+
+def check_addends(parts: Any, name: str) -> None:
+    """Raise TypeError or ValueError unless `parts` has at least one sparse vector, all of one length and type."""
+    check_sparse_vectors(parts, name)
     if not parts:
         raise ValueError("there must be at least one sparse vector, got none")
-    for part in parts:
-        check_sparse(part)
-        first = parts[0]
+    first = parts[0]
+    for part in parts[1:]:
         if part.length != first.length:
             raise ValueError(f"sparse vectors must have one length, got {first.length} and {part.length}")
-        for name, x, other in (("index", first.index, part.index), ("value", first.value, part.value)):
+        for what, x, other in (("index", first.index, part.index), ("value", first.value, part.value)):
             if other.dtype != x.dtype:
-                raise TypeError(f"the {name} of all sparse vectors must have one type, got {x.dtype} and {other.dtype}")
-            check_one_device((f"the first {name}", x), (f"every {name}", other))
+                raise TypeError(f"the {what} of all sparse vectors must have one type, got {x.dtype} and {other.dtype}")
 
 
-def check_regions(regions: Any, length: int) -> None:
+# By the name that an argument has in all operations. What a number must be depends on other arguments, see `_numbers`.
+_CHECKS: dict[str, Callable[[Any, str], None]] = {
+    **dict.fromkeys(("residual", "grad", "out", "x", "magnitude", "to", "source", "value"), check_vector),
+    **dict.fromkeys(("index", "others", "place"), check_positions),
+    **dict.fromkeys(("regions", "counts", "bounds"), check_sequence),
+    **dict.fromkeys(("kept", "written"), check_sparse_vectors),
+    "part": check_sparse,
+    "parts": check_addends,
+    "rows": check_rows,
+}
+_SAME_LENGTH = (("grad", "residual"), ("out", "residual"), ("source", "to"), ("value", "index"))
+
+
+def _check_together(given: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless the arguments, each of which was checked alone, go with each other."""
+    for name, other in _SAME_LENGTH:
+        if name in given and other in given:
+            _check_as_many(name, given[name], other, given[other])
+    if "counts" in given:
+        regions, counts, bounds = given["regions"], given["counts"], given["bounds"]
+        if not len(regions) == len(counts) == len(bounds):
+            raise ValueError(
+                f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
+            )
+        for rows in regions:
+            check_rows(rows, "a region")
+    elif "regions" in given:
+        _check_regions(given["regions"], given["part"].length)
+    (first, x), *others = _tensors(given)
+    for name, other in others:
+        if other.device != x.device:
+            raise ValueError(
+                f"{name} must be on the device of {first}, {x.device}, got {other.device}; move one of them with .to(...)"
+            )
+
+
+def _check_as_many(name: str, x: Tensor, other: str, y: Tensor) -> None:
+    if x.numel() != y.numel():
+        raise ValueError(f"{name} must have as many elements as {other}, {y.numel()}, got {x.numel()}")
+
+
+def _check_regions(regions: Sequence[Any], length: int) -> None:
     """Raise TypeError or ValueError unless `regions` are adjacent spans that cover [0, length)."""
-    if not isinstance(regions, Sequence):
-        raise TypeError(f"regions must be a sequence of spans, got {type(regions).__name__}; pass list(regions)")
     if not regions:
         raise ValueError("there must be at least one region, got none")
     position = 0
@@ -163,7 +178,36 @@ def check_regions(regions: Any, length: int) -> None:
         raise ValueError(f"regions must cover all {length} positions, got some that end at {position}")
 
 
-def check_span(span: Any, n: int) -> None:
+def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors among the arguments, with the names of these."""
+    for name, argument in given.items():
+        for each in argument if isinstance(argument, Sequence) else (argument,):
+            if isinstance(each, Tensor):
+                yield name, each
+            elif isinstance(each, Rows):
+                yield name, each.starts
+            elif isinstance(each, Sparse):
+                yield from ((name, each.index), (name, each.value))
+
+
+def _numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers among the arguments as int and float. Raises TypeError or ValueError for those that are none or out of range."""
+    found: dict[str, Any] = {}
+    if "k" in given:
+        n = given["rows"].length if "rows" in given else next(iter(given.values())).numel()
+        found["k"] = at_most(given["k"], n) if "skip" in given else count(given["k"], n)
+        _check_span(given.get("skip"), n)
+    if "counts" in given:
+        found["counts"] = [count(k, rows.length) for rows, k in zip(given["regions"], given["counts"], strict=True)]
+        found["bounds"] = [_bound(bound) for bound in given["bounds"]]
+    if "bound" in given:
+        found["bound"] = _bound(given["bound"])
+    if "threshold" in given:
+        found["threshold"] = real(given["threshold"], "threshold")
+    return found
+
+
+def _check_span(span: Any, n: int) -> None:
     """Raise TypeError or ValueError unless `span` is None, or a span inside [0, n]."""
     if span is None:
         return
@@ -210,13 +254,14 @@ def real(number: Any, name: str) -> float:
         return math.copysign(math.inf, number)
 
 
+def _bound(bound: Any) -> float | None:
+    return None if bound is None else real(bound, "bound")
+
+
 def _shown(argument: Any) -> str:
     """Return what a message says of `argument`: tensors by their type, because reading one without memory would end the process."""
-    return (
-        repr(argument)
-        if argument is None or isinstance(argument, (int, float, str))
-        else f"a {type(argument).__name__}"
-    )
+    plain = argument is None or isinstance(argument, (int, float, str))
+    return repr(argument) if plain else f"a {type(argument).__name__}"
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -231,159 +276,3 @@ def _has_memory(x: Tensor) -> bool:
         return storage.nbytes() >= last * x.element_size() and x.data_ptr() != 0
     except (RuntimeError, NotImplementedError):  # a fake or functional tensor, one on the meta device, or a sparse one
         return False
-
-
-# The checks of each operation return its arguments, as they are passed on.
-
-
-def _accumulate(residual: Any, grad: Any, out: Any) -> tuple[Any, ...]:
-    check_sum(residual, grad, out)
-    return residual, grad, out
-
-
-def _accumulate_top_k(residual: Any, grad: Any, k: Any, out: Any, bound: Any = None) -> tuple[Any, ...]:
-    check_sum(residual, grad, out)
-    return residual, grad, count(k, residual.numel()), out, _bound(bound)
-
-
-def _accumulate_top_k_nonzero(
-    residual: Any, grad: Any, k: Any, out: Any, skip: Any = None, bound: Any = None
-) -> tuple[Any, ...]:
-    check_sum(residual, grad, out)
-    k = at_most(k, residual.numel())
-    check_span(skip, residual.numel())
-    return residual, grad, k, out, skip, _bound(bound)
-
-
-def _accumulate_top_k_of_rows(
-    residual: Any, grad: Any, regions: Any, counts: Any, out: Any, bounds: Any
-) -> tuple[Any, ...]:
-    check_sum(residual, grad, out)
-    check_sequences(regions=regions, counts=counts, bounds=bounds)
-    if not len(regions) == len(counts) == len(bounds):
-        raise ValueError(
-            f"there must be a count and a bound for each region, got {len(counts)} and {len(bounds)} for {len(regions)}"
-        )
-    for rows in regions:
-        check_rows(rows)
-        check_one_device(("residual", residual), ("starts", rows.starts))
-    counts = [count(k, rows.length) for rows, k in zip(regions, counts, strict=True)]
-    return residual, grad, regions, counts, out, [_bound(bound) for bound in bounds]
-
-
-def _vector(x: Any) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    return (x,)
-
-
-def _select_ge(x: Any, threshold: Any) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    return x, real(threshold, "threshold")
-
-
-def _top_k(x: Any, k: Any, bound: Any = None) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    return x, count(k, x.numel()), _bound(bound)
-
-
-def _top_k_nonzero(x: Any, k: Any, skip: Any = None, bound: Any = None) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    k = at_most(k, x.numel())
-    check_span(skip, x.numel())
-    return x, k, skip, _bound(bound)
-
-
-def _top_k_of_rows(x: Any, rows: Any, k: Any, bound: Any = None) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    check_rows(rows)
-    check_one_device(("x", x), ("starts", rows.starts))
-    return x, rows, count(k, rows.length), _bound(bound)
-
-
-def _locate(rows: Any, place: Any) -> tuple[Any, ...]:
-    check_rows(rows)
-    check_vector(place, "place", POSITIONS)
-    check_one_device(("starts", rows.starts), ("place", place))
-    return rows, place
-
-
-def _argtopk(magnitude: Any, k: Any) -> tuple[Any, ...]:
-    check_vector(magnitude, "magnitude")
-    return magnitude, count(k, magnitude.numel())
-
-
-def _scatter_add_(out: Any, part: Any) -> tuple[Any, ...]:
-    check_vector(out, "out")
-    check_sparse(part)
-    check_one_device(("out", out), ("index", part.index))
-    return out, part
-
-
-def _at(x: Any, index: Any) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    check_vector(index, "index", POSITIONS)
-    check_one_device(("x", x), ("index", index))
-    return x, index
-
-
-def _put_(x: Any, index: Any, value: Any) -> tuple[Any, ...]:
-    check_vector(x, "x")
-    check_values(index, value)
-    check_one_device(("x", x), ("index", index))
-    return x, index, value
-
-
-def _move_put_(to: Any, source: Any, kept: Any, written: Any) -> tuple[Any, ...]:
-    check_move(to, source)
-    check_sequences(kept=kept, written=written)
-    for part in (*kept, *written):
-        check_sparse(part)
-        check_one_device(("to", to), ("index", part.index))
-    return to, source, kept, written
-
-
-def _parts(parts: Any) -> tuple[Any, ...]:
-    check_parts(parts)
-    return (parts,)
-
-
-def _split(part: Any, regions: Any) -> tuple[Any, ...]:
-    check_sparse(part)
-    check_regions(regions, part.length)
-    return part, regions
-
-
-def _isin(index: Any, others: Any) -> tuple[Any, ...]:
-    check_vector(index, "index", POSITIONS)
-    check_vector(others, "others", POSITIONS)
-    check_one_device(("index", index), ("others", others))
-    return index, others
-
-
-def _bound(bound: Any) -> float | None:
-    return None if bound is None else real(bound, "bound")
-
-
-_CHECKS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "accumulate": _accumulate,
-    "accumulate_top_k": _accumulate_top_k,
-    "accumulate_top_k_nonzero": _accumulate_top_k_nonzero,
-    "accumulate_top_k_of_rows": _accumulate_top_k_of_rows,
-    "all_finite": _vector,
-    "argtopk": _argtopk,
-    "clear_": _at,
-    "coalesce": _parts,
-    "gather": _at,
-    "isin": _isin,
-    "locate": _locate,
-    "merge": _parts,
-    "move_put_": _move_put_,
-    "put_": _put_,
-    "scatter_add_": _scatter_add_,
-    "select_ge": _select_ge,
-    "smallest_magnitude": _vector,
-    "split": _split,
-    "top_k": _top_k,
-    "top_k_nonzero": _top_k_nonzero,
-    "top_k_of_rows": _top_k_of_rows,
-}

@@ -1,23 +1,16 @@
 """Exact top-k in plain torch, faster than the reference: the largest of those elements that reach a sampled bound."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsync.core import Sparse
+from sparsync.core import Rows, Sparse
 from sparsync.kernels import reference
 
 SAMPLE = 16_384  # magnitudes looked at to bound the k-th largest
 MARGIN = 4.0  # standard deviations of a sampled count by which the bound is set low
-
-
-def accumulate_top_k(
-    residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
-) -> tuple[Sparse, bool]:
-    """Do as `reference.accumulate_top_k`."""
-    finite = reference.accumulate(residual, grad, out)
-    return top_k(out, k), finite
 
 
 def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
@@ -39,3 +32,26 @@ def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
         return reference.top_k(x, k)
     largest = reference.top_k(x[candidates], k)
     return Sparse(candidates[largest.index.long()].to(torch.int32), largest.value, n)
+
+
+def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Sparse:
+    return top_k(reference.of_rows(x, rows), k)
+
+
+def accumulate_top_k(
+    residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
+) -> tuple[Sparse, bool]:
+    finite = reference.accumulate(residual, grad, out)
+    return top_k(out, k), finite
+
+
+def accumulate_top_k_of_rows(
+    residual: Tensor,
+    grad: Tensor,
+    regions: Sequence[Rows],
+    counts: Sequence[int],
+    out: Tensor,
+    bounds: Sequence[float | None],
+) -> tuple[list[Sparse], bool]:
+    finite = reference.accumulate(residual, grad, out)
+    return [top_k_of_rows(out, rows, k) for rows, k in zip(regions, counts, strict=True)], finite

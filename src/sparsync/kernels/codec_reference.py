@@ -27,14 +27,14 @@ def encode_positions(codec: PositionCodec, index: Int[Tensor, " k"], span: int) 
     nbytes(codec, index.numel(), span)  # for what it refuses
     _check(index, span)
     if codec == "packed":
-        return _pack(index, packed_bits(span))
+        return pack(index, packed_bits(span))
     if codec == "bitmap":
         return _bytes_of(_marked(index.long(), span))
     if not index.numel():
         return torch.empty(0, dtype=torch.uint8, device=index.device)
     k, bits = index.numel(), elias_fano_bits(index.numel(), span)
     place = (index.long() >> bits) + torch.arange(k, device=index.device)
-    return torch.cat([_pack(index, bits), _bytes_of(_marked(place, k + (span - 1 >> bits)))])
+    return torch.cat([pack(index, bits), _bytes_of(_marked(place, k + (span - 1 >> bits)))])
 
 
 def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) -> Int[Tensor, " k"]:
@@ -51,7 +51,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
     if packet.numel() != nbytes(codec, k, span):
         raise refused(f"its {packet.numel()} bytes are not what {k} positions take")
     if codec == "packed":
-        index = _unpack(packet, k, packed_bits(span))
+        index = unpack(packet, k, packed_bits(span))
     else:
         bits = elias_fano_bits(k, span) if codec == "elias_fano" else 0
         start = -(-k * bits // 8)
@@ -60,7 +60,7 @@ def decode_positions(codec: PositionCodec, packet: Packet, k: int, span: int) ->
             raise refused(f"it does not hold {k} positions")
         if codec == "elias_fano":
             high = index - torch.arange(k, device=packet.device)
-            index = high << bits | _unpack(packet[:start], k, bits)
+            index = high << bits | unpack(packet[:start], k, bits)
     if k and int(index.max()) >= span:  # a host sync; a bad position would write outside the span
         raise refused(f"it has positions outside [0, {span - 1}]")
     if not bool((index[1:] > index[:-1]).all()):  # a position twice would be cleared once and added twice
@@ -120,16 +120,16 @@ def check_codec(codec: str) -> None:
         raise ValueError(f"a codec of positions is one of {', '.join(get_args(PositionCodec))}, got {codec!r}")
 
 
-def _pack(x: Int[Tensor, " k"], bits: int) -> Packet:
-    """Return the low `bits` bits of each of `x`, after each other without gaps."""
+def pack(x: Tensor, bits: int) -> Packet:
+    """Return the low `bits` bits of each of the integers `x` [k], after each other without gaps."""
     places = torch.arange(bits, device=x.device, dtype=x.dtype)
     return _bytes_of(((x[:, None] >> places) & 1).view(-1))
 
 
-def _unpack(packet: Packet, k: int, bits: int) -> Int[Tensor, " k"]:
-    """Return the `k` numbers that were packed, int64."""
-    places = torch.arange(bits, device=packet.device)
-    return (_bits_of(packet)[: k * bits].view(k, bits).long() << places).sum(1)
+def unpack(packet: Packet, k: int, bits: int) -> Int[Tensor, " k"]:
+    """Return the `k` numbers that were packed, int32."""
+    places = torch.arange(bits, device=packet.device, dtype=torch.int32)
+    return (_bits_of(packet)[: k * bits].view(k, bits) << places).sum(1, dtype=torch.int32)
 
 
 def _marked(place: Tensor, length: int) -> Tensor:

@@ -7,70 +7,43 @@ asked. The reference takes everything.
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
     triton      kernels/cuda/                   the passes, top-k, and reading and writing at positions
-    reference   *_reference.py, in torch        all
+    reference   *reference.py, in torch         all
 """
 
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import TracebackType
+from inspect import isfunction
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsync.kernels import candidates, codec_reference, reference, rows_reference, sparse_reference, value_reference
+from sparsync.kernels import candidates, codec_reference, reference, value_reference
 
+_why_missing = ""
 try:
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/
 except ImportError as missing:
-    _cpu = None
-    _why_missing = str(missing)
-else:
-    _why_missing = ""
+    _cpu, _why_missing = None, str(missing)
 
-Kernel = Callable[
-    ..., Any
-]  # Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given
+# Any: each operation has its own signature, that of `sparsync.kernels` with all arguments given.
+Kernel = Callable[..., Any]
 
 CPP = "cpp"
 REFERENCE = "reference"
 TRITON = "triton"
 _NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
 
+# Some operations have a faster function in `candidates`, beside that of their specification.
 _REFERENCE: Mapping[str, Kernel] = {
-    "accumulate": reference.accumulate,
-    "accumulate_top_k": candidates.accumulate_top_k,
-    "accumulate_top_k_of_rows": rows_reference.accumulate_top_k_of_rows,
-    "accumulate_top_k_nonzero": sparse_reference.accumulate_top_k_nonzero,
-    "all_finite": reference.all_finite,
-    "argtopk": reference.argtopk,
-    "clear_": reference.clear_,
-    "coalesce": sparse_reference.coalesce,
-    "decode_positions": codec_reference.decode_positions,
-    "encode_positions": codec_reference.encode_positions,
-    "gather": reference.gather,
-    "isin": sparse_reference.isin,
-    "locate": rows_reference.locate,
-    "means_decode": value_reference.means_decode,
-    "means_encode": value_reference.means_encode,
-    "merge": sparse_reference.merge,
-    "move_put_": sparse_reference.move_put_,
-    "put_": reference.put_,
-    "scaled_decode": value_reference.scaled_decode,
-    "scaled_encode": value_reference.scaled_encode,
-    "scatter_add_": reference.scatter_add_,
-    "select_ge": sparse_reference.select_ge,
-    "smallest_magnitude": reference.smallest_magnitude,
-    "split": sparse_reference.split,
-    "top_k": candidates.top_k,
-    "top_k_nonzero": sparse_reference.top_k_nonzero,
-    "top_k_of_rows": rows_reference.top_k_of_rows,
+    name: function
+    for module in (value_reference, codec_reference, reference, candidates)
+    for name, function in vars(module).items()
+    if isfunction(function)
 }
-
-
-OPERATIONS = tuple(_REFERENCE)
 
 
 class _Chosen:
@@ -165,16 +138,11 @@ def _choose(name: str | None) -> None:
 @cache
 def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
     """Return for each operation the functions to ask under the backend `name`."""
-    tables: list[Mapping[str, Kernel]] = []
-    if name.startswith(CPP):
-        tables.append({operation: getattr(_cpu, operation) for operation in OPERATIONS})
-    if triton:
-        tables.append(_triton() or {})
-    tables.append(_REFERENCE)
-    return {operation: tuple(table[operation] for table in tables if operation in table) for operation in OPERATIONS}
+    tables = [vars(_cpu) if name.startswith(CPP) else {}, vars(_triton()) if triton else {}, _REFERENCE]
+    return {operation: tuple(table[operation] for table in tables if operation in table) for operation in _REFERENCE}
 
 
-def _triton() -> Mapping[str, Kernel] | None:
+def _triton() -> ModuleType | None:
     """Return the Triton kernels; None where Triton is missing or has no GPU. Asked each time: its interpreter may be turned on."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return None
@@ -182,12 +150,12 @@ def _triton() -> Mapping[str, Kernel] | None:
 
 
 @cache
-def _triton_kernels() -> Mapping[str, Kernel] | None:
+def _triton_kernels() -> ModuleType | None:
     try:
         from sparsync.kernels import cuda
     except ImportError:
         return None
-    return {operation: getattr(cuda, operation) for operation in _REFERENCE if hasattr(cuda, operation)}
+    return cuda
 
 
 def _resolved(name: str) -> str:

@@ -16,41 +16,35 @@ from torch import Tensor
 from sparsync.core import Rows, Span, Sparse
 from sparsync.kernels.dispatch import run
 
+Vector = Float[Tensor, " n"]
+Positions = Int[Tensor, " k"]
 
-def accumulate(residual: Float[Tensor, " n"], grad: Float[Tensor, " n"], out: Float[Tensor, " n"]) -> bool:
+
+def accumulate(residual: Vector, grad: Vector, out: Vector) -> bool:
     """Write residual + grad to `out`, which may be `residual`, and return whether it is finite everywhere."""
     return run("accumulate", residual, grad, out)
 
 
 def accumulate_top_k(
-    residual: Float[Tensor, " n"],
-    grad: Float[Tensor, " n"],
-    k: int,
-    out: Float[Tensor, " n"],
-    bound: float | None = None,
+    residual: Vector, grad: Vector, k: int, out: Vector, bound: float | None = None
 ) -> tuple[Sparse, bool]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k` and whether it is finite everywhere."""
     return run("accumulate_top_k", residual, grad, k, out, bound)
 
 
 def accumulate_top_k_nonzero(
-    residual: Float[Tensor, " n"],
-    grad: Float[Tensor, " n"],
-    k: int,
-    out: Float[Tensor, " n"],
-    skip: Span | None = None,
-    bound: float | None = None,
+    residual: Vector, grad: Vector, k: int, out: Vector, skip: Span | None = None, bound: float | None = None
 ) -> tuple[Sparse, bool]:
     """Write residual + grad to `out`, which may be `residual`, and return its `top_k_nonzero` and whether it is finite everywhere."""
     return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
 
 
 def accumulate_top_k_of_rows(
-    residual: Float[Tensor, " n"],
-    grad: Float[Tensor, " n"],
+    residual: Vector,
+    grad: Vector,
     regions: Sequence[Rows],
     counts: Sequence[int],
-    out: Float[Tensor, " n"],
+    out: Vector,
     bounds: Sequence[float | None],
 ) -> tuple[list[Sparse], bool]:
     """Write residual + grad to `out`, which may be either, and return `top_k_of_rows` of each region and whether it is finite everywhere.
@@ -60,17 +54,17 @@ def accumulate_top_k_of_rows(
     return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
 
 
-def all_finite(x: Float[Tensor, " n"]) -> bool:
+def all_finite(x: Vector) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
     return run("all_finite", x)
 
 
-def select_ge(x: Float[Tensor, " n"], threshold: float) -> Sparse:
+def select_ge(x: Vector, threshold: float) -> Sparse:
     """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
     return run("select_ge", x, threshold)
 
 
-def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None) -> Sparse:
+def top_k(x: Vector, k: int, bound: float | None = None) -> Sparse:
     """Return the `k` elements of `x` of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
 
     NaN counts as infinity. `bound` is a magnitude that k elements, and not many more, are expected to reach, such as a little less than
@@ -79,7 +73,7 @@ def top_k(x: Float[Tensor, " n"], k: int, bound: float | None = None) -> Sparse:
     return run("top_k", x, k, bound)
 
 
-def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
+def top_k_nonzero(x: Vector, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
     """Return what `top_k` would select outside the span `skip`, without zeros: fewer than `k` elements where fewer are not zero.
 
     `k` may be more than n. Raises ValueError when it is negative, or `skip` does not lie in [0, n].
@@ -87,7 +81,7 @@ def top_k_nonzero(x: Float[Tensor, " n"], k: int, skip: Span | None = None, boun
     return run("top_k_nonzero", x, k, skip, bound)
 
 
-def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | None = None) -> Sparse:
+def top_k_of_rows(x: Vector, rows: Rows, k: int, bound: float | None = None) -> Sparse:
     """Return the `top_k` of the elements of `x` in rows, which are read where they are. Positions are places in the rows.
 
     Raises ValueError when `k` is not in [0, length], and IndexError for rows outside of `x`.
@@ -95,17 +89,17 @@ def top_k_of_rows(x: Float[Tensor, " n"], rows: Rows, k: int, bound: float | Non
     return run("top_k_of_rows", x, rows, k, bound)
 
 
-def locate(rows: Rows, place: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+def locate(rows: Rows, place: Positions) -> Positions:
     """Return the position in the vector of each `place` in rows, in the type of `place`. Raises IndexError for places outside of them."""
     return run("locate", rows, place)
 
 
-def smallest_magnitude(x: Float[Tensor, " n"]) -> float:
+def smallest_magnitude(x: Vector) -> float:
     """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
     return run("smallest_magnitude", x)
 
 
-def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
+def argtopk(magnitude: Vector, k: int) -> Positions:
     """Return the positions of the `k` largest of `magnitude`, int64, ascending; among equal ones those that come first. No NaN.
 
     Numbers may be negative. Raises ValueError when `k` is not in [0, n].
@@ -113,17 +107,17 @@ def argtopk(magnitude: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     return run("argtopk", magnitude, k)
 
 
-def scatter_add_(out: Float[Tensor, " n"], part: Sparse) -> None:
+def scatter_add_(out: Vector, part: Sparse) -> None:
     """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
     run("scatter_add_", out, part)
 
 
-def clear_(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> None:
+def clear_(x: Vector, index: Positions) -> None:
     """Set `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
     run("clear_", x, index)
 
 
-def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, " k"]) -> None:
+def put_(x: Vector, index: Positions, value: Float[Tensor, " k"]) -> None:
     """Set `x` to `value` at the positions `index`, distinct or with equal values.
 
     Raises IndexError, before anything is written, for positions outside of it.
@@ -131,14 +125,12 @@ def put_(x: Float[Tensor, " n"], index: Int[Tensor, " k"], value: Float[Tensor, 
     run("put_", x, index, value)
 
 
-def gather(x: Float[Tensor, " n"], index: Int[Tensor, " k"]) -> Float[Tensor, " k"]:
+def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
     """Return the elements of `x` at the positions `index`. Raises IndexError for positions outside of it."""
     return run("gather", x, index)
 
 
-def move_put_(
-    to: Float[Tensor, " n"], source: Float[Tensor, " n"], kept: Sequence[Sparse], written: Sequence[Sparse]
-) -> None:
+def move_put_(to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
     """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
 
     Raises IndexError, before anything is written, for positions outside.

@@ -1,43 +1,58 @@
-"""The specification of the kernels on whole vectors, in plain torch: short and slow. Other backends are compared with it bit for bit.
+"""The specification of the kernels in plain torch: short and slow. Other backends are compared with it bit for bit.
 
-Selections and sparse vectors are in `sparse_reference`, codecs in `codec_reference` and `value_reference`.
+`operations` says what each function does. Codecs are in `codec_reference` and `value_reference`.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsync.core import Sparse
+from sparsync.core import Rows, Span, Sparse
 
 
 def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
-    """Write residual + grad to `out` [n], and return whether it is finite everywhere."""
     torch.add(residual, grad, out=out)
     return all_finite(out)
 
 
-def accumulate_top_k(
-    residual: Tensor, grad: Tensor, k: int, out: Tensor, bound: float | None = None
-) -> tuple[Sparse, bool]:
-    """Write residual + grad to `out` [n], and return its `top_k` and whether it is finite everywhere."""
-    finite = accumulate(residual, grad, out)
-    return top_k(out, k), finite
+def all_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())  # a host sync: what is sent depends on it
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Return |x|, with NaN as infinity, so that a non-finite element is always among the largest."""
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def select_ge(x: Tensor, threshold: float) -> Sparse:
+    size = magnitude(x)
+    index = ((size >= threshold) & (size > 0)).nonzero().view(-1)  # a host sync: how many there are depends on the data
+    return Sparse(index.to(torch.int32), x[index], x.numel())
 
 
 def top_k(x: Tensor, k: int, bound: float | None = None) -> Sparse:
-    """Return the `k` elements of `x` [n] of largest magnitude; among equal magnitudes the ones that come first. Positions ascend.
+    index = argtopk(magnitude(x), k)
+    return Sparse(index.to(torch.int32), x[index], x.numel())
 
-    NaN counts as larger than any number, so that a non-finite element is always among the selected. `bound` is a hint for faster backends.
-    """
-    n = x.numel()
-    if k == 0:
-        return Sparse(torch.empty(0, dtype=torch.int32, device=x.device), x[:0], n)
-    magnitude = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    index = argtopk(magnitude, k)
-    return Sparse(index.to(torch.int32), x[index], n)
+
+def top_k_nonzero(x: Tensor, k: int, skip: Span | None = None, bound: float | None = None) -> Sparse:
+    skip = skip or Span(0, 0)
+    rest = torch.cat([x[: skip.start], x[skip.stop :]])
+    top = top_k(rest, min(k, rest.numel()))
+    index = torch.where(top.index < skip.start, top.index, top.index + len(skip))
+    nonzero = top.value != 0
+    return Sparse(index[nonzero], top.value[nonzero], x.numel())
+
+
+def accumulate_top_k_nonzero(
+    residual: Tensor, grad: Tensor, k: int, out: Tensor, skip: Span | None = None, bound: float | None = None
+) -> tuple[Sparse, bool]:
+    finite = accumulate(residual, grad, out)
+    return top_k_nonzero(out, k, skip), finite
 
 
 def argtopk(magnitude: Tensor, k: int) -> Tensor:
-    """Return the positions of the `k` largest of `magnitude` [n], int64, ascending; among equal ones those that come first. No NaN."""
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=magnitude.device)
     threshold = magnitude.topk(k, sorted=False).values.min()
@@ -46,34 +61,77 @@ def argtopk(magnitude: Tensor, k: int) -> Tensor:
     return torch.cat([larger, equal]).sort().values
 
 
-def all_finite(x: Tensor) -> bool:
-    """Return whether `x` [n] holds neither NaN nor Inf."""
-    return bool(x.isfinite().all())  # a host sync: what is sent depends on it
+def smallest_magnitude(x: Tensor) -> float:
+    return float(x.abs().min()) if x.numel() else 0.0  # a host sync
+
+
+def locate(rows: Rows, place: Tensor) -> Tensor:
+    if place.numel() and not bool(((place >= 0) & (place < rows.length)).all()):  # a host sync
+        raise IndexError(outside(place, rows.length))
+    number = torch.div(place, rows.row, rounding_mode="floor")
+    return (rows.starts[number.long()] - number * rows.row + place).to(place.dtype)
+
+
+def of_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Return the elements of `x` [n] in rows, copied."""
+    at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < x.numel():  # a host sync
+        raise IndexError(f"rows must lie in [0, {x.numel()}) for {x.numel()} elements, got some outside")
+    return gather(x, at)
 
 
 def scatter_add_(out: Tensor, part: Sparse) -> None:
-    """Add the elements of `part` to `out` [n]. Positions in `part` are distinct, so the result does not depend on their order."""
+    # Positions in `part` are distinct, so the result does not depend on their order.
     out.index_add_(0, check_inside(part.index, out), part.value.to(out.dtype))
 
 
 def clear_(x: Tensor, index: Tensor) -> None:
-    """Set `x` [n] to zero at the positions `index` [k]."""
     x.index_fill_(0, check_inside(index, x), 0.0)
 
 
 def put_(x: Tensor, index: Tensor, value: Tensor) -> None:
-    """Set `x` [n] to `value` [k] at the positions `index` [k], distinct or with equal values."""
     x.index_copy_(0, check_inside(index, x), value.to(x.dtype))
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of `x` [n] at the positions `index` [k]."""
     return x.index_select(0, check_inside(index, x))
 
 
-def smallest_magnitude(x: Tensor) -> float:
-    """Return the smallest |x|; NaN where there is one, 0 where there are no elements."""
-    return float(x.abs().min()) if x.numel() else 0.0  # a host sync
+def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
+    for part in (*kept, *written):
+        check_inside(part.index, to)
+    to.copy_(source)
+    source.zero_()
+    for x, parts in ((to, kept), (source, written)):
+        for part in parts:
+            put_(x, part.index, part.value)
+
+
+def merge(parts: Sequence[Sparse]) -> Sparse:
+    index, order = torch.cat([part.index for part in parts]).sort()
+    return Sparse(index, torch.cat([part.value for part in parts])[order], parts[0].length)
+
+
+def coalesce(parts: Sequence[Sparse]) -> Sparse:
+    index, place = torch.cat([part.index for part in parts]).unique(return_inverse=True)
+    value = torch.cat([part.value for part in parts])
+    return Sparse(index, value.new_zeros(index.numel()).index_add_(0, place, value), parts[0].length)
+
+
+def split(part: Sparse, regions: Sequence[Span]) -> list[Sparse]:
+    stops = torch.tensor([region.stop for region in regions], dtype=torch.int32, device=part.index.device)
+    ends = torch.searchsorted(part.index, stops).tolist()  # a host sync: the lengths depend on the data
+    return [
+        Sparse(part.index[start:end] - region.start, part.value[start:end], len(region))
+        for region, start, end in zip(regions, [0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def isin(index: Tensor, others: Tensor) -> Tensor:
+    if not others.numel():
+        return torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
+    place = torch.searchsorted(others, index).clamp_(max=others.numel() - 1)
+    return others[place] == index
 
 
 def outside(index: Tensor, n: int) -> str:
@@ -85,8 +143,7 @@ def check_inside(index: Tensor, x: Tensor) -> Tensor:
     """Return `index` as int64. Raises IndexError where a position is outside of `x`, and TypeError where it is no integer."""
     if index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"positions must be integers such as int32, got {index.dtype}")
-    if not bool(
-        ((index >= 0) & (index < x.numel())).all()
-    ):  # a host sync; torch would count negative ones from the end
+    # A host sync; torch would count negative ones from the end.
+    if not bool(((index >= 0) & (index < x.numel())).all()):
         raise IndexError(outside(index, x.numel()))
     return index.long()

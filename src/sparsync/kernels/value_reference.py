@@ -10,6 +10,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsync.kernels.codec_reference import pack, unpack
+
 BLOCK = 256
 SCALE_NBYTES = 2
 MAX_CODE = {8: 127, 4: 7, 3: 3}  # by number of bits
@@ -34,8 +36,6 @@ def scaled_encode(
     codes, one more below zero than above: there the scale has the sign that makes the greatest magnitude of the block that code, and
     is positive where both signs reach it. What has the other sign and would round beyond the last code gets that.
     """
-    if bits not in MAX_CODE:
-        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     max_code = MAX_CODE[bits]
     # At random no value may be clamped, for that would bias its mean. Of 15 or 255 codes one more is no gain in training.
     signed = noise is None and bits == 3
@@ -54,34 +54,15 @@ def scaled_encode(
     quotient = block / _scale(upper)[:, None]
     rounded = quotient.round() if noise is None else (quotient + _blocks(noise)).floor()
     code = rounded.nan_to_num(0.0, 0.0, 0.0).clamp(lowest, max_code).to(torch.int8).view(-1)[: value.numel()]
-    return torch.cat([_two_bytes(upper), _packed(code.view(torch.uint8), bits)])
+    packed = code.view(torch.uint8) if bits == 8 else pack(code, bits)
+    return torch.cat([_two_bytes(upper), packed])
 
 
 def scaled_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
     """Return the values that the packet of `k` stands for, float32; its length must be right."""
-    if bits not in MAX_CODE:
-        raise ValueError(f"values are rounded to 8, 4 or 3 bits, got {bits}")
     scale, packed = _split(packet, k, bits)
-    code = _unpacked(packed, k, bits)
+    code = packed.view(torch.int8) if bits == 8 else unpack(packed, k, bits) << 32 - bits >> 32 - bits
     return (_blocks(code.to(torch.float32)) * scale[:, None]).view(-1)[:k]
-
-
-def _packed(code: Tensor, bits: int) -> Tensor:
-    """Return the low `bits` of each code, one after the other, the first in the lowest bits of the first byte."""
-    if bits == 8:
-        return code
-    bit = code[:, None] >> torch.arange(bits, device=code.device, dtype=torch.uint8) & 1
-    bit = pad(bit.view(-1), (0, -bit.numel() % 8)).view(-1, 8)
-    return (bit << torch.arange(8, device=code.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, k: int, bits: int) -> Tensor:
-    """Return the `k` codes in two's complement of `bits` bits, int8."""
-    if bits == 8:
-        return packed.view(torch.int8)
-    bit = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1).view(-1)[: k * bits]
-    place = torch.arange(8 - bits, 8, device=packed.device, dtype=torch.uint8)
-    return (bit.view(k, bits) << place).sum(1, dtype=torch.uint8).view(torch.int8) >> 8 - bits
 
 
 def means_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbytes"]:
@@ -90,7 +71,6 @@ def means_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbyte
     1 bit is set where the sign is, and a block has its mean magnitude. The second bit says whether the magnitude is above that mean;
     a block then has two means, of the magnitudes that are not and of those that are.
     """
-    _check_means(bits)
     k, magnitude = value.numel(), _blocks(value.abs())
     count = torch.full_like(magnitude[:, 0], BLOCK, dtype=torch.float64)
     if k % BLOCK:
@@ -106,27 +86,16 @@ def means_encode(value: Float[Tensor, " k"], bits: int) -> UInt8[Tensor, " nbyte
             _mean_scale(_mean(magnitude.where(~above, 0.0), count - larger)),
             _mean_scale(_mean(magnitude.where(above, 0.0), larger.clamp(min=1))),
         ]
-    per_byte = 8 // bits
-    code = pad(code.view(-1)[:k], (0, -k % per_byte)).view(-1, per_byte)
-    shift = bits * torch.arange(per_byte, device=value.device, dtype=torch.uint8)
-    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), (code << shift).sum(1, dtype=torch.uint8)])
+    return torch.cat([_two_bytes(torch.stack(scales, 1).view(-1)), pack(code.view(-1)[:k], bits)])
 
 
 def means_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, " k"]:
     """Return plus or minus a mean, float32, for a packet of `k` values; its length must be right."""
-    _check_means(bits)
     scale, packed = _split(packet, k, bits)
-    scale, per_byte = scale.view(-1, bits), 8 // bits
-    shift = bits * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
-    code = _blocks((packed[:, None] >> shift).view(-1)[:k])
+    scale, code = scale.view(-1, bits), _blocks(unpack(packed, k, bits))
     above = (code >> 1 & (bits - 1)).bool()
     magnitude = torch.where(above, scale[:, bits - 1 :], scale[:, :1])
     return torch.where((code & 1).bool(), -magnitude, magnitude).view(-1)[:k]
-
-
-def _check_means(bits: int) -> None:
-    if bits not in (1, 2):
-        raise ValueError(f"means of magnitudes take 1 or 2 bits, got {bits}")
 
 
 def _mean(number: Tensor, count: Tensor) -> Tensor:

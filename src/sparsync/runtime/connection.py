@@ -1,14 +1,11 @@
-"""The connection of one model to the other ranks: has buckets reduced, rolls back steps that are skipped, recovers from failures.
-
-And the log of what was reduced over it, which a handle keeps.
-"""
+"""The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures, keeps reports."""
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -32,15 +29,12 @@ _AFTER_FAILURE = (
     "all ranks, handle and model, or start again"
 )
 
-MAX_REPORTS = 10_000  # the newest ones; a year of training must not fill the memory with them
+MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 
 
 @runtime_checkable
 class Reduction(Protocol):
-    """What a connection calls of whatever is reduced: every Scheme has it. Subclass it, and write `reduce`, for what is none.
-
-    Here stand the defaults of one without state; see Scheme for what each member promises.
-    """
+    """What a connection calls: every Scheme has it, see there. Anything else subclasses it, with these defaults, and writes `reduce`."""
 
     name: str
 
@@ -67,11 +61,11 @@ class Reduction(Protocol):
 
 
 class Rollback:
-    """Tracks the buckets that a step has written, and rolls them back when one of them is non-finite, as a loss scaler skips the step then.
+    """Tracks the buckets that a step has written, and rolls them back when one is non-finite, because a loss scaler then skips the step.
 
-    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of that step, earlier
-    and later ones, have sent from their residuals what nobody will apply: each rank adds the mean that was written to its residual again,
-    P times in all. All ranks see the same buckets and do the same, so no message is needed.
+    A bucket with NaN or Inf has them on every rank, and its scheme has left its residual alone. The other buckets of the step have sent
+    from their residuals what nobody will apply: each rank adds the mean that was written to its residual again, P times in all. All
+    ranks see the same buckets and do the same, so no message is needed.
     """
 
     def __init__(self) -> None:
@@ -80,9 +74,9 @@ class Rollback:
         self._skipped = False
 
     def reduced(self, scheme: Reduction, bucket: Bucket, report: Report) -> None:
-        """Take note of a bucket that `scheme` has just reduced; roll back what this step has written if it is to be skipped.
+        """Note a bucket that `scheme` has reduced; roll back what this step has written if it is to be skipped.
 
-        To be called in the same order on all ranks, while no gradient of the step has been touched since it was reduced.
+        Call it in the same order on all ranks, before any gradient of the step is changed.
         """
         if bucket.step != self._step:
             self._step, self._written, self._skipped = bucket.step, [], False
@@ -96,7 +90,7 @@ class Rollback:
             self._written = []
 
     def end_step(self) -> None:
-        """Forget the step. The next bucket belongs to another one, even if that has the same number."""
+        """Forget the step: the next bucket belongs to another one, even of the same number."""
         self._step, self._written = None, []
 
 
@@ -108,8 +102,8 @@ class Totals:
     elements: int = 0
     selected: int = 0
     union: int = 0
-    whole: int = 0  # reports of what was too small for a step of its scheme, and sent whole
-    nbytes: int = 0  # that this rank sent; as counted where it was, else the closed form
+    whole: int = 0  # reports of buckets that were too small for their scheme, and sent whole
+    nbytes: int = 0  # that this rank sent: as counted, else the closed form
     rounds: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)  # seconds
@@ -127,19 +121,22 @@ class Totals:
         self.seconds += report.seconds or 0.0
         spent = {**report.phases, "exchange": report.wait_s or 0.0}
         spent["other"] = max(0.0, (report.seconds or 0.0) - sum(spent.values()))
+        self._add_phases(spent)
+
+    def __iadd__(self, other: "Totals") -> Self:
+        for each in fields(self):
+            if each.name != "phases":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self._add_phases(other.phases)
+        return self
+
+    def _add_phases(self, spent: Mapping[str, float]) -> None:
         for name, seconds in spent.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
 
-    def __iadd__(self, other: "Totals") -> Self:
-        for name in ("reduced", "elements", "selected", "union", "whole", "nbytes", "rounds", "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name, seconds in other.phases.items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-        return self
-
 
 class ReportLog:
-    """The newest reports, until they are taken, and the totals of all reports that ever came, by scheme, bucket and elements."""
+    """The newest reports, until they are taken, and the totals of all reports, by scheme, bucket and elements."""
 
     def __init__(self) -> None:
         self._newest: deque[Report] = deque(maxlen=MAX_REPORTS)
@@ -163,7 +160,9 @@ class ReportLog:
 
     def take(self) -> list[Report]:
         """Return the reports since the last call, and forget them; totals stay."""
-        return [self._newest.popleft() for _ in range(len(self._newest))]
+        taken = list(self._newest)
+        self._newest.clear()
+        return taken
 
 
 class Connection:
@@ -171,9 +170,9 @@ class Connection:
 
     Before each reduction the ranks compare what they are about to reduce, after which step, with which shared state and settings of
     optimizers, and in some steps the weights. After a failure they no longer agree on what comes next on the wire. So the failing rank
-    closes its connections, which makes the others fail at once instead of waiting, and has `scheme.reset_shared_state`. The next bucket
-    opens fresh ones, provided that all ranks come with the same step and have reduced the same steps before. Of a communicator that is
-    no GroupComm nothing is compared, opened or closed. `on_written` is called with each bucket that a scheme with a residual has reduced.
+    resets the scheme's shared state and closes its connections, which makes the others fail at once instead of waiting. The next bucket
+    opens fresh ones, if all ranks come with the same step and have reduced the same steps before. Only a GroupComm is compared, opened
+    and closed. `on_written` is called with each bucket that a scheme with a residual has reduced.
     """
 
     def __init__(
@@ -183,15 +182,14 @@ class Connection:
         what: str = "gradients",
         on_written: Callable[[Bucket], None] = lambda bucket: None,
     ) -> None:
-        self._scheme, self._what, self._on_written = scheme, what, on_written
+        self._what, self._on_written = what, on_written
         self._group, self._comm = comm, MeteredComm(comm)
-        self._rollback = Rollback() if scheme.has_residual else None
-        self._settings = scheme.config_fingerprint()
+        self.use(scheme)
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
         self.partly_applied = False  # this rank has a part of a step: no state to continue from
-        self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # what a bucket was last time, and its digest
+        self._layouts: dict[str, tuple[tuple[object, ...], int]] = {}  # each bucket as it was last time, and its digest
         self._comparison: Callable[[], Comparison | None] = lambda: None
         self._compared: Compared | None = None  # in the step under way; None: not read yet
         self._failed = False  # since the last step that was reduced
@@ -207,8 +205,7 @@ class Connection:
         """Have `scheme` reduce `bucket` in place, and return its report with bytes and times as measured.
 
         `prepare` is called first; where it raises, the step fails on all ranks. `written` returns the bucket that holds the result until
-        the step ends, where that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. An error carries a note with the
-        scheme, the bucket and the step; `close` is to follow.
+        the step ends, where that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. After an error call `close`.
         Raises RanksDifferError, on all ranks, where they differ in what they are about to reduce.
         """
         try:
@@ -234,7 +231,7 @@ class Connection:
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int) -> set[str]:
         """Return which of `names` any rank has among its `own`, before the first bucket of `step`. See `GroupComm.any_of`.
 
-        What it sends counts with the next bucket. An error is to be treated as one of `reduce`.
+        What it sends counts with the next bucket. After an error call `close`.
         """
         self._open(step)
         if isinstance(self._group, GroupComm):
@@ -244,7 +241,7 @@ class Connection:
         return {each for text in texts for each in text.split("\n")} & set(names)
 
     def _open(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Begin a step, on fresh connections after a failure."""
+        """Begin a step; after a failure, on fresh connections."""
         if self._shut:
             raise RuntimeError("this handle is closed; wrap the model again, and make a new one")
         if step != self._step:
@@ -262,26 +259,26 @@ class Connection:
             raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
         self._comm, self._broken = MeteredComm(self._group), False
 
-    def use(self, scheme: Reduction) -> None:
-        """Reduce with `scheme` from the next step on; ranks compare its settings before each bucket from then on."""
+    def use(self, scheme: Reduction | ReduceScatterScheme) -> None:
+        """Reduce with `scheme` from the next step on."""
         self._scheme, self._settings = scheme, scheme.config_fingerprint()
         self._rollback = Rollback() if scheme.has_residual else None
 
     def compare(self, comparison: Comparison) -> None:
-        """Compare in each step what `comparison` reads then. Refers to it weakly, because it refers to models."""
+        """Compare in each step what `comparison` reads. Refers to it weakly, because it refers to models."""
         self._comparison = weakref.ref(comparison)
 
     def compare_in_next_step(self, compared: Compared) -> None:
-        """Compare in the step that begins with the next bucket what was read before."""
+        """Compare `compared`, read before, in the step that begins with the next bucket."""
         self.end_step()
         self._compared = compared
 
     def continue_after(self, step: int) -> None:
-        """Take `step` for the last one that was reduced, because a checkpoint of it was loaded."""
+        """Make `step` the last one that was reduced, because a checkpoint of it was loaded."""
         self._reduced, self._step, self.partly_applied = step, None, False
 
     def close_partly_applied(self, cause: BaseException) -> None:
-        """Close because what was reduced was not applied in full on this rank: all ranks raise until a checkpoint is loaded."""
+        """Close because this rank has applied a step in part: all ranks raise until a checkpoint is loaded."""
         self.partly_applied = True
         self.close(cause)
 
@@ -291,7 +288,7 @@ class Connection:
         return self._shut
 
     def shut(self) -> None:
-        """Close for good, and give the connections back. Safe to call again, while the process ends, and in a fork, which has none."""
+        """Close for good. Safe to call again, while the process ends, and in a fork."""
         self._shut = self._broken = True
         if isinstance(self._group, GroupComm) and self._group.origin.is_here:
             with suppress(Exception):  # the process group may be gone already
@@ -300,12 +297,11 @@ class Connection:
                 self._group.close()
 
     def _announced(self) -> Cost:
-        """Compare what was announced, where no operation did, and return its cost since the last call, mostly of one announcement."""
+        """Compare what was announced, if no operation did, and return the cost of announcements since the last call."""
         if not isinstance(self._group, GroupComm):
             return Cost()
         self._group.settle()
-        made = self._group.take_announced()
-        return sum((announcement_cost(self._group.size) for _ in range(made)), Cost())
+        return sum([announcement_cost(self._group.size)] * self._group.take_announced(), Cost())
 
     def _announce(self, bucket: Bucket, scheme: Reduction) -> None:
         """Tell the other ranks what is reduced."""
@@ -313,8 +309,7 @@ class Connection:
             return
         if self._compared is None:
             comparison = self._comparison()
-            # After a failure weights are compared in any step.
-            steps = bucket.step + 1 if self._failed else 1
+            steps = bucket.step + 1 if self._failed else 1  # after a failure weights are compared at once
             self._compared = comparison.at(bucket.step, steps) if comparison is not None else Compared()
         compared = self._compared
         what = (bucket.grad.dtype, scheme.name, bucket.layout, self._settings)
@@ -324,14 +319,10 @@ class Connection:
             known = self._layouts[bucket.key] = what, digest(text)
         shared, reduced = scheme.shared_text(bucket), self._reduced
         optimizers, weights = compared.told
+        last = f"step {reduced} as the last one that was reduced" if reduced >= 0 else "no step that was reduced before"
 
         def told() -> list[Told]:
-            # The first part in which ranks differ is what an error tells: others may follow from it.
-            last = (
-                f"step {reduced} as the last one that was reduced"
-                if reduced >= 0
-                else "no step that was reduced before"
-            )
+            # An error names the first part in which ranks differ, as others may follow from it.
             return [
                 Told([f"step {bucket.step}"], _CURE),
                 Told([last], _CURE),
@@ -347,62 +338,66 @@ class Connection:
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
 
-        `cause` is what the others are sent; a lost connection is none, for its cause is on another rank, and neither is a difference
-        between ranks, which all know. After KeyboardInterrupt this does not wait for the others.
+        The other ranks are sent `cause`, except a lost connection, whose cause is on another rank, and a difference between ranks, which
+        all know. After KeyboardInterrupt this does not wait for them.
         """
         self._broken, self._failed, self._step, self._compared = True, True, None, None
-        self._scheme.reset_shared_state()  # now, and not when it is open again: a checkpoint may be loaded in between
+        self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
         if isinstance(cause, BaseException):
-            cause = (
-                "" if isinstance(cause, (ConnectionLostError, RanksDifferError)) else f"{type(cause).__name__}: {cause}"
-            )
+            cause = "" if _is_known(cause) else described(cause)
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
         return ""
 
+    def fail(self, error: BaseException) -> None:
+        """Close after `error`; if that is a lost connection, add what the other ranks report to its message."""
+        others = self.close(error)
+        if isinstance(error, ConnectionLostError):
+            error.args = (f"{error}{others}",)
+
     @contextmanager
     def step(self) -> Iterator[None]:
-        """End the step with the block; an error inside closes the connection, and says what the other ranks report of it."""
+        """End the step with the block; an error inside closes the connection."""
         try:
             yield
         except BaseException as error:
-            others = self.close(error)
-            if isinstance(error, ConnectionLostError):
-                error.args = (f"{error}{others}",)
+            self.fail(error)
             raise
         finally:
             self.end_step()
 
     def attempt(self, work: Callable[[], None], caught: type[BaseException] = BaseException) -> str:
-        """Do the work, and return why it failed, with what the other ranks report; "" where it did not. After a failure it is closed."""
+        """Do the work, and return ""; where it fails, close, and return why, with what the other ranks report."""
         try:
             work()
             return ""
         except caught as error:
-            cause, known = (
-                f"{type(error).__name__}: {error}",
-                isinstance(error, (ConnectionLostError, RanksDifferError)),
-            )
-        # After the except clause: until there the error's traceback keeps the connections open.
+            cause, known = described(error), _is_known(error)
+        # After the except clause, where the error's traceback keeps the connections open.
         return cause + self.close("" if known else cause)
 
     def end_step(self) -> None:
-        """Forget what the step has written; the next bucket belongs to another step."""
+        """End the step: the next bucket belongs to another one."""
         if self._step is not None:
             self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
 
 
+def described(error: BaseException) -> str:
+    """Return the class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_known(error: BaseException) -> bool:
+    """Return whether other ranks know of this error."""
+    return isinstance(error, (ConnectionLostError, RanksDifferError))
+
+
 def _lines(bucket: Bucket, scheme: Reduction) -> list[str]:
     """Return what must be the same on all ranks of a bucket, line by line."""
     n, parameters = bucket.grad.numel(), len(bucket.layout)
-    return [
-        f"bucket {bucket.key!r} of {scheme.name}: {n} elements of {bucket.grad.dtype} in {parameters} parameters",
-        *(
-            f"parameter {entry.name!r} of {list(entry.shape) if entry.shape else len(entry.span)}"
-            for entry in bucket.layout
-        ),
-    ]
+    first = f"bucket {bucket.key!r} of {scheme.name}: {n} elements of {bucket.grad.dtype} in {parameters} parameters"
+    return [first, *(f"parameter {each.name!r} of {list(each.shape) or len(each.span)}" for each in bucket.layout)]

@@ -1,8 +1,7 @@
-"""The one thread of a model on which it is reduced: jobs one after the other, in the order in which they were submitted.
+"""The thread on which a model's buckets are reduced, one after the other, in the order in which they were submitted.
 
-A scheme is several collectives in a row. Issued from callbacks on a shared group, those of different buckets mix; here every phase of
-a bucket ends before the next bucket begins, in the same order on all ranks, on a group nobody else uses. The backward pass, or training
-itself, goes on meanwhile.
+A scheme is several collectives in a row. Issued from callbacks on a shared group, those of different buckets would mix; here a bucket
+ends before the next one begins, on a private group, while the backward pass, or training itself, goes on.
 """
 
 import atexit
@@ -22,14 +21,14 @@ from torch.futures import Future
 
 from sparsync.comm.group import Origin
 from sparsync.core import Bucket, Report
-from sparsync.runtime.connection import Connection, Reduction
+from sparsync.runtime.connection import Connection, Reduction, described
 from sparsync.runtime.findings import Finding, warn_of
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.summary import Hidden
 
 EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
-ALIVE_CHECK_S = 1.0  # between two looks at whether the thread that is waited for still runs
+ALIVE_CHECK_S = 1.0  # between two checks whether the thread that is waited for still runs
 
 Result = TypeVar("Result")
 _Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "futures.Future[Any]"] | None]
@@ -46,7 +45,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], Result]) -> "futures.Future[Result]":
-        """Have the thread do `job` after those before it, and return the future of its result. Raises RuntimeError in a fork."""
+        """Queue `job`, and return the future of its result. Raises RuntimeError in a fork."""
         self._origin.check()
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
@@ -57,7 +56,7 @@ class Worker:
         return done
 
     def finish(self) -> None:
-        """Wait until all jobs are done. Raises RuntimeError where the thread has ended before, as it does when the interpreter ends."""
+        """Wait until all jobs are done. Raises RuntimeError if the thread has ended, as it does when the interpreter ends."""
         if self._thread is None:
             return None
         last = self.submit(lambda: None)
@@ -71,7 +70,7 @@ class Worker:
                     ) from None
 
     def stop(self) -> None:
-        """End the thread after the jobs submitted so far, without waiting for them."""
+        """End the thread after the queued jobs, without waiting for them."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
@@ -83,7 +82,7 @@ def _run(jobs: _Jobs) -> None:
 
 
 def _next(jobs: _Jobs) -> bool:
-    """Wait for a job and do it; return False at the end. In a frame of its own, so that nothing of the model is held while waiting."""
+    """Wait for a job and do it; return False at the end. A separate frame, so that nothing of the model is held while waiting."""
     found = jobs.get()
     if found is None:
         return False
@@ -96,13 +95,13 @@ def _next(jobs: _Jobs) -> bool:
 
 
 def _end(thread: threading.Thread, jobs: _Jobs) -> None:
-    """End a thread before the interpreter ends: one that closes its group later is killed inside C++, with SIGABRT."""
+    """End a thread before the interpreter ends: if it closed its group later, it would be killed inside C++, with SIGABRT."""
     jobs.put(None)
     thread.join(EXIT_S)
 
 
 class Dispatcher:
-    """Reduces buckets over `connection` on a thread of its own, and passes each Report to `on_report` on that thread.
+    """Reduces buckets over `connection` on a thread, and passes each Report to `on_report` there.
 
     When a bucket fails, the other buckets of its step fail too, with the same cause.
     """
@@ -124,32 +123,21 @@ class Dispatcher:
         written: Callable[[], Bucket] | None = None,
         send_all: bool = False,
     ) -> Promised:
-        """Return a future that becomes `bucket.grad` once `scheme` has reduced it; the other arguments are as in Connection.reduce.
-
-        Returns at once; errors, those of `prepare` too, are raised by the future.
-        """
+        """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce."""
         device, submitted_s = bucket.grad.device, time.perf_counter()
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         done, error = future_on(device), list[str]()
         promised = promise(done, error)
 
-        def reduced() -> None:
-            # A host sync inside a scheme holds up this thread only.
-            with nullcontext() if ready is None else torch.cuda.stream(self._stream_after(device, ready)):
-                began = time.perf_counter()
-                try:
-                    self._reduce(bucket, scheme, error, written, prepare, send_all)
-                finally:
-                    self._exposure.add(bucket.step, submitted_s, began, time.perf_counter())
-                done.set_result(bucket.grad)
-
         def job() -> None:
+            began = time.perf_counter()
             try:
-                reduced()
-            except (
-                BaseException
-            ) as unforeseen:  # of a failure's own handling: without this the backward pass would wait for ever
-                error.append(f"bucket {bucket.key!r} was not reduced: {type(unforeseen).__name__}: {unforeseen}")
+                with nullcontext() if ready is None else torch.cuda.stream(self._stream_after(device, ready)):
+                    self._reduce(bucket, scheme, error, written, prepare, send_all)
+                    self._exposure.add(bucket.step, submitted_s, began, time.perf_counter())
+                    done.set_result(bucket.grad)
+            except BaseException as unforeseen:  # or the backward pass would wait for ever
+                error.append(f"bucket {bucket.key!r} was not reduced: {described(unforeseen)}")
                 self._failure = bucket.step, error[0]
                 done.set_exception(RuntimeError(error[0]))
 
@@ -157,13 +145,13 @@ class Dispatcher:
         return promised
 
     def flush(self) -> None:
-        """Wait until all submitted buckets are reduced, and end the step: the next bucket belongs to another one."""
+        """Wait until all submitted buckets are reduced, and end the step."""
         self._worker.finish()
         self._failure = None
         self._connection.end_step()
 
     def wait(self, promised: Promised) -> None:
-        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what its reduction raised."""
+        """Wait for a bucket inside the backward pass, and count the time as not hidden. Raises what the reduction raised."""
         began = time.perf_counter()
         try:
             promised.wait()
@@ -171,25 +159,21 @@ class Dispatcher:
             self._exposure.waited_s = (self._exposure.waited_s or 0.0) + time.perf_counter() - began
 
     def hidden(self) -> Hidden:
-        """Return how long buckets were reduced, and for how much of it the backward pass waited.
+        """Return how long buckets were reduced, and for how much of it the backward pass waited. On CUDA the times are the host's.
 
-        DDP waits where it cannot be seen: at the end of the backward pass, from when the last bucket of a step was submitted until it is
-        reduced. An integration that waits itself calls `wait`, and its waits are counted instead. On CUDA the times are the host's.
+        DDP waits at the end of the backward pass, from the submission of the last bucket until it is reduced. An integration that waits
+        by itself calls `wait`, and its waits count instead.
         """
         return self._exposure.hidden()
 
-    def _stream_after(
-        self, device: torch.device, ready: Any
-    ) -> torch.cuda.Stream:  # Any: torch's stubs know two Event classes
-        """Return the stream on which this device reduces, which waits for the gradient."""
+    def _stream_after(self, device: torch.device, ready: Any) -> torch.cuda.Stream:  # Any: the stubs have two Events
+        """Return this device's stream for reducing, which waits for the gradient."""
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_event(ready)
         return stream
 
-    def _reduce(
-        self, bucket: Bucket, scheme: Reduction, error: list[str], *how: Any
-    ) -> None:  # Any: see Connection.reduce
-        """Reduce a bucket, and add the message to `error` where that fails, for the thread that waits for it."""
+    def _reduce(self, bucket: Bucket, scheme: Reduction, error: list[str], *how: Any) -> None:  # Any: as in `submit`
+        """Reduce a bucket; if that fails, add the message to `error`, for the thread that waits."""
         if self._failure is not None and self._failure[0] == bucket.step:
             error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
             return
@@ -209,7 +193,7 @@ def future_on(device: torch.device) -> Future:
 
 
 def promise(done: Future, error: list[str]) -> Promised:
-    """Return the future of the value of `done`; it raises what is in `error` then, if anything.
+    """Return the future of the value of `done`; it raises what `error` then holds.
 
     HACK: DDP shows an exception set on a future as "Unable to cast ... to Tensor"; raised in a callback it keeps its message.
     """
@@ -224,17 +208,17 @@ def promise(done: Future, error: list[str]) -> Promised:
 
 @dataclass
 class _Exposure:
-    """The seconds spent on reducing, and those of them in which the backward pass waited."""
+    """The seconds spent on reducing, and those in which the backward pass waited for it."""
 
     reducing_s: float = 0.0
-    ended_s: float = 0.0  # waited at the end of the steps before this one
+    ended_s: float = 0.0  # waited at the end of earlier steps
     step: int | None = None
-    step_s: float = 0.0  # of this step: reducing,
-    step_ended_s: float = 0.0  # and from when its latest bucket was submitted until it was reduced
-    waited_s: float | None = None  # in `Dispatcher.wait`; None where nothing calls that
+    step_s: float = 0.0  # reducing, in this step
+    step_ended_s: float = 0.0  # from the submission of its latest bucket until that was reduced
+    waited_s: float | None = None  # in `Dispatcher.wait`; None where nothing calls it
 
     def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
-        """Add a bucket of a step; buckets come in the order in which they were submitted."""
+        """Add a bucket, in the order of submission."""
         if step != self.step:
             self.ended_s += min(self.step_s, self.step_ended_s)
             self.step, self.step_s = step, 0.0
@@ -248,7 +232,7 @@ class _Exposure:
 
 
 class AttachedHandle(Handle):
-    """The handle that `attach` returns. Buckets are reduced on a thread of their own, which ends with the handle."""
+    """The handle that `attach` returns. Buckets are reduced on a thread, which ends with the handle."""
 
     def __init__(self, *args: Any, **options: Any) -> None:  # Any: those of Handle
         super().__init__(*args, **options)
@@ -274,9 +258,9 @@ class AttachedHandle(Handle):
 
 
 class LateParameters:
-    """Warns of trained parameters of `module` that are not reduced, once of each. Refers to the module weakly.
+    """Warns once of each trained parameter of `module` that was frozen or absent when the model was wrapped, so nothing reduces it.
 
-    They were frozen, or not there, when the model was wrapped, and no wrapper of torch reduces them.
+    Refers to the module weakly.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -286,7 +270,7 @@ class LateParameters:
         self._told: set[str] = set()
 
     def warn(self, is_reduced: Callable[[str, nn.Parameter], bool], wrapper: str, cure: str) -> None:
-        """Warn of those for which `is_reduced` is False. For each step: it makes names only where modules, or what is trained, changed."""
+        """Warn of those for which `is_reduced` is False. Cheap enough for each step while neither modules nor what is trained changes."""
         module = self._module()
         if module is None or self._seen() == self._known:
             return
@@ -299,13 +283,10 @@ class LateParameters:
             warn_of(Finding(what, cure))
 
     def _seen(self) -> object:
-        """Return what changes where a module or parameter comes or goes, or is frozen or not; in microseconds, as names are not made."""
+        """Return what changes when a module or parameter comes, goes, or is frozen or not, without making names, which is slow."""
         modules = [found for each in self._modules if (found := each()) is not None]
+        parameters = [each for module in modules for each in module._parameters.values()]
         return (
-            [
-                each is not None and each.requires_grad and id(each)
-                for module in modules
-                for each in module._parameters.values()
-            ],
+            [each is not None and each.requires_grad and id(each) for each in parameters],
             [id(each) for module in modules for each in module._modules.values()],
         )

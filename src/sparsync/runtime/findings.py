@@ -18,17 +18,14 @@ from sparsync.core import matches
 from sparsync.runtime.parameter_names import plain_name
 
 Axis = DeviceMesh | dist.ProcessGroup
-_BACKENDS = {
-    "cpu": ("gloo",),
-    "cuda": ("nccl",),
-}  # on which send, recv and all_reduce were tried, or their source was read
-_ADAM = (Adam, NAdam, RAdam, Adamax)
-_DIVIDING = (*_ADAM, Adagrad, RMSprop, Adadelta, Adafactor)  # by the size of past gradients, each element by its own
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # whose operations were tried, or their source was read
+# Those that divide each element by the size of its past gradients.
+_DIVIDING = (Adam, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a model or a scheme. `refused`: `attach` raises this; None: it warns."""
+    """A problem of a model or a scheme. `refused`: the error that `attach` raises; None: it warns."""
 
     what: str
     cure: str
@@ -39,7 +36,7 @@ class Finding:
 
 
 def warn_of(finding: Finding) -> None:
-    """Warn of a finding at the line that called into sparsync, however many of our own calls lie between."""
+    """Warn of a finding at the line that called into sparsync."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sparsync":
         frame, level = frame.f_back, level + 1
@@ -60,10 +57,7 @@ def check_scheme(scheme: object) -> None:
 
 
 def given_or_default(scheme: Scheme | None) -> Scheme:
-    """Return `scheme`, or where it is None a new one, of the environment variable SPARSYNC_SCHEME: see `scheme_of_environment`.
-
-    Raises TypeError for anything but a Scheme.
-    """
+    """Return `scheme`, or for None that of SPARSYNC_SCHEME, see `scheme_of_environment`. Raises TypeError for anything but a Scheme."""
     if scheme is None:
         return scheme_of_environment()
     check_scheme(scheme)
@@ -83,7 +77,7 @@ def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterato
 
 
 def backend(group: dist.ProcessGroup | None, device: str) -> str:
-    """Return the name of the backend for tensors on this device; a group may have one for each."""
+    """Return the name of the group's backend for tensors on this device."""
     try:
         assert group is not None
         return group._get_backend(torch.device(device)).name()
@@ -92,7 +86,7 @@ def backend(group: dist.ProcessGroup | None, device: str) -> str:
 
 
 def patterns(names: list[str], scheme: Scheme) -> Iterator[Finding]:
-    """Find given names and patterns that match no parameter; a scheme's own default patterns need not match."""
+    """Find names and patterns that match no parameter, except a scheme's defaults."""
     for setting in ("protect", "dense", "patterns"):
         given = getattr(scheme, setting, ())
         if isinstance(given, str) or given == getattr(type(scheme), setting, ()):
@@ -124,10 +118,7 @@ def is_fsdp2(model: nn.Module) -> bool:
 
 
 def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]:
-    """Find what this optimizer makes of the gradients that this scheme writes; nothing where none is given.
-
-    An optimizer within another one is the one that counts.
-    """
+    """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
     if optimizer is None:
         return
     inner = innermost(optimizer)
@@ -156,11 +147,11 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and all that it has as attributes, as SAM and Lookahead do, and those inside them."""
+    """Return `optimizer` and all optimizers in its attributes, as SAM and Lookahead have them, recursively."""
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
     return [optimizer, *(each for one in inner for each in with_inner(one))]
 
 
 def _divides(optimizer: Optimizer) -> bool:
-    """Return whether this is Adam or of its kind; other packages' versions are known by their names."""
+    """Return whether this is Adam or its like; those of other packages are recognised by name."""
     return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from sparsync.feedback import PER_RANK, redistributed
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler, UsualShare
-from sparsync.runtime.ownership import check_empty, check_free, drive, module_of, release, take
+from sparsync.runtime.ownership import check_empty, check_free, drive, holds, module_of, release, take
 from sparsync.runtime.parameter_names import named_parameters
 from sparsync.runtime.state_checks import (
     check_form,
@@ -40,7 +40,7 @@ Residual = Literal["carry", "drop"]
 
 @dataclass(frozen=True)
 class Options:
-    """What every integration of gradients takes besides a model and a scheme; `sparsync.attach` says what each is."""
+    """What every integration of gradients takes besides a model and a scheme; see `sparsync.attach`."""
 
     optimizer: Optimizer | None = None
     scaler: GradScaler | None = None
@@ -50,14 +50,14 @@ class Options:
 
     def rescaler(
         self, scheme: Any, names: Mapping[int, str], adds_up: bool = False
-    ) -> ResidualRescaler:  # Any: as Handle
-        """Return what rescales the residuals of `scheme`; `names` has each parameter's name by its id."""
+    ) -> ResidualRescaler:  # Any: see Handle
+        """Return the rescaler of the residuals of `scheme`; `names` has each parameter's name by its id."""
         return ResidualRescaler(scheme, names, self.optimizer, self.scaler, self.follow_rates, adds_up)
 
     def comparison(
         self, names: Mapping[int, str], weights: Callable[[], Named] | None, applies: Callable[[], bool] = lambda: True
     ) -> Comparison:
-        """Return what the ranks compare besides what is reduced; see Comparison."""
+        """Return what the ranks compare besides buckets; see Comparison."""
         given = [] if self.optimizer is None else [self.optimizer]
         return Comparison(given, names, weights, self.check_weights_every, applies)
 
@@ -73,16 +73,16 @@ class Gradients:
 
 
 class Handle:
-    """The reports and the state of `scheme` on one model, seen from one rank.
+    """The reports and the state of `scheme` on one model and one rank.
 
-    `part` names what this rank's worker group has of the model, such as "shard0of2"; "" is all of it. States of different parts have
-    nothing in common. `module` is the model where it is known, and `driven` its parameters that this handle trains, on an `axis` of FSDP2.
-    A copy, by `copy` or `pickle`, is a `DetachedHandle`: connections and threads stay with the original.
+    `part` names the part of the model that this rank's worker group has, such as "shard0of2"; "" is all of it. States of different parts
+    do not fit each other. `module` is the model, if known, and `driven` its parameters that this handle trains, on an `axis` of FSDP2.
+    A copy, by `copy` or `pickle`, is a `DetachedHandle`.
     """
 
     switches = False  # whether this integration can change its scheme between two steps
-    origin = "sparsync.attach"  # what the user has called for this handle
-    integration = "gradients"  # what residuals are of; another integration's state has other units
+    origin = "sparsync.attach"  # what the user called for this handle
+    integration = "gradients"  # what residuals are of: it gives the units of a state
     exchange: Any = Gradients()  # Any: what is exchanged, with its options, such as Steps
 
     def __init__(
@@ -109,7 +109,7 @@ class Handle:
         self._step = -1
         self._detached = False
         self._reports = ReportLog()
-        # When nothing refers to the handle any more, which model and optimizer do. Not at exit, where torch may have ended before.
+        # When nothing refers to the handle any more. Not at exit, where torch may have ended before.
         weakref.finalize(self, self._connection.shut).atexit = False
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Handle:
 
     @property
     def scheme(self) -> Any:  # Any: a Scheme, or its reduce-scatter form on a shard axis
-        """The scheme that reduces the gradients. Assign another one as `switch` takes it, which carries the residual over."""
+        """The scheme that reduces the gradients. Assigning another one is `switch`, which carries the residual over."""
         return self._scheme
 
     @scheme.setter
@@ -134,10 +134,10 @@ class Handle:
     def switch(self, scheme: Scheme, *, residual: Residual = "carry") -> None:
         """Reduce with another scheme from the next step on. Call it on all ranks, between two steps, with the same settings.
 
-        The residual is carried over by parameter name: to a scheme of the same class with its whole state (thresholds and partitions go
-        on adapting), to one of another class as it is, where both have plain error feedback; a PerParameter of such schemes gives it, and
-        takes it only from another one with the same patterns. Otherwise what is held back would be lost:
-        train one step with TopK(density=1.0), which sends all of it, and pass `residual="drop"` then, which forgets what is left.
+        The residual is carried over by parameter name: to a scheme of the same class with the whole state (thresholds, partitions), to
+        one of another class if both have plain error feedback. PerParameter gives its residual if all its schemes have plain error
+        feedback, and takes that of a PerParameter with the same patterns only. Otherwise train one step with TopK(density=1.0), which
+        sends all that is held back, and pass `residual="drop"`, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
         Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard
         axis), TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be
@@ -173,10 +173,9 @@ class Handle:
     def set(self, **settings: Any) -> None:  # Any: of a field of the scheme
         """Change settings of the scheme from the next step on, such as `handle.set(density=0.02)`; state and residual stay. See `switch`.
 
-        For schedules: call it between steps with a value that depends on the step only, the same on all ranks. Settings are checked as
-        those of a new scheme are; where none differ from the present ones nothing happens. A state says which it was saved with
-        (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme does not have, and
-        RuntimeError after `detach`.
+        For schedules: call it between steps with a value that depends on the step only, the same on all ranks. A state says which
+        settings it was saved with (`state_dict()["settings"]`); loading it changes none. Raises ValueError for a setting that the scheme
+        does not have, and RuntimeError after `detach`.
         """
         self._check_attached()
         scheme = self._scheme
@@ -191,8 +190,7 @@ class Handle:
             raise RuntimeError("this handle is detached; attach again, with sparsync.attach(model, scheme)")
 
     def _use(self, scheme: Scheme) -> None:
-        """Take what the integration itself has of a scheme from another one."""
-        return
+        """Take what the integration itself keeps of its scheme from another one."""
 
     @property
     def closed(self) -> bool:
@@ -200,7 +198,7 @@ class Handle:
         return self._detached or self._connection.closed
 
     def summary(self) -> Summary:
-        """Return what was reduced on this rank since the handle was made: print it at any time. It sends nothing.
+        """Return what was reduced on this rank so far, to be printed at any time; nothing is sent.
 
         By scheme and bucket and in all: steps, bytes sent, density, exchanges, seconds by phase, and how much the backward pass hid.
         """
@@ -208,11 +206,11 @@ class Handle:
         return Summary(*self.place, self._reports.steps, parameters, dict(self._reports.totals), self._hidden())
 
     def _hidden(self) -> Hidden | None:
-        """Return how much of the reduction the backward pass hid; None where it comes after the backward pass."""
+        """Return how much of the reduction the backward pass hid; None where it comes afterwards."""
         return None
 
     def close(self) -> None:
-        """Give back connections and threads. What is reduced afterwards raises RuntimeError; reports and state stay readable.
+        """Close connections and threads. Reducing then raises RuntimeError; reports and state stay readable.
 
         For processes that train one model after the other: `with sparsync.attach(...) as handle`. Ranks that wait for this one get an
         error. A handle without references closes itself.
@@ -226,7 +224,7 @@ class Handle:
         return self._place["rank"], self._place["ranks"]
 
     def reports(self) -> list[Report]:
-        """Return one report for each bucket and step so far, oldest first; only the newest 10 000 are there."""
+        """Return one report for each bucket and step so far, oldest first: the newest 10 000."""
         return list(self._reports)
 
     def take_reports(self) -> list[Report]:
@@ -239,10 +237,10 @@ class Handle:
         return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
-        """Return this rank's state. It differs from rank to rank: save each one's, between two steps. See sparsync.checkpoint.
+        """Return this rank's state. Save that of each rank, between two steps. See sparsync.checkpoint.
 
-        Raises TypeError inside torch.distributed.checkpoint, which would keep one rank's only; see sparsync.checkpoint.entries. Raises
-        RuntimeError where an error has left a step applied in part, until a state was loaded.
+        Raises TypeError inside torch.distributed.checkpoint, which would keep that of one rank only; see sparsync.checkpoint.entries.
+        Raises RuntimeError where an error has left a step applied in part, until a state was loaded.
         """
         refuse_distributed_checkpoint()
         if self._connection.partly_applied:
@@ -270,16 +268,17 @@ class Handle:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
 
         Settings of the scheme may have changed. `attach` and GradientReducer continue each other's states. Raises ValueError, and changes
-        nothing, for a state of another integration, scheme, model or format, for one with an entry that cannot be, such as NaN, for
-        another rank's, whose residual would count twice, and for one of another number of ranks. Copies the present state once, to
-        return to it; where an error has left none that can be read, there is none to return to.
+        nothing, for a state of another integration, scheme, model, format, rank or number of ranks, and for impossible entries such as
+        NaN. The present state is copied once, to return to it, unless an error has left none.
         """
         refuse_distributed_checkpoint()
         with _as_value_errors(self):
             self.check_state(state)
             self._check_place(state)
             self._check(state)
-        before = self._state_or_none()
+        before: Mapping[str, Any] | None = None
+        with suppress(RuntimeError):  # of a failure that loading is to mend
+            before = self.state_dict()
         try:
             with _as_value_errors(self):
                 self._load(state)
@@ -288,15 +287,8 @@ class Handle:
                 self._load(before)
             raise
 
-    def _state_or_none(self) -> dict[str, Any] | None:  # Any: as state_dict
-        """Return the present state; None where it cannot be read, as after the failure that loading another one is to mend."""
-        try:
-            return self.state_dict()
-        except RuntimeError:
-            return None
-
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is of this format, scheme and model, on whatever rank of how many it was made."""
+        """Raise ValueError unless `state` is of this format, scheme and model, whatever its rank and number of ranks."""
         check_version(state)
         check_form(state)
         layout = self.layout()
@@ -323,7 +315,6 @@ class Handle:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state that this integration cannot continue from."""
-        return
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that was checked."""
@@ -337,7 +328,7 @@ class Handle:
         self._rescaler.forget()
 
     def _settle(self) -> None:
-        """Wait until the scheme's state is that of a whole step, as far as the optimizer has applied it."""
+        """Make the scheme's state that of a whole step, as far as the optimizer has applied it."""
         self._flush()
         self._rescaler.settle()
 
@@ -348,7 +339,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class DetachedHandle:
-    """What a copy of a handle is, also after `pickle`: what it was attached with, and its reports. It reduces nothing and has no state."""
+    """A copy of a handle, also after `pickle`: its settings and reports. It reduces nothing and has no state."""
 
     settings: str  # of the scheme
     rank: int
@@ -369,7 +360,7 @@ class DetachedHandle:
 
 
 def _carried(before: Scheme, scheme: Scheme) -> bool:
-    """Give `scheme` what `before` holds, if it can hold anything. Raises ValueError where that is impossible; `before` does not change."""
+    """Copy what `before` holds back to `scheme`, and return whether it can hold anything. Raises ValueError where `scheme` cannot."""
     if type(scheme) is type(before):
         try:
             scheme.load_state_dict(before.state_dict())
@@ -379,7 +370,9 @@ def _carried(before: Scheme, scheme: Scheme) -> bool:
     if not before.has_residual:
         return False
     state = before.state_dict()
-    if not (_plain(before) and isinstance(scheme, ErrorFeedbackScheme) and _plain(scheme)) or _has_velocity(state):
+    if not (_plain(before) and isinstance(scheme, ErrorFeedbackScheme) and _plain(scheme)) or holds(
+        state, ["velocity"]
+    ):
         raise ValueError(
             f"{type(scheme).__name__} cannot take over what {type(before).__name__} holds back; {_cure(before)}"
         )
@@ -388,19 +381,15 @@ def _carried(before: Scheme, scheme: Scheme) -> bool:
 
 
 def _plain(scheme: Scheme) -> bool:
-    """Return whether all that `scheme` holds back is the residual of error feedback, by parameter name."""
+    """Return whether all that `scheme` holds back is a residual by parameter name."""
     if isinstance(scheme, PerParameter):
         return all(_plain(each) or not each.has_residual for each in scheme.inner_schemes)
     return isinstance(scheme, ErrorFeedbackScheme) and not scheme.has_momentum
 
 
-def _has_velocity(state: Mapping[str, Any]) -> bool:  # Any: as Scheme.state_dict
-    return bool(state.get("velocity")) or any(map(_has_velocity, state.get("schemes", {}).values()))
-
-
 def _cure(before: Scheme) -> str:
-    """Return how to change to a scheme that cannot take over what `before` holds back."""
-    if _plain(before) and not _has_velocity(before.state_dict()):
+    """Return how to switch to a scheme that cannot take over what `before` holds back."""
+    if _plain(before) and not holds(before.state_dict(), ["velocity"]):
         first = "assign TopK(density=1.0) to handle.scheme and train one step, which sends all of it"
     else:
         first = "have handle.set(...) make it send every element, and train one step"
@@ -408,22 +397,21 @@ def _cure(before: Scheme) -> str:
 
 
 def _resized_scheme(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as state_dict
-    """Return the state of a scheme, without what differs between ranks."""
+    """Return the state of a scheme on one of `ranks` ranks, made from those of all ranks of another number."""
     state = {key: value for key, value in states[0].items() if key != "own"}
     for key in PER_RANK:
         vectors = [each.get(key, {}) for each in states]
         if any(vectors):
             state[key] = redistributed(vectors, ranks)[rank]
-    if "schemes" in state:
-        state["schemes"] = {
-            key: _resized_scheme([each["schemes"][key] for each in states], rank, ranks) for key in state["schemes"]
-        }
+    for key in state.get("schemes", {}):
+        inner = [each["schemes"][key] for each in states]
+        state["schemes"] = {**state["schemes"], key: _resized_scheme(inner, rank, ranks)}
     return state
 
 
 @contextmanager
 def _as_value_errors(handle: Handle) -> Iterator[None]:
-    """Turn what a state of a wrong form leads to into a ValueError."""
+    """Turn the errors of a malformed state into ValueErrors."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, RuntimeError) as error:

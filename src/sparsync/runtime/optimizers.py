@@ -1,20 +1,15 @@
 """What is read from the user's optimizers in each step: settings that ranks compare, and the rates and clipping that residuals follow.
 
-Ranks compare settings before each bucket, and every few steps a digest of the weights. It travels in the numbers that ranks tell each
-other anyway, see `Connection`.
+Ranks compare settings before each bucket, and every few steps a digest of the weights; see `Connection`.
 
-Residuals have units: gradients carry a learning rate and a loss scale, and what is left of older ones follows when these change.
+Residuals are in units of a learning rate and a loss scale, and are rescaled when these change: rate * residual stays the same, so every
+gradient is applied at its own rate, whenever it is sent. This ends at a tenth of the highest rate so far. Below, what is sent late is
+applied at the lower rate: where a schedule ends at zero residuals would grow without bound, and be clipped or lost.
 
-Residuals follow the rate until it is a tenth of the highest rate so far. Down to there rate * residual stays the same, so that every
-gradient is applied at its own rate, whenever it is sent. Below, residuals stay as they are, and what is sent late is applied at the lower
-rate: where a schedule ends at zero they would grow without bound, and what clipping then cuts off, or the last step leaves, would be lost.
-
-A step that clipping cuts to less than the usual share counts less in the residual, too, or what was not sent of a spike would follow whole.
-Let f be its share over the usual one. Then f times the gradient comes in and f times what was sent goes out: the residual becomes f times
-what it is after the step + (1 - f) times what it was before. Clipping that is usual changes nothing, as it cuts what is sent later as well.
-
-How a gradient was clipped is not asked: norms are compared, of each parameter's reduced gradient when it was written, and of its gradient
-when the optimizer's step begins.
+A step that clipping cuts to less than the usual share counts less in the residual too, or the unsent part of a spike would follow whole.
+With f its share over the usual one, the residual becomes f times what it is after the step + (1 - f) times what it was before. Usual
+clipping changes nothing, as it cuts what is sent later as well. The share is measured: the norm of each parameter's gradient when the
+optimizer's step begins, over that of the reduced gradient when it was written.
 """
 
 import inspect
@@ -22,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +40,10 @@ _WEIGHTS_CURE = (
     "load the same weights on all ranks before the same step; or pass check_weights_every=0, where ranks are machines whose arithmetic "
     "differs in last bits"
 )
-_BLOCK = 1 << 16  # elements that are summed at once, small enough for a processor's cache
+_BLOCK = 1 << 16  # elements summed at once, which fit into a processor's cache
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; else torch.int32
 
-# Settings also where no argument is called so, because an optimizer takes its groups ready-made.
+# Settings also of an optimizer that has no such argument, because it takes its groups ready-made.
 _COMMON = frozenset({"lr", "weight_decay", "momentum", "betas", "eps"})
 
 Named = Iterable[tuple[str, Tensor]]
@@ -64,8 +59,8 @@ class Compared(NamedTuple):
 class Comparison:
     """Reads what ranks compare: the settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
 
-    `names` are those of parameters by id. While `applies` returns False nothing is compared; it returns the same on all ranks.
-    The owner fills and clears `adopted`: names of weights that were set from outside, which are compared in any step.
+    `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
+    `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -84,7 +79,7 @@ class Comparison:
         self._weights, self._every, self._applies = weights, every, applies
 
     def at(self, step: int, steps: int = 1) -> Compared:
-        """Return what is to be compared before `step`; weights where a check was due in one of the last `steps` steps up to this one."""
+        """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
         if not self._applies():
             return Compared()
         number, settings = self.settings.read()
@@ -98,69 +93,57 @@ class Comparison:
 
 
 class OptimizerSettings:
-    """The settings of each parameter group of some optimizers, and the names of its parameters with whether they are frozen.
+    """The settings of each parameter group of some optimizers, and the names of its parameters, with whether they are frozen.
 
-    A setting is what the optimizer's class takes as an argument. What else is in a group counts as state that the optimizer keeps there,
-    such as a number of steps or a rate that it has found itself.
+    A setting is an argument of the optimizer's class. Anything else in a group is state that the optimizer keeps there, such as a number
+    of steps or a rate that it has found itself.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-        self._optimizers, self._names = optimizers, names
-        self._options = [_options(type(innermost(each))) for each in optimizers]
-        self._values = _Cached(self._value_lines)
-        self._members = _Cached(self._member_lines)
+        self._names, kinds = names, [type(innermost(each)) for each in optimizers]
+        self._optimizers = list(zip(optimizers, [each.__name__ for each in kinds], map(_options, kinds), strict=True))
+        # Lines and digest, made again only where something has changed.
+        self._value_lines = lru_cache(maxsize=1)(self._made_value_lines)
+        self._member_lines = lru_cache(maxsize=1)(self._made_member_lines)
 
     def read(self) -> tuple[int, list[str]]:
-        """Return a digest of the settings as they are now, and the same in words, line by line."""
-        groups = [(i, each.param_groups) for i, each in enumerate(self._optimizers)]
-        values = [
-            [[(key, _plain(group[key])) for key in self._options[i] if key in group] for group in each]
-            for i, each in groups
-        ]
-        members = [[[(id(one), one.requires_grad) for one in group["params"]] for group in each] for _, each in groups]
-        (one, value_lines), (two, member_lines) = self._values.of(values), self._members.of(members)
+        """Return a digest of the present settings, and the settings line by line."""
+        if not self._optimizers:
+            return 0, []
+        values, members = [], []
+        for optimizer, kind, options in self._optimizers:
+            for place, group in enumerate(optimizer.param_groups):
+                settings = tuple((key, _plain(group[key])) for key in options if key in group)
+                values.append((kind, place, len(optimizer.param_groups), settings))
+                members.append(tuple((id(each), each.requires_grad) for each in group["params"]))
+        (one, value_lines), (two, member_lines) = self._value_lines(*values), self._member_lines(*members)
         return one ^ two, [*value_lines, *member_lines]
 
-    def _value_lines(self, values: Sequence[Sequence[Sequence[tuple[str, object]]]]) -> list[str]:
+    @staticmethod
+    def _made_value_lines(*groups: tuple[str, int, int, tuple[tuple[str, object], ...]]) -> tuple[int, list[str]]:
         lines = []
-        for optimizer, groups in zip(self._optimizers, values, strict=True):
-            kind = type(innermost(optimizer)).__name__
-            lines.append(f"{len(groups)} parameter groups of {kind}")
-            for place, group in enumerate(groups):
-                lines += [f"{key}={value!r} in parameter group {place} of {kind}" for key, value in group]
-        return lines
+        for kind, place, count, settings in groups:
+            lines += [f"{count} parameter groups of {kind}"] if place == 0 else []
+            lines += [f"{key}={value!r} in parameter group {place} of {kind}" for key, value in settings]
+        return digest("\n".join(lines)), lines
 
-    def _member_lines(self, members: object) -> list[str]:
-        """Return a line for each parameter, in the order of their names: so the same one has the same place on all ranks."""
-        return sorted(
-            f"{self._described(each)} in parameter group {place} of {type(innermost(optimizer)).__name__}"
-            + ("" if each.requires_grad else ", frozen")
-            for optimizer in self._optimizers
+    def _made_member_lines(self, *groups: object) -> tuple[int, list[str]]:
+        """Return a line for each parameter, sorted, so that the same parameter has the same place on all ranks."""
+        lines = sorted(
+            f"{self._described(each)} in parameter group {place} of {kind}{'' if each.requires_grad else ', frozen'}"
+            for optimizer, kind, _ in self._optimizers
             for place, group in enumerate(optimizer.param_groups)
             for each in group["params"]
         )
+        return digest("\n".join(lines)), lines
 
     def _described(self, parameter: Tensor) -> str:
         name = self._names.get(id(parameter))
         return f"a parameter of {list(parameter.shape)}" if name is None else f"parameter {name!r}"
 
 
-class _Cached:
-    """The lines that `make` makes of what it is given, and their digest, made again only if that has changed."""
-
-    def __init__(self, make: Callable[[Any], list[str]]) -> None:  # Any: whatever `of` is called with
-        self._make = make
-        self._known: tuple[Any, int, list[str]] = None, 0, []
-
-    def of(self, given: Any) -> tuple[int, list[str]]:  # Any: see above
-        if given and given != self._known[0]:
-            lines = self._make(given)
-            self._known = given, digest("\n".join(lines)), lines
-        return self._known[1], self._known[2]
-
-
 def weight_lines(weights: Named, when: str) -> list[str]:
-    """Return a line with the digest of each tensor. It changes with any element, and where two change places. A host sync."""
+    """Return a line with the digest of each tensor, which changes with any element, and where two are swapped. A host sync."""
     named = [(name, _sum(each.detach())) for name, each in weights]
     sums = torch.stack([each.to(named[0][1].device) for _, each in named]).tolist() if named else []
     return [
@@ -170,7 +153,7 @@ def weight_lines(weights: Named, when: str) -> list[str]:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the words of `tensor`, each times a factor that its place in the tensor gives, modulo 2^64."""
+    """Return the sum of the words of `tensor`, each times a factor that depends on its place, modulo 2^64."""
     flat, factors = tensor.reshape(-1), _factors(tensor.device)
     parts = flat.view(_WORDS.get(flat.element_size(), torch.int32)).split(_BLOCK)
     # The products of words of 32 bits and factors of 31 fit into 64. An odd factor of a block loses no bit of its sum.
@@ -185,14 +168,14 @@ def _factors(device: torch.device) -> Tensor:
 
 @cache
 def _options(kind: type) -> tuple[str, ...]:
-    """Return the common settings, and the arguments of an optimizer's class and of those that it derives from."""
+    """Return the common settings, and the arguments of an optimizer's class and of its base classes."""
     made = [each for each in kind.__mro__ if "__init__" in vars(each)]
     arguments = {name for each in made for name in inspect.signature(each.__init__).parameters}
     return tuple(sorted(_COMMON | arguments - {"params"}))
 
 
 def _plain(value: object) -> object:
-    """Return a number, text or a tuple of them, so that equal ones have the same text; "" for anything else."""
+    """Return a number, a text or a tuple of them in one form, and "" for anything else."""
     if isinstance(value, Tensor):
         return _plain(value.item()) if value.numel() == 1 else ""
     if isinstance(value, (tuple, list)):
@@ -202,9 +185,9 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (bool, str)) or value is None else ""
 
 
-FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that one is scaled up by, in all
-USUAL_STEPS = 32  # over which the usual share is the mean; a single spike lowers it by a 32nd at most
-UNCUT = 0.999  # from this share of the usual one on, a step counts as not clipped
+FOLLOWED = 10.0  # highest rate / lowest rate that residuals follow: the most that they are scaled up by
+USUAL_STEPS = 32  # of which the usual share is the mean; one spike lowers it by a 32nd at most
+UNCUT = 0.999  # share of the usual one from which a step counts as not clipped
 
 # The arguments of a step, as torch passes them to hooks: the optimizer comes first.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -215,11 +198,11 @@ class UsualShare:
     """The share of a reduced gradient that clipping usually leaves."""
 
     mean: float | None = None  # None: no step was seen yet
-    steps: int = 0  # over which it is the mean
-    cuts: bool = False  # whether any step was cut to less, so that residuals are held before each one
+    steps: int = 0  # of which it is the mean
+    cuts: bool = False  # whether any step was cut to less: residuals are then held before each step
 
     def weigh(self, share: float) -> float:
-        """Return how much a step counts of which the optimizer got this share: that over the usual one, at most 1."""
+        """Return the share that the optimizer got of a step over the usual share, at most 1."""
         usual = share if self.mean is None else self.mean
         self.steps = min(self.steps + 1, USUAL_STEPS)
         self.mean = usual + (share - usual) / self.steps
@@ -231,29 +214,29 @@ class UsualShare:
 
 @dataclass
 class ResidualUnits:
-    """The learning rates and the loss scale that the residuals of one scheme are in, and the share of a gradient that clipping leaves."""
+    """The learning rates and the loss scale of a scheme's residuals, and the share of a gradient that clipping leaves."""
 
-    rates: dict[str, float] = field(default_factory=dict)  # by parameter name; the one followed, not below the tenth
-    highest: dict[str, float] = field(default_factory=dict)  # the highest rate so far, by parameter name
+    rates: dict[str, float] = field(default_factory=dict)  # by parameter name, at least a tenth of the highest
+    highest: dict[str, float] = field(default_factory=dict)  # so far, by parameter name
     scale: float | None = None  # None: there is no residual yet
     clipping: UsualShare = field(default_factory=UsualShare)
 
     @classmethod
     def of(cls, scheme: Any) -> "ResidualUnits":  # Any: a Scheme or its reduce-scatter form
-        """Return those of `scheme`, which a second handle of it continues with."""
+        """Return the units of `scheme`, with which a second handle of it continues."""
         units = scheme.residual_units or cls()
         units.belong_to(scheme)
         return units
 
     def belong_to(self, scheme: Any) -> None:  # Any: as in `of`
-        """Be the units of the residual of `scheme`, and of its copies."""
+        """Make these the units of `scheme`, and of its copies."""
         vars(scheme)["residual_units"] = self  # a scheme may be a frozen dataclass
 
     def follow(self, name: str, rate: float) -> float:
-        """Return the factor by which the residual of a parameter comes to be in units of this rate, which it has from now on.
+        """Return the factor that brings the residual of a parameter to this rate, which becomes its unit.
 
-        The factor is old rate / new rate, where each counts as no less than 1 / FOLLOWED of the highest so far. While a rate is zero
-        the residual does not change: nothing is applied until the rate changes again.
+        The factor is old rate / new rate, each at least 1 / FOLLOWED of the highest so far. A rate of zero, at which nothing is applied,
+        changes nothing.
         """
         if rate == 0.0:
             return 1.0
@@ -265,10 +248,10 @@ class ResidualUnits:
 
 
 class ResidualRescaler:
-    """Rescales the residuals of `scheme` when the learning rate of `optimizer` or the scale of `scaler` has changed, or a step was clipped.
+    """Rescales the residuals of `scheme` when the rate of `optimizer` or the scale of `scaler` has changed, or a step was clipped.
 
-    `names` gives each parameter's name by its id. Without an optimizer, or without `follow_rates`, the learning rate counts as constant,
-    without a scaler the scale is 1. `adds_up` see Clipping. Raises TypeError for a scaler that is no torch.amp.GradScaler.
+    `names` has each parameter's name by its id. Without an optimizer, or without `follow_rates`, the rate counts as constant; without a
+    scaler the scale is 1. `adds_up`: see Clipping. Raises TypeError for a scaler that is no torch.amp.GradScaler.
     """
 
     def __init__(
@@ -291,19 +274,19 @@ class ResidualRescaler:
         self._held = False  # since the last step of the optimizer
 
     def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
-        """Rescale the residuals of another scheme from now on, which are in the units of the one before."""
+        """Rescale the residuals of another scheme from now on; they are in the units of the last one's."""
         self._scheme, self._held = scheme, False
         self.units.belong_to(scheme)
 
     def written(self, bucket: Bucket) -> None:
-        """Take note of a bucket that was reduced, as its parameters get it."""
+        """Note a reduced bucket."""
         if self.clipping is not None:
             names = [entry.name for entry in bucket.layout]
             sharded = isinstance(self._scheme, ReduceScatterScheme)
             self.clipping.written([parameter_of(name) for name in names] if sharded else names, bucket)
 
     def rescale(self) -> None:
-        """Bring the residuals to the units of this step; to be called once a step, before its first bucket."""
+        """Bring the residuals to the units of this step. Call it once a step, before its first bucket."""
         self.settle()
         if factors := self.factors():
             self._scheme.rescale_residual(factors)
@@ -312,33 +295,30 @@ class ResidualRescaler:
             self._held = True
 
     def settle(self) -> None:
-        """Have the residuals be what the last step has left, as far as the optimizer has applied it."""
+        """Make the residuals what the last step has left, as far as the optimizer has applied it."""
         if self.clipping is None or (found := self.clipping.take()) is None:
             return
         names, share = found
-        # Of scaled gradients the optimizer gets those without the scale.
+        # The optimizer gets gradients without the loss scale.
         factor = self.units.clipping.weigh(share * (self.units.scale or 1.0))
         if factor < 1.0:
             self._scheme.weigh_step(dict.fromkeys(names, factor))
         self._held = False
 
     def forget(self) -> None:
-        """Forget what was measured of the last step, because another state was loaded."""
+        """Forget the last step, because another state was loaded."""
         self._held = False
         if self.clipping is not None:
             self.clipping.forget()
 
     def close(self) -> None:
-        """Settle, and follow the optimizer no more. Safe to call again."""
+        """Settle, and stop watching the optimizer. Safe to call again."""
         self.settle()
         if self.clipping is not None:
             self.clipping.close()
 
     def factors(self) -> dict[str, float]:
-        """Return the factor of each parameter whose units have changed since the last call, and take the new units for the old ones.
-
-        The factor is that of `ResidualUnits.follow` times new scale / old scale.
-        """
+        """Return the factor of each parameter whose units have changed since the last call: `follow` times new scale / old scale."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
         before, self.units.scale = self.units.scale or scale, scale
         changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
@@ -352,17 +332,16 @@ class ResidualRescaler:
 
 
 class Clipping:
-    """Watches the steps of `optimizer`, until `close`. `names` has each parameter's name by its id, also of those that come later.
+    """Measures the clipping in the steps of `optimizer`, until `close`. `names` has each parameter's name by its id, and may grow.
 
-    With `adds_up`, what is reduced twice before a step is added to the gradient, of which no norm is known then; without, it replaces it.
+    A gradient that is reduced again before a step replaces the first; with `adds_up` it is added, and its norm is not known.
     The optimizer does not keep this object alive.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], adds_up: bool = False) -> None:
         self._names, self._adds_up = names, adds_up
-        # Norms by parameter name: when the gradient was written, and when the step began.
-        self._written: dict[str, Tensor] = {}
-        self._applied: dict[str, Tensor] = {}
+        self._written: dict[str, Tensor] = {}  # norms by parameter name, when the gradient was written,
+        self._applied: dict[str, Tensor] = {}  # and when the step began
         self._loss_scale: Tensor | float = 1.0  # that the applied gradient still has
         known = weakref.ref(self)
 
@@ -374,11 +353,11 @@ class Clipping:
         weakref.finalize(self, self._hook.remove).atexit = False
 
     def close(self) -> None:
-        """Watch no further steps. Safe to call again."""
+        """Stop watching. Safe to call again."""
         self._hook.remove()
 
     def written(self, names: Iterable[str], bucket: Bucket) -> None:
-        """Take note of a reduced gradient, whose parameters have these names."""
+        """Note a reduced gradient, whose parameters have these names."""
         for name, norm in zip(names, _norms([entry.span.of(bucket.grad) for entry in bucket.layout]), strict=True):
             self._written[name] = norm * torch.nan if self._adds_up and name in self._written else norm
 
@@ -387,10 +366,10 @@ class Clipping:
         self._written, self._applied = {}, {}
 
     def take(self) -> tuple[list[str], float] | None:
-        """Return the parameters that the latest step was for, and which share of their reduced gradient it applied; then forget it.
+        """Return the parameters of the latest step, and which share of their reduced gradient it applied; then forget it.
 
-        None where there was no step since the last call, or where a norm is not known or not finite. The share is that of the length of all
-        gradients together, so it does not matter that a sparse gradient may be zero in some parameters.
+        None where there was no step since the last call, or where a norm is not known or not finite. The share is that of the norm of all
+        gradients together, because a sparse gradient may be zero in some parameters.
         """
         if not self._applied:
             return None
@@ -399,11 +378,9 @@ class Clipping:
         scale = float(self._loss_scale)
         self.forget()
         # A parameter that no rank used keeps a gradient of zero, whatever was written for it.
-        used = [(one, other) for one, other in zip(applied, written, strict=True) if one != 0] or [
-            (0.0, math.hypot(*written))
-        ]
-        before = math.hypot(*(each for _, each in used)) * scale
-        share = math.hypot(*(each for each, _ in used)) / before if before else math.nan
+        used = [other for one, other in zip(applied, written, strict=True) if one != 0] or written
+        before = math.hypot(*used) * scale
+        share = math.hypot(*applied) / before if before else math.nan
         return (names, share) if math.isfinite(share) else None
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -428,8 +405,7 @@ class Clipping:
             if grad is not None and name in self._written and grad.layout == torch.strided:
                 found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
         self._applied = dict(zip(found, _norms(list(found.values())), strict=True))
-        # Of a fused optimizer, which divides by it in its step.
-        scale = getattr(optimizer, "grad_scale", None)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
         self._loss_scale = 1.0 if scale is None else scale
 
 
@@ -438,7 +414,7 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     if not tensors:
         return []
     wide = any(each.dtype == torch.float64 for each in tensors)
-    # HACK: torch has no public function for many norms at once, which on CUDA take a few kernels. Price: it may change with torch.
+    # HACK: torch has no public function for many norms in a few CUDA kernels. Price: it may change with torch.
     return torch._foreach_norm(tensors, 2, torch.float64 if wide else torch.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 

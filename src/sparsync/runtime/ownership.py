@@ -1,12 +1,12 @@
 """Which handle drives a scheme, and which one a model: one at a time.
 
-A scheme also serves one model only, because the residuals that it holds are of one model. So for the schemes inside a scheme.
-All that is known of a scheme or a parameter from outside is kept here, weakly; nothing is put on either, and a copy is free.
+A scheme, and each scheme inside it, serves one model, because its residuals belong to that model. What is known of a scheme or a parameter
+is kept here, weakly, instead of in attributes; so a copy is free.
 """
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ _ENDS = {
 
 
 class Driver(Protocol):
-    """What drives a scheme and a model until it is closed. `origin` is what the user has called for it."""
+    """What drives a scheme and a model until it is closed. `origin` is what the user called for it."""
 
     @property
     def closed(self) -> bool: ...
@@ -34,7 +34,7 @@ class Driver(Protocol):
 
 @dataclass
 class Owned:
-    """What is known of a scheme: the handle that drives it, and the model of its residuals, where these are known."""
+    """The handle that drives a scheme, and the model of its residuals, where known."""
 
     driver: weakref.ref[Any] | None = None  # Any: a Driver; a Protocol cannot be the argument at run time
     module: weakref.ref[nn.Module] | None = None
@@ -51,11 +51,10 @@ def owned(scheme: Any) -> Owned:  # Any: a Scheme or its reduce-scatter form, he
 
 
 def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "") -> None:
-    """Raise ValueError where a handle drives one of these parameters already. Those of two axes of an FSDP2 model go together."""
+    """Raise ValueError where a handle drives one of these parameters already. Handles of two axes of an FSDP2 model may."""
     named = list(parameters)
-    if not _driven(named, axis):
-        return
-    gc.collect()  # a handle that is gone may wait in a cycle
+    if _driven(named, axis):
+        gc.collect()  # a handle that is gone may wait in a cycle
     if found := _driven(named, axis):
         name, driver = found
         raise ValueError(
@@ -71,7 +70,7 @@ def drive(parameters: Iterable[tuple[str, nn.Parameter]], driver: Driver, axis: 
 
 
 def _driven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[str, Any] | None:  # Any: as in Owned
-    """Return the first of these parameters that something drives which cannot go together with `axis`, and what does."""
+    """Return the first of these parameters whose driver excludes another one on `axis`, and that driver."""
     for name, parameter in parameters:
         for other, reference in _drivers.get(parameter, {}).items():
             driver: Driver | None = reference()
@@ -81,34 +80,29 @@ def _driven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str) -> tuple[
 
 
 def check_free(scheme: Any, module: nn.Module | None = None, driver: Any = None) -> None:
-    """Raise ValueError while a handle other than `driver` drives `scheme`, and where it holds residuals of another model than `module`.
+    """Raise ValueError if a handle other than `driver` drives `scheme` and is open, or if it holds residuals of a model but `module`.
 
-    The same holds for each scheme inside it, as PerParameter has them. A handle that is closed or detached drives nothing. None: it is
-    not known of which model they will be.
+    The same for each scheme inside it. None: `module` is not known.
     """
     for each in _with_inner(scheme):
         name, known = type(each).__name__, owned(each)
         this = f"this {name}" if each is scheme else f"the {name} inside this {type(scheme).__name__}"
         cure = f"make one for each model, {name}(...) with the same settings"
-        drives: Driver | None = known.driver and known.driver()
+        drives: Driver | None = driver_of(each)
         if drives is not None and drives is not driver and not drives.closed:
             raise ValueError(
                 f"{this} is attached to a model already, and two models would mix their residuals in it; {cure}, or "
                 "close the handle of the other one first"
             )
-        if (
-            module is not None
-            and known.module is not None
-            and known.module() is not module
-            and _holds(each.state_dict())
-        ):
+        other = module is not None and known.module is not None and known.module() is not module
+        if other and holds(each.state_dict()):
             raise ValueError(
                 f"{this} holds residuals of another model, which would be added to this one's gradients; {cure}"
             )
 
 
 def take(scheme: Any, driver: Driver, module: nn.Module | None = None) -> None:
-    """Have `driver` drive `scheme` and those inside it from now on, until it is closed, for `module` where that is known."""
+    """Have `driver` drive `scheme` and those inside it until it is closed, for `module` where that is known."""
     for each in _with_inner(scheme):
         owned(each).driver = weakref.ref(driver)
         if module is not None:
@@ -123,30 +117,31 @@ def release(scheme: Any) -> None:
 
 def check_empty(scheme: Any) -> None:
     """Raise ValueError where `scheme` holds residuals."""
-    if _holds(scheme.state_dict()):
+    if holds(scheme.state_dict()):
         raise ValueError(
             f"this {type(scheme).__name__} holds residuals of earlier steps, which would be sent again; give a new one"
         )
 
 
 def module_of(scheme: Any) -> nn.Module | None:
-    """Return the model that the residuals of `scheme` are of; None where that is not known, or the model is gone."""
+    """Return the model of the residuals of `scheme`; None where that is not known, or the model is gone."""
     module = owned(scheme).module
     return module and module()
 
 
 def driver_of(scheme: Any) -> Any:  # Any: as in Owned
-    """Return the handle that drives `scheme`, perhaps a closed one; None where there is none."""
+    """Return the handle that drives `scheme`, perhaps a closed one, or None."""
     driver = owned(scheme).driver
     return driver and driver()
 
 
 def _with_inner(scheme: Any) -> list[Any]:
-    """Return `scheme`, and all schemes inside it and inside those."""
+    """Return `scheme` and all schemes inside it."""
     inner = scheme.inner_schemes if isinstance(scheme, Scheme) else []
     return [scheme, *(each for one in inner for each in _with_inner(one))]
 
 
-def _holds(state: Mapping[str, Any]) -> bool:  # Any: as Scheme.state_dict
-    """Return whether a state has residuals, of it or of schemes inside: the same on all ranks that have made the same steps."""
-    return any(state.get(key) for key in PER_RANK) or any(map(_holds, state.get("schemes", {}).values()))
+def holds(state: Mapping[str, Any], keys: Sequence[str] = PER_RANK) -> bool:  # Any: as Scheme.state_dict
+    """Return whether a state has residuals of these kinds: the same on all ranks that have made the same steps."""
+    inner = state.get("schemes", {}).values()
+    return any(state.get(key) for key in keys) or any(holds(each, keys) for each in inner)

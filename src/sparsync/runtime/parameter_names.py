@@ -1,7 +1,4 @@
-"""The names of parameters: the same ones whether a model is compiled, checkpoints its activations, or neither.
-
-Residuals, layouts and patterns go by name, so a state that a compiled model has saved fits the same model without torch.compile.
-"""
+"""The names of parameters, the same whether a model is compiled or checkpoints its activations, so that a state fits either way."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +10,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or parameter without the components that wrappers put into it; "" for the outermost module."""
+    """Return the name of a module or parameter without the components of wrappers; "" for the outermost module."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -23,12 +20,12 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module that have gradients, each once, with their names."""
+    """Return the parameters of a module that require gradients, each once, with their names."""
     return [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile or Lightning's Fabric has wrapped; `model` itself where it is none of those. Loads neither."""
+    """Return the module that torch.compile or Lightning's Fabric has wrapped, or `model` itself. Loads neither package."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     # HACK: Fabric has no public name for the module that `fabric.setup` returns, nor for DDP's inside. Price: either may change with
     # Lightning; tests/test_adapter_lightning.py trains one.

@@ -11,31 +11,21 @@ from torch import Tensor
 from sparsync.feedback import PER_RANK
 from sparsync.runtime.state_file import VERSION
 
+State = Mapping[str, Any]  # Any: as Handle.state_dict
 Layout = Mapping[str, list[int]]  # the shape of each parameter, by name
 _NAMED = 3  # how many names an error gives
 _DCP = "torch.distributed.checkpoint."
 _MOST = 2**62  # of a count
-# The form of what all handles save; None is what `check_form` looks at more closely.
-_FORM = {
-    "rank": 0,
-    "ranks": 0,
-    "part": "",
-    "step": None,
-    "scheme_name": "",
-    "settings": "",
-    "layout": {},
-    "rates": {},
-    "highest_rates": {},
-    "loss_scale": None,
-    "scheme": {},
-}
+# The form of what all handles save, see `check_alike`; `check_form` checks more of each None.
+_FORM = {"rank": 0, "ranks": 0, "part": "", "step": None, "scheme_name": "", "settings": "", "layout": {}, "scheme": {}}
+_FORM |= {"rates": {}, "highest_rates": {}, "loss_scale": None}
 _CLIPPING = {"mean": None, "steps": 0, "cuts": False}
-# What residuals hold, by integration: those of one have other units than those of another.
+# What the user called, by integration; the residuals of each have other units.
 _SAVED_BY = {"gradients": "attach or GradientReducer", "adamw_steps": "AdamWSteps", "local_steps": "LocalSteps"}
 
 
-def check_version(state: Mapping[str, Any]) -> None:  # Any: as Handle.state_dict
-    """Raise ValueError unless `state` is of the format of this version."""
+def check_version(state: State) -> None:
+    """Raise ValueError unless `state` has this format version."""
     if not isinstance(state, Mapping):
         raise ValueError(f"a state of sparsync is a dict, got {type(state).__name__}; load what state_dict returned")
     if state.get("version") != VERSION or isinstance(state["version"], bool):
@@ -45,46 +35,34 @@ def check_version(state: Mapping[str, Any]) -> None:  # Any: as Handle.state_dic
         )
 
 
-def check_form(state: Mapping[str, Any]) -> None:  # Any: as Handle.state_dict
+def check_form(state: State) -> None:
     """Raise ValueError unless `state` has the entries that all handles save, each of its type."""
-    check_alike("state", state, _FORM)
-    check_alike("state['layout']", state["layout"], dict.fromkeys(state["layout"], (0,)))
-    for key in ("rates", "highest_rates"):
-        check_alike(f"state[{key!r}]", state[key], dict.fromkeys(state[key], 0.0))
-    if state["loss_scale"] is not None:
-        check_alike("state", state, {"loss_scale": 0.0})
+    state = {"integration": "", "clipping": _CLIPPING, **state}  # states of earlier versions have none
+    clipping = state["clipping"]
+    check_alike("state", state, {**_FORM, "integration": "", "clipping": _CLIPPING})
+    inner: dict[str, Any] = {"layout": dict.fromkeys(state["layout"], (0,))}
+    inner |= {key: dict.fromkeys(state[key], 0.0) for key in ("rates", "highest_rates")}
+    inner |= {"loss_scale": 0.0} if state["loss_scale"] is not None else {}
+    inner |= {"clipping": {"mean": 0.0}} if clipping["mean"] is not None else {}
+    check_alike("state", state, inner)
     if state["step"] != -1:
         check_count("state['step']", state["step"])
-    check_alike("state", {"integration": "", **state}, {"integration": ""})
-    if "clipping" in state:  # states of earlier versions have none
-        _check_clipping(state["clipping"])
+    if clipping.keys() != _CLIPPING.keys():
+        _refuse("state['clipping']", clipping, f"a dict of {', '.join(_CLIPPING)}")
 
 
-def _check_clipping(saved: Any) -> None:  # Any: whatever a state holds
-    check_alike("state['clipping']", saved, _CLIPPING)
-    if saved["mean"] is not None:
-        check_alike("state['clipping']", saved, {"mean": 0.0})
-    if saved.keys() != _CLIPPING.keys():
-        _refuse("state['clipping']", saved, f"a dict of {', '.join(_CLIPPING)}")
-
-
-def check_model(
-    state: Mapping[str, Any], integration: str, scheme: str, layout: Layout
-) -> None:  # Any: as Handle.state_dict
+def check_model(state: State, integration: str, scheme: str, layout: Layout) -> None:
     """Raise ValueError unless `state` is of this integration and scheme, and of a model with these parameters."""
     if difference := other_model(state, integration, scheme, layout):
         raise ValueError(f"this is the state of another model or scheme: {difference}; load that of the same ones")
 
 
-def other_model(
-    state: Mapping[str, Any], integration: str, scheme: str, layout: Layout
-) -> str:  # Any: as Handle.state_dict
-    """Return the first difference between what `state` is of and this integration, scheme and model; "" where there is none."""
+def other_model(state: State, integration: str, scheme: str, layout: Layout) -> str:
+    """Return the first difference of the integration, scheme and model of `state` from these; "" where there is none."""
     saved: Layout = state["layout"]
-    # States that an older version saved have no name of their integration; but only these two have entries of their own.
-    saved_by = state.get("integration") or next(
-        (key for key in ("adamw_steps", "local_steps") if key in state), "gradients"
-    )
+    # Older states do not name their integration, but these two have an entry of that name.
+    known = (key for key in ("adamw_steps", "local_steps") if key in state)
+    saved_by = state.get("integration") or next(known, "gradients")
     if saved_by != integration:
         named, here = (_SAVED_BY.get(each, repr(each)) for each in (saved_by, integration))
         return f"it was saved by {named}, whose residuals are in other units than those of {here}"
@@ -92,9 +70,8 @@ def other_model(
         return f"its scheme is {state['scheme_name']!r}, and this one is {scheme!r}"
     if not saved or not layout:  # the layout is not known
         return ""
-    for name in saved:
-        if name not in layout:
-            return f"it has a parameter {name!r}, which this model has not"
+    if more := [name for name in saved if name not in layout]:
+        return f"it has a parameter {more[0]!r}, which this model has not"
     for name, shape in layout.items():
         if name not in saved:
             return f"it has no parameter {name!r}, which this model has"
@@ -116,22 +93,16 @@ def check_known(path: str, names: Iterable[str], known: Collection[str]) -> None
 
 
 def check_alike(path: str, saved: Any, like: Any, finite: bool = True) -> None:  # Any: a part of a state
-    """Raise ValueError that names the path of the first entry of `saved` that has not the form of `like`.
+    """Raise ValueError that names the path of the first entry of `saved` without the form of `like`.
 
-    A dict has at least the keys of `like`, a list as many items; an empty tuple is a list of any items, one of one item a list of such
-    items. Tensors have the same shape, and are floating or not; they are finite, unless `finite` is False. Numbers are finite and not
-    negative, and whole where `like` is. None is anything.
+    A dict has at least the keys of `like`. A list has as many items as `like`; for a tuple, any number of items, each like that of the
+    tuple, if there is one. A tensor has the shape of `like`, is floating if that is, and finite unless `finite` is False. A number is
+    finite, not negative, and whole if `like` is. None allows anything.
     """
     if isinstance(like, Tensor):
-        if not isinstance(saved, Tensor) or (saved.shape, saved.is_floating_point()) != (
-            like.shape,
-            like.is_floating_point(),
-        ):
-            _refuse(
-                path,
-                saved,
-                f"a tensor of {'' if like.is_floating_point() else 'no '}floating type and shape {tuple(like.shape)}",
-            )
+        floating, shape = like.is_floating_point(), like.shape
+        if not isinstance(saved, Tensor) or saved.shape != shape or saved.is_floating_point() != floating:
+            _refuse(path, saved, f"a tensor of {'' if floating else 'no '}floating type and shape {tuple(shape)}")
         if finite:
             _check_finite(path, saved)
     elif isinstance(like, Mapping):
@@ -173,10 +144,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_residuals(
-    scheme: Mapping[str, Any], layout: Layout, sizes: Mapping[str, int]
-) -> None:  # Any: as Scheme.state_dict
-    """Raise ValueError unless what a scheme holds back is of parameters in `layout`, of these `sizes`, floating and finite."""
+def check_residuals(scheme: State, layout: Layout, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless a scheme's residuals are of parameters in `layout`, of these `sizes`, floating and finite."""
     if not isinstance(scheme, Mapping):
         raise ValueError(f"the state of a scheme is a dict, got {type(scheme).__name__}; load what state_dict returned")
     for key in PER_RANK:
@@ -201,13 +170,13 @@ def check_residuals(
 def refuse_distributed_checkpoint() -> None:
     """Raise TypeError where torch.distributed.checkpoint asks a handle for its state.
 
-    HACK: it takes whatever has `state_dict` and `load_state_dict` for its own (Stateful), saves under the same names on all ranks, and
-    keeps one rank's tensor of each, in silence. Only the caller's frames tell. Price: this depends on the name of torch's module.
+    HACK: it accepts anything with `state_dict` and `load_state_dict` (Stateful), and silently keeps one rank's tensor of each name. Only
+    the caller's frames tell. Price: this depends on the name of torch's module.
     """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("sparsync."):
+    frame, module = sys._getframe(1), ""
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("sparsync."):
         frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__", "").startswith(_DCP):
+    if frame is not None and module.startswith(_DCP):
         raise TypeError(
             "torch.distributed.checkpoint would keep the state of one rank only, and lose all other residuals; save with "
             'dcp.save({"model": ..., **sparsync.checkpoint.entries(handle)}, checkpoint_id=folder), and load with '

@@ -46,10 +46,10 @@ _NO_DIGEST = "0" * hashlib.sha256().digest_size * 2
 
 
 def save(state: Mapping[str, Any], file: Path, unfinished: Path) -> None:  # Any: as Handle.state_dict
-    """Write `state` to `file`, whole or not at all: to `unfinished`, in the same folder, first.
+    """Write `state` to `file`, whole or not at all, by way of `unfinished` in the same folder.
 
-    What was in `file` stays until the new one is on disk. Raises OSError, for example when the disk is full, and TypeError for a state
-    that holds anything but tensors, numbers, strings, None and lists, tuples and dicts of them.
+    Raises OSError, for example when the disk is full, and TypeError for a state that holds anything but tensors, numbers, strings, None
+    and lists, tuples and dicts of them.
     """
     try:
         unfinished.unlink(missing_ok=True)
@@ -86,14 +86,13 @@ def write(state: Mapping[str, Any], out: io.BufferedIOBase) -> None:
     digest = hashlib.sha256(length + raw)
     for part in parts:
         digest.update(part)
-    for part in (length, _with_digest(raw, _NO_DIGEST, digest.hexdigest()), *parts):
-        out.write(part)
+    out.writelines([length, _with_digest(raw, _NO_DIGEST, digest.hexdigest()), *parts])
 
 
 def read(file: Path, tensors: bool = True) -> dict[str, Any]:
-    """Return the state in `file`. Its tensors are mapped from the file where they are not changed.
+    """Return the state in `file`; its tensors are mapped from the file until they are changed.
 
-    Without `tensors` they are None, the digest is not compared, and only the header is read.
+    Without `tensors` only the header is read: tensors are None, and the digest is not checked.
     Raises ValueError that names the file, what is wrong with it and the cure.
     """
     try:
@@ -107,7 +106,7 @@ def read(file: Path, tensors: bool = True) -> dict[str, Any]:
 
 
 def parsed(content: bytearray, where: str) -> dict[str, Any]:
-    """Return the state in `content`, what `write` wrote, whose memory its tensors share. Raises ValueError that names `where`."""
+    """Return the state that `write` wrote, with tensors that share the memory of `content`. Raises ValueError that names `where`."""
     try:
         return _parsed(content, True)
     except Exception as error:
@@ -164,7 +163,7 @@ def _check_digest(content: Any, raw: bytes, start: int, known: str) -> None:
 
 
 def _with_digest(raw: bytes, before: str, digest: str) -> bytes:
-    """Return a header with another digest, which is the first entry in it."""
+    """Return a header with another digest, which is its first entry."""
     return raw.replace(before.encode(), digest.encode(), 1)
 
 
@@ -179,7 +178,7 @@ def _tensor(content: Any, start: int, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON has it; its tensors go to `tensors`. A dict of one key that starts with $ stands for what JSON lacks."""
+    """Return `value` for JSON, and put its tensors into `tensors`. A dict with a key that starts with $ stands for what JSON lacks."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor) and value.dtype in _CODES and not value.is_sparse:
@@ -204,7 +203,7 @@ def _tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _state(tree: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """Return what `_tree` took apart."""
+    """Return the state of a tree: the inverse of `_tree`."""
     if isinstance(tree, list):
         return [_state(each, tensors) for each in tree]
     if not isinstance(tree, dict):
@@ -219,7 +218,7 @@ def _state(tree: Any, tensors: Mapping[str, Tensor | None]) -> Any:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the folder's list of files on disk, where the system can say so."""
+    """Sync a folder's entries to disk, where the system can."""
     with suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,23 +1,24 @@
-"""A summary of what a handle has reduced so far: what was sent and selected, where the time went, and how much of it was hidden."""
+"""A summary of what a handle has reduced: what was sent and selected, where the time went, and how much of it was hidden."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparsync.runtime.connection import Totals
 
+_HEAD = ("scheme", "bucket", "elements", "steps", "bytes/step", "bits/element", "selected", "union", "rounds", "ms")
 _PHASES = ("accumulate", "select", "encode", "exchange", "decode", "apply", "other")
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """How long buckets were reduced, and for how much of that the backward pass had nothing else to do, in seconds."""
+    """How long buckets were reduced, and how long the backward pass waited for it, in seconds."""
 
     reducing_s: float
     exposed_s: float
 
     @property
     def share(self) -> float | None:
-        """The share of the time of the reduction that the backward pass hid; None while nothing was reduced."""
+        """The share of the reduction that the backward pass hid; None while nothing was reduced."""
         return 1 - min(1.0, self.exposed_s / self.reducing_s) if self.reducing_s else None
 
 
@@ -25,7 +26,7 @@ class Hidden:
 class Summary:
     """What one rank has reduced since its handle was made; `str` is a table of plain text.
 
-    A row is a scheme and a bucket of some number of elements: DDP's buckets change after the first steps. `parameters` is the number of
+    `rows` are by scheme, bucket and number of elements, because DDP's buckets change after the first steps. `parameters` is the number of
     elements of the model, 0 where it is not known. `hidden` is None where gradients are reduced after the backward pass.
     """
 
@@ -51,7 +52,7 @@ class Summary:
 
     @property
     def bits_per_parameter(self) -> float:
-        """The bits that this rank sends in a step for each element of the gradients it reduces."""
+        """The bits that this rank sends in a step for each element."""
         total = self.total
         return 8 * total.nbytes / total.elements if total.elements else 0.0
 
@@ -60,38 +61,18 @@ class Summary:
         lines = [f"rank {self.rank} of {self.ranks}: {self.steps} steps{size}"]
         if not self.steps:
             return lines[0]
-        head = (
-            "scheme",
-            "bucket",
-            "elements",
-            "steps",
-            "bytes/step",
-            "bits/element",
-            "selected",
-            "union",
-            "rounds",
-            "ms",
-        )
-        rows = [
-            (scheme, key, f"{elements:,}", *_columns(each, each.reduced))
-            for (scheme, key, elements), each in self.rows.items()
-        ]
-        total = self.total
+        rows: list[tuple[str, ...]] = [_HEAD]
+        whole, total = [], self.total
+        for (scheme, key, elements), each in self.rows.items():
+            rows.append((scheme, key, f"{elements:,}", *_columns(each, each.reduced)))
+            if each.whole:
+                sent = f"was sent whole in {each.whole} of {each.reduced} steps"
+                whole.append(f"{key} of {scheme} {sent}: {elements:,} elements are fewer than dense_below")
         rows.append(("all", "", f"{total.elements // self.steps:,}", *_columns(total, self.steps)))
-        lines += _table([head, *rows])
-        lines += [
-            f"{key} of {scheme} was sent whole in {each.whole} of {each.reduced} steps: {elements:,} elements are fewer than dense_below"
-            for (scheme, key, elements), each in self.rows.items()
-            if each.whole
-        ]
-        spent = [(name, total.phases.get(name, 0.0)) for name in _PHASES]
-        share = "" if total.seconds else "; times were not measured"
-        lines.append("time by phase" + share)
-        lines += [
-            f"  {name:<10} {1000 * seconds / self.steps:10.3f} ms/step {seconds / total.seconds:7.1%}"
-            for name, seconds in spent
-            if total.seconds
-        ]
+        lines += [*_table(rows), *whole, "time by phase" + ("" if total.seconds else "; times were not measured")]
+        for name in _PHASES if total.seconds else ():
+            seconds = total.phases.get(name, 0.0)
+            lines.append(f"  {name:<10} {1000 * seconds / self.steps:10.3f} ms/step {seconds / total.seconds:7.1%}")
         if self.hidden is None:
             lines.append("reduced after the backward pass, which hides none of it")
         elif self.hidden.share is not None:
@@ -118,10 +99,5 @@ def _columns(each: Totals, steps: int) -> tuple[str, ...]:
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    form = "  ".join(f"{{:{'<' if column < 2 else '>'}{width}}}" for column, width in enumerate(widths))
+    return [form.format(*row) for row in rows]

@@ -5,19 +5,14 @@ from sparsync.base.registry import get as get
 from sparsync.base.registry import names as names
 from sparsync.base.registry import settings as settings
 from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
-from sparsync.schemes.demo import DeMo as DeMo
 from sparsync.schemes.dense import Dense as Dense
-from sparsync.schemes.dgc import DGC as DGC
 from sparsync.schemes.exdyna import ExDyna as ExDyna
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk
-from sparsync.schemes.onebit_adam import OneBitAdam as OneBitAdam
 from sparsync.schemes.per_parameter import PerParameter as PerParameter
 from sparsync.schemes.powersgd import PowerSGD as PowerSGD
 from sparsync.schemes.quantized import Quantized as Quantized
-from sparsync.schemes.random_pruning import RandomPruning as RandomPruning
 from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
-from sparsync.schemes.sparse_loco import SparseLoCo as SparseLoCo
 from sparsync.schemes.topk_allgather import TopK as TopK
 from sparsync.schemes.two_shot import TwoShot as TwoShot
 

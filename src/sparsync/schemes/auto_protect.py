@@ -4,7 +4,7 @@ The authors judge layers offline (MICRO 2025, doi 10.1145/3725843.3756092); meas
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 class AutoProtect(Scheme):
     """Reduce densely for `observe_steps` steps, then by `scheme`, which never skips the parameters of largest disagreement.
 
-    With g_r the gradient of rank r and g their mean, disagreement is the mean over ranks of |g_r - g|^2 per element: what protecting a
-    parameter gains for what it costs.
+    With g_r the gradient of rank r and g their mean, disagreement is the mean over ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2 per
+    element: what protecting a parameter gains for what it costs.
     """
 
     scheme: SkipReduce = field(default_factory=SkipReduce)
@@ -58,7 +58,7 @@ class AutoProtect(Scheme):
         share: float = 0.05,
         observe_steps: int = 8,
     ) -> Self:
-        """Return AutoProtect around a SkipReduce with these settings."""
+        """Return a SkipReduce with these settings that measures which parameters it must not skip."""
         inner = SkipReduce(
             skip, mode, divide_by=divide_by, form=form, feedback=feedback, seed=seed, node_size=node_size
         )
@@ -85,10 +85,6 @@ class AutoProtect(Scheme):
         protected = given.figures.get("protected", int(self.share * given.n))
         return self.scheme.plan(replace(given, figures={**given.figures, "protected": protected}))
 
-    @property
-    def has_residual(self) -> bool:
-        return self.scheme.has_residual
-
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         return self.scheme.unsent(bucket, comm)
 
@@ -104,12 +100,12 @@ class AutoProtect(Scheme):
 
     def state_dict(self) -> dict[str, Any]:  # Any: as Scheme
         chosen = None if self.protected is None else list(self.protected)
-        return {**self.scheme.state_dict(), "disagreement": self.disagreement.state_dict(), "protected": chosen}
+        return {**self.scheme.state_dict(), "disagreement": asdict(self.disagreement), "protected": chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         disagreement, protected = (state_from(state, key, "AutoProtect") for key in ("disagreement", "protected"))
         self.scheme.load_state_dict(state)
-        self.disagreement.load_state_dict(disagreement)
+        self.disagreement = Disagreement(**{key: dict(values) for key, values in disagreement.items()})
         self.protected = None if protected is None else tuple(protected)
 
     def _observing(self, bucket: Bucket) -> bool:
@@ -124,11 +120,7 @@ class AutoProtect(Scheme):
 
 @dataclass
 class Disagreement:
-    """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank.
-
-    With g_r the gradient of rank r and g their mean, what a skipping reduction loses of a parameter is in proportion to the mean over
-    ranks of |g_r - g|^2 = mean |g_r|^2 - |g|^2. Per element, that is what protecting the parameter gains for what it costs.
-    """
+    """How much ranks disagree about each parameter, measured over some steps; the same numbers on every rank."""
 
     variance: dict[str, float] = field(default_factory=dict)  # per element, summed over the observed steps
     elements: dict[str, int] = field(default_factory=dict)
@@ -152,12 +144,6 @@ class Disagreement:
                 chosen.append(name)
                 budget -= self.elements[name]
         return tuple(sorted(chosen))
-
-    def state_dict(self) -> dict[str, Any]:  # Any: plain dicts of numbers
-        return {"variance": dict(self.variance), "elements": dict(self.elements), "steps": dict(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: what state_dict returned
-        self.variance, self.elements, self.steps = (dict(state[key]) for key in ("variance", "elements", "steps"))
 
 
 def square_norms(layout: Sequence[ParameterSpan], grad: Tensor) -> Tensor:

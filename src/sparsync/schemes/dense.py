@@ -18,7 +18,7 @@ Form = Literal["native", "ring"]
 
 @dataclass
 class Dense(Scheme):
-    """Write the mean gradient, all of it.
+    """Write the mean gradient, every element of it.
 
     In 16 bits every addition on the way rounds; the sum is divided by P in at least float32. float16 overflows above 65504.
     """

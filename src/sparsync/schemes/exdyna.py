@@ -21,6 +21,7 @@ from sparsync.comm.plan import Given, all_gather_exchange, packet_tally
 from sparsync.core import FOUND_INF, Bucket, Comm, Span, phase, raise_if_found_inf, spans
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.schemes.micro import (
+    EqualSpans,
     MiCRO,
     PlannedSelection,
     Selection,
@@ -30,15 +31,7 @@ from sparsync.schemes.micro import (
     examine,
     partition_lengths,
 )
-from sparsync.selection.exclusive import (
-    Contiguous,
-    apportion,
-    budget,
-    by_rank,
-    levels_of,
-    relative_magnitudes,
-    rotation,
-)
+from sparsync.selection.exclusive import Contiguous, apportion, budget, by_rank, relative_magnitudes, rotation, sketch
 from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 _LEVEL_NBYTES = 2
@@ -53,7 +46,7 @@ _FLOOR = 8  # a profile spreads 1/8 of its mass evenly, so that no partition is 
 
 @dataclass
 class ExDyna(MiCRO):
-    """Send all ranks' values at the positions that some rank found large in its partition; the mean divides by P.
+    """Send what MiCRO does, with partitions that change size until they hold equally much.
 
     Settings are MiCRO's; `rule="quotas"` stands for equal counts and free boundaries. Where any rank holds NaN or Inf, every gradient
     becomes NaN and nothing else changes; this travels on the first message.
@@ -82,7 +75,7 @@ class BlockLoads:
 
 
 @dataclass
-class RebalancedBlocks:
+class RebalancedBlocks(EqualSpans):
     """The paper's partitions: neighbours out of balance hand on a block at each step. All ranks know the counts, so all agree."""
 
     loads: ByBucket[BlockLoads]
@@ -226,8 +219,7 @@ def _equal_counts(free: Sequence[int], total: int, step: int) -> list[int]:
 
 def _level(value: Tensor, finite: bool) -> Tensor:
     """Return the level of the smallest selected magnitude, or FOUND_INF, in 2 bytes."""
-    smallest = value.abs().min().view(1) if value.numel() else value.new_zeros(1)
-    level = levels_of(smallest) if finite else torch.tensor([FOUND_INF])
+    level = sketch(value, [value.numel()]) if finite else torch.tensor([FOUND_INF])
     return level.to(torch.int16).view(torch.uint8)
 
 
@@ -238,7 +230,7 @@ def block_edges(n: int) -> list[int]:
     """
     size = n // BLOCKS // 32 * 32
     if size == 0:
-        return [0, *(span.stop for span in spans(n, min(BLOCKS, n)))]
+        return list(_edges(n, min(BLOCKS, n)))
     return [*range(0, BLOCKS * size, size), n]
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
@@ -120,61 +119,6 @@ class MiCRO(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check()
-        self.selector = self._selector()
-
-    @classmethod
-    def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
-        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does with one flat vector.
-
-        Each bucket has its own threshold: for theirs, one for the model, use one bucket.
-        """
-        return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
-
-    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
-        selection = self.selector.select(acc, bucket, comm)
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(acc.values, selection.index, comm, quantizer)
-        n = bucket.grad.numel()
-        return Update(
-            Sparse(mean.index, mean.value, n),
-            cleared=mean.index,
-            selected=selection.counts[comm.rank] + selection.known,
-            errors=[] if mean.error is None else [Sparse(mean.index, mean.error, n)],
-            details={
-                "threshold": selection.threshold,
-                "padding": padding(selection.counts),
-                **selection.details,
-            },
-            commit=selection.commit,
-        )
-
-    def planned(self, given: Given) -> Plan:
-        chosen = self.selector.planned(given)
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at_plan(chosen.union, given.dtype, given.P, quantizer)
-        return planned(
-            given,
-            [*chosen.exchanges, *mean.exchanges],
-            self.residual_nbytes(given),
-            select=(chosen.examined, 1),
-            passes_to_select=3 * chosen.examined,  # the partition is copied
-            encode=mean.encode,
-            decode=mean.decode,
-        )
-
-    def _selector(self) -> Selector:
-        if self.rule == "quotas":
-            return QuotaSelection(self.density, self.dense, self.refresh)
-        return ThresholdSelection(
-            self.density,
-            self.bug_compatible,
-            self.shared_state("scaling", ThresholdScaling),
-            EqualSpans(),
-            _PEAK,
-        )
-
-    def _check(self) -> None:
         check_density(self.density)
         check_values(self.values)
         if not 0 <= self.refresh <= 1:
@@ -189,27 +133,58 @@ class MiCRO(ErrorFeedbackScheme):
             )
         if self.bug_compatible and self.rule != "threshold":
             raise ValueError('bug_compatible=True goes with rule="threshold"; use published(bug_compatible=True)')
+        self.selector = self._selector()
 
+    @classmethod
+    def published(cls, density: float = 0.01, bug_compatible: bool = False) -> Self:
+        """Return the paper's algorithm; with `bug_compatible`, step by step what the authors' program does with one flat vector.
 
-@runtime_checkable
-class Partitioner(Protocol):
-    """Which span of the vector each of P partitions is at this step."""
+        Each bucket has its own threshold: for theirs, one for the model, use one bucket.
+        """
+        return cls(density=density, rule="threshold", bug_compatible=bug_compatible)
 
-    def spans(self, bucket: Bucket, P: int) -> Sequence[Span]: ...
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
+        selection = self.selector.select(acc, bucket, comm)
+        mean, errors = mean_at(acc.values, selection.index, comm, ValueCodec(self.values))
+        return Update(
+            mean,
+            cleared=mean.index,
+            selected=selection.counts[comm.rank] + selection.known,
+            errors=errors,
+            details={"threshold": selection.threshold, "padding": padding(selection.counts), **selection.details},
+            commit=selection.commit,
+        )
 
-    def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
-        """Take note of a step in which rank r selected `counts[r]` elements."""
-        ...
+    def planned(self, given: Given) -> Plan:
+        chosen = self.selector.planned(given)
+        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values))
+        return planned(
+            given,
+            [*chosen.exchanges, *mean.exchanges],
+            self.residual_nbytes(given),
+            select=(chosen.examined, 1),
+            passes_to_select=3 * chosen.examined,  # the partition is copied
+            encode=mean.encode,
+            decode=mean.decode,
+        )
+
+    def _selector(self) -> Selector:
+        if self.rule == "quotas":
+            return QuotaSelection(self.density, self.dense, self.refresh)
+        return ThresholdSelection(
+            self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans(), _PEAK
+        )
 
 
 class EqualSpans:
-    """MiCRO's partitions: of equal length, always the same."""
+    """MiCRO's partitions: of equal length, always the same. ExDyna's change with what was selected."""
 
     def spans(self, bucket: Bucket, P: int) -> Sequence[Span]:
+        """Return the span of the vector that each of P partitions is at this step."""
         return spans(bucket.grad.numel(), P)
 
     def accept(self, bucket: Bucket, counts: Sequence[int]) -> None:
-        return
+        """Take note of a step in which rank r selected `counts[r]` elements."""
 
 
 @dataclass
@@ -224,7 +199,7 @@ class ThresholdScaling:
     union: int = 0  # K of the last step
 
     def next(self, k: int, bug_compatible: bool) -> float:
-        """Return the threshold of this step for a wanted union of `k`; nothing changes until `accept`.
+        """Return the threshold of this step for a wanted union of `k`; nothing changes before the step has ended.
 
         1/(2 sqrt(k)) at first; then, with q = K/k, times 1.005 for q > 1.1, 1.00125 for 1 < q <= 1.1, 0.9987 for 0.909 < q <= 1 and
         0.995 below. In the authors' code the third factor is never reached: the second applies down to 0.909.
@@ -238,24 +213,6 @@ class ThresholdScaling:
             return self.threshold * (1.00125 if q > 1.0 or bug_compatible else 0.9987)
         return self.threshold * 0.995
 
-    def accept(self, threshold: float, union: int) -> None:
-        """End a step that selected `union` elements with `threshold`."""
-        self.step += 1
-        self.threshold = threshold
-        self.union = union
-
-
-def select_above(chunk: Float[Tensor, " m"], threshold: float, step: int) -> Int[Tensor, " k"]:
-    """Return the positions in `chunk` where |x| >= threshold, ascending, int64; where there are none, one that moves with `step`.
-
-    Only an empty chunk gives none.
-    """
-    # A host sync: how many there are depends on the data.
-    index = kernels.select_ge(chunk, threshold).index.long()
-    if index.numel() == 0 and chunk.numel():
-        index = torch.tensor([step % chunk.numel()], device=chunk.device)
-    return index
-
 
 @dataclass
 class ThresholdSelection:
@@ -264,27 +221,29 @@ class ThresholdSelection:
     density: float
     bug_compatible: bool
     scaling: ByBucket[ThresholdScaling]
-    partitioner: Partitioner
-    largest_share: float | None = (
-        None  # of the union, in one partition, as a plan takes it to be; None: no more than in others
-    )
+    partitions: EqualSpans
+    largest_share: float = 0.0  # of the union, in one partition, as a plan takes it to be; at least that of the others
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P = bucket.grad.numel(), comm.size
         scaling = self.scaling.of(bucket, P)
         t, k = scaling.step, max(1, int(self.density * n)) if self.bug_compatible else count_for(self.density, n)
-        partitions = self.partitioner.spans(bucket, P)
+        partitions = self.partitions.spans(bucket, P)
         mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
-        values = acc.values
+        chunk = mine.of(acc.values)
         with phase("select"):
-            index = select_above(mine.of(values), threshold, t) + mine.start  # [k_r]
-        counts = exchange_counts(index.numel(), acc.finite, comm, values.device)
+            # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
+            index = kernels.select_ge(chunk, threshold).index.long()
+            if len(mine) and not index.numel():
+                index = torch.tensor([t % len(mine)], device=chunk.device)
+            index += mine.start  # [k_r]
+        counts = exchange_counts(index.numel(), acc.finite, comm, chunk.device)
         union = all_gather_padded(index if self.bug_compatible else index.to(torch.int32), counts, comm).long()  # [K]
 
         def commit() -> None:
-            scaling.accept(threshold, union.numel())
-            self.partitioner.accept(bucket, counts)
+            scaling.step, scaling.threshold, scaling.union = t + 1, threshold, union.numel()
+            self.partitions.accept(bucket, counts)
 
         return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
 
@@ -297,7 +256,7 @@ class ThresholdSelection:
         examined = max(given.by_rank("lengths") or near_equal(n, P))
         if selected is None:
             union = count_for(self.density, n)
-            most = min(examined, round(max(1 / P, self.largest_share or 0.0) * union))
+            most = min(examined, round(max(1 / P, self.largest_share) * union))
         else:
             union, most = sum(selected), max(selected)
         padded = all_gather_exchange({(8 if self.bug_compatible else 4) * most: P})

@@ -30,7 +30,7 @@ from typing_extensions import Self
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, Reduced, balanced, details, k_largest, uneven
+from sparsync.collectives.sparse_allreduce import Control, Reduced, details, k_largest, uneven
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, all_reduce_exchange, counts_exchange, planned, plus
 from sparsync.core import (
@@ -214,7 +214,7 @@ class OkTopk(ErrorFeedbackScheme):
         sums = k_largest(top, held[rank])
         sums = Sparse(sums.index + own.start, sums.value, n)
         wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
-        sums, places = balanced(sums, held, wanted, regions, comm, Elements())
+        sums, places = sparse_allreduce.balance(sums, held, wanted, regions, comm, Elements())
         mean, decoded = sparse_allreduce.all_gather_elements(
             replace(sums, value=sums.value / P), wanted, places, comm, codec
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, balanced, details, k_largest, uneven
+from sparsync.collectives.sparse_allreduce import Control, details, k_largest, uneven
 from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
@@ -52,7 +52,7 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     # 5: u, I_glob = BALANCE_AND_ALLGATHERV(reduced, th_glob)
     kept = Sparse(kept.index + regions[rank].start, kept.value, n)
     wanted = sparse_allreduce.equal_holdings(held) if not evaluate and uneven(held, settings.imbalance) else held
-    kept, places = balanced(kept, held, wanted, regions, comm, Raw())
+    kept, places = sparse_allreduce.balance(kept, held, wanted, regions, comm, Raw())
     survivors, _ = sparse_allreduce.all_gather_elements(kept, wanted, places, comm, Raw())
     if evaluate:
         survivors = k_largest(survivors, k)

@@ -43,7 +43,7 @@ class PerParameter(Scheme):
 
     def _reduced(self, bucket: Bucket, reduce: Callable[[Scheme, Bucket], Report]) -> Report:
         layouts = self._layouts(bucket.layout)
-        own = {key: self._bucket_of(bucket, key, layout) for key, layout in layouts.items()}
+        own = {key: _inner(bucket, key, layout) for key, layout in layouts.items()}
         reports = {key: reduce(self._schemes[key], inner) for key, inner in own.items()}
         for key, layout in layouts.items():
             SpanSet.of(layout).put_(bucket.grad, own[key].grad)
@@ -76,30 +76,10 @@ class PerParameter(Scheme):
             texts.append(f"{key or 'default'}: {self._schemes[key].shared_text(_inner(bucket, key, layout, missing))}")
         return ", ".join(texts)
 
-    def reset_shared_state(self) -> None:
-        for scheme in self._schemes.values():
-            scheme.reset_shared_state()
-
-    @property
-    def has_residual(self) -> bool:
-        return any(scheme.has_residual for scheme in self._schemes.values())
-
-    @property
-    def leaves_out(self) -> bool:
-        return any(scheme.leaves_out for scheme in self._schemes.values())
-
-    @property
-    def has_momentum(self) -> bool:
-        return any(scheme.has_momentum for scheme in self._schemes.values())
-
-    @property
-    def writes_steps(self) -> bool:
-        return any(scheme.writes_steps for scheme in self._schemes.values())
-
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor | None:
         found: Tensor | None = None
         for key, layout in self._layouts(bucket.layout).items():
-            own = self._schemes[key].unsent(self._bucket_of(bucket, key, layout), comm)
+            own = self._schemes[key].unsent(_inner(bucket, key, layout), comm)
             if own is not None:
                 found = torch.zeros_like(bucket.grad, dtype=own.dtype) if found is None else found
                 SpanSet.of(layout).put_(found, own)
@@ -107,7 +87,7 @@ class PerParameter(Scheme):
 
     def rollback(self, bucket: Bucket) -> None:
         for key, layout in self._layouts(bucket.layout).items():
-            self._schemes[key].rollback(self._bucket_of(bucket, key, layout))
+            self._schemes[key].rollback(_inner(bucket, key, layout))
 
     def config_fingerprint(self) -> str:
         patterns = {pattern: scheme.config_fingerprint() for pattern, scheme in self.patterns.items()}
@@ -152,11 +132,9 @@ class PerParameter(Scheme):
         """Return the first pattern that a parameter's name matches; "" where there is none."""
         return next((pattern for pattern in self.patterns if matches(name, [pattern])), "")
 
-    def _bucket_of(self, bucket: Bucket, key: str, layout: Sequence[ParameterSpan]) -> Bucket:
-        """Return the parameters of one pattern as a bucket, copied."""
-        return _inner(bucket, key, layout, SpanSet.of(layout).take(bucket.grad))
 
-
-def _inner(bucket: Bucket, key: str, layout: Sequence[ParameterSpan], grad: Tensor) -> Bucket:
+def _inner(bucket: Bucket, key: str, layout: Sequence[ParameterSpan], grad: Tensor | None = None) -> Bucket:
+    """Return the parameters of one pattern as a bucket, with their part of the gradient or with `grad`."""
     own = laid_out((entry.name, entry.shape or len(entry.span)) for entry in layout)
+    grad = SpanSet.of(layout).take(bucket.grad) if grad is None else grad
     return Bucket(f"{bucket.key}/{key}", grad, bucket.step, own)

@@ -76,10 +76,11 @@ class PowerSGD(ErrorFeedbackScheme):
             written = torch.empty_like(values)
             plan.whole.put_(written, mean[: whole.numel()])
             bases = [torch.linalg.qr(p).Q for p in _like(lefts, mean[whole.numel() :])]
+        means: list[Tensor] = []
         if plan.groups:
             with phase("encode"):
                 rights = [torch.bmm(m.mT, p) for m, p in zip(stacks, bases, strict=True)]  # q_r = m^T p, [count, b, r]
-            right, dropped = self._mean(torch.cat([*map(_flat, rights)]), comm)
+            right, dropped = self._mean(torch.cat(list(map(_flat, rights))), comm)
             with phase("decode"):
                 means = _like(rights, right)
                 sent = zip(plan.groups, stacks, bases, means, rights, _like(rights, dropped), strict=True)
@@ -87,10 +88,7 @@ class PowerSGD(ErrorFeedbackScheme):
                     group.put_(written, torch.bmm(p, q.mT))
                     # In place: m lies in the memory of acc, or is a copy that goes there.
                     group.put_(values, m.baddbmm_(p, (own - rounded).mT, alpha=-1))
-                plan.whole.put_(values, error[: whole.numel()])
-        else:
-            means = []
-            plan.whole.put_(values, error)
+        plan.whole.put_(values, error[: whole.numel()])
 
         def commit() -> None:
             for group, q in zip(plan.groups, means, strict=True):
@@ -105,8 +103,10 @@ class PowerSGD(ErrorFeedbackScheme):
         whole, P = len(plan.whole), given.P
         left = whole + sum(count * a * r for count, a, _, r in shapes)
         right = sum(count * b * r for count, _, b, r in shapes)
-        quantizer = None if self.factors == "float32" else ValueCodec(self.factors)
-        means = [mean_at_plan(count, given.dtype, P, quantizer) for count in ([left, right] if shapes else [left])]
+        means = [
+            mean_at_plan(count, given.dtype, P, ValueCodec(self.factors))
+            for count in ([left, right] if shapes else [left])
+        ]
         matrices = sum(count * a * b for count, a, b, _ in shapes)
         made = planned(
             given,
@@ -193,7 +193,7 @@ class _Plan:
 
 @lru_cache(maxsize=256)
 def _planned(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) -> _Plan:
-    members: dict[tuple[object, ...], list[tuple[str, Span]]] = {}
+    members: dict[tuple[int, int, str], list[tuple[str, Span]]] = {}
     whole: list[ParameterSpan] = []
     for entry in layout:
         a, b = _as_matrix(entry)
@@ -201,14 +201,13 @@ def _planned(layout: tuple[ParameterSpan, ...], rank: int, least_saving: float) 
             whole.append(entry)
             continue
         matrix, rest = Span(entry.span.start, entry.span.start + a * b), Span(entry.span.start + a * b, entry.span.stop)
-        alone = (entry.name,) if a * b >= _SMALL else ()
-        members.setdefault((a, b, *alone), []).append((entry.name, matrix))
+        alone = entry.name if a * b >= _SMALL else ""
+        members.setdefault((a, b, alone), []).append((entry.name, matrix))
         if len(rest):
             whole.append(ParameterSpan(entry.name, rest))
     groups = [
         _Group(tuple(name for name, _ in found), tuple(span for _, span in found), a, b, min(rank, a, b))
-        for (a, b, *_), found in members.items()
-        if isinstance(a, int) and isinstance(b, int)
+        for (a, b, _), found in members.items()
     ]
     return _Plan(tuple(groups), SpanSet.of(whole))
 

@@ -49,7 +49,7 @@ class Quantized(ErrorFeedbackScheme):
 
     @classmethod
     def int4(cls, residuals: Residuals = "float32") -> Self:
-        """Return the reduction in 4 bits: an eighth of the bytes of float32."""
+        """Return the reduction in 4 bits: an eighth of the bytes of float32, with error feedback."""
         return cls("int4", residuals)
 
     @classmethod

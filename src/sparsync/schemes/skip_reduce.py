@@ -14,7 +14,7 @@ Differs from the paper and the authors' code:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -128,9 +128,7 @@ class SkipReduce(Scheme):
         """Reduce as `reduce` does, with these parameters never skipped."""
         n, P, comm = bucket.grad.numel(), comm.size, MeteredComm(comm)
         plan = self._skip_plan(bucket, P)
-        names = {entry.name for entry in bucket.layout if matches(entry.name, protect)}
-        dense = SpanSet.of(entry for entry in bucket.layout if entry.name in names)
-        skipping = SpanSet.of(entry for entry in bucket.layout if entry.name not in names)
+        dense, skipping = _split(bucket.layout, protect)
         order = _by_chunk(dense, skipping, self.node_size, max(1, P // self.node_size))
         acc = self.residual.accumulate(bucket, comm.rank) if self.feedback else None
         sent, shares = bucket.grad, 1
@@ -299,7 +297,7 @@ class SkipReduceScatter(ReduceScatterScheme):
     def reduce_scatter(self, bucket: Bucket, out: Tensor, comm: Comm, average: bool) -> Report:
         config, n, P = self.config, bucket.grad.numel(), comm.size
         plan = self._plan(bucket, P)
-        always, others = self._split(bucket.layout, P) if self.needs_layout else ((), (Span(0, out.numel()),))
+        always, others = self._always(bucket.layout, P) if self.needs_layout else ((), (Span(0, out.numel()),))
         acc = self.feedback.accumulate(bucket, comm.rank) if config.feedback else None
         sent = bucket.grad if acc is None else rounded(acc.values, out.dtype)
         # Sums in which a residual is are formed in its type.
@@ -336,12 +334,18 @@ class SkipReduceScatter(ReduceScatterScheme):
             return SkipPlan(first_offsets(skip))
         return SkipPlan(rotating_offsets(skip, P, self.config.seed, bucket.key, bucket.step))
 
-    def _split(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return the spans of a chunk that are never left out, and the others."""
-        first = layout[: len(layout) // P]  # every chunk has the same layout
-        dense = [entry for entry in first if matches(parameter_of(entry.name), self.config.protect)]
-        names = {entry.name for entry in dense}
-        return SpanSet.of(dense).spans, SpanSet.of(entry for entry in first if entry.name not in names).spans
+    def _always(self, layout: Sequence[ParameterSpan], P: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Return the spans of a chunk that are never left out, and the others. Every chunk has the same layout."""
+        first = [replace(entry, name=parameter_of(entry.name)) for entry in layout[: len(layout) // P]]
+        dense, skipping = _split(first, self.config.protect)
+        return dense.spans, skipping.spans
+
+
+def _split(layout: Sequence[ParameterSpan], protect: Sequence[str]) -> tuple[SpanSet, SpanSet]:
+    """Return the elements that are never left out, and the others."""
+    protected = {entry.name for entry in layout if matches(entry.name, protect)}
+    dense, skipping = ([entry for entry in layout if (entry.name in protected) == kept] for kept in (True, False))
+    return SpanSet.of(dense), SpanSet.of(skipping)
 
 
 @lru_cache(maxsize=256)

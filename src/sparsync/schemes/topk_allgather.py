@@ -80,11 +80,12 @@ def gather_selections(
         gathered = [codec.decode(each, count, n, dtype) for each, count in zip(packets, counts, strict=True)]
         # In rank order, so the same bits on every rank.
         union = kernels.coalesce(gathered)
-    found, note = dict(details or {}), commit
     if codec.exact:
-        return Update(Sparse(union.index, union.value.div_(P), n), own.index, k, details=found, commit=note)
-    error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
-    return Update(union, own.index, k, [Sparse(own.index, error, n)], found, note)
+        mean, errors = Sparse(union.index, union.value.div_(P), n), []
+    else:
+        error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
+        mean, errors = union, [Sparse(own.index, error, n)]
+    return Update(mean, own.index, k, errors, details or {}, commit)
 
 
 def gather_selections_planned(

@@ -9,10 +9,9 @@ The two exchanges are those of SparseReduceScatter and all-gather in Ok-Topk (ar
 counts and the owner's residual are our own. Dividing by those who sent is SparseLoCo's mean (arXiv 2508.15706), taken at the owner.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,12 +74,8 @@ class TwoShot(ErrorFeedbackScheme):
         check_density(self.density)
         check_values(self.values)
         check_one_of("divide_by", self.divide_by, Divisor)
-        self._lost: dict[
-            str, Sparse
-        ] = {}  # what the own region lost in the last step of each bucket, where that is not P * mean
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
-        self._lost.pop(bucket.key, None)
         if self.density == 1.0:
             mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
@@ -100,12 +95,9 @@ class TwoShot(ErrorFeedbackScheme):
         error = lacking(top.value, own.value, divisor)
         kept.append(Sparse(own.index, error, n))
 
-        def commit() -> None:
-            if senders is not None:
-                self._lost[bucket.key] = Sparse(own.index, top.value - error, n)
-
         selected = sum(regions.counts) - regions.counts[rank] + regions.rows[rank].length
-        return Update(mean, None, selected, commit=commit, replaced=kept)
+        lost = None if senders is None else Sparse(own.index, top.value - error, n)
+        return Update(mean, None, selected, replaced=kept, lost=lost)
 
     def planned(self, given: Given) -> Plan:
         if self.density == 1.0:
@@ -124,21 +116,6 @@ class TwoShot(ErrorFeedbackScheme):
             encode=(total, P),
             decode=plus(rounding, ((P - 1) * own, P - 1), (total, P)),
         )
-
-    def send_all(self, bucket: Bucket, comm: Comm) -> Report:
-        self._lost.pop(bucket.key, None)  # P * mean is what is lost this time
-        return super().send_all(bucket, comm)
-
-    def rollback(self, bucket: Bucket) -> None:
-        lost = self._lost.pop(bucket.key, None)
-        if lost is None:
-            super().rollback(bucket)
-        else:
-            kernels.scatter_add_(self.feedback.residual_of(bucket), lost)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        super().load_state_dict(state)
-        self._lost = {}
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""

@@ -147,7 +147,7 @@ class BlockCyclic:
         group = position // (self.row * self.P)
         p = (position // self.row - _rotations(group, self.P)) % self.P
         place = group * self.row + position % self.row
-        starts = self._tail_starts(position.device)
+        starts = torch.tensor([span.start for span in self._tails()], device=position.device)
         tail_p = torch.bucketize(position, starts, right=True) - 1
         tail_place = position - starts[tail_p.clamp(min=0)] + self.groups * self.row
         inside = group < self.groups
@@ -156,9 +156,6 @@ class BlockCyclic:
     def _tails(self) -> list[Span]:
         inner = self.groups * self.row * self.P
         return [Span(span.start + inner, span.stop + inner) for span in spans(self.n - inner, self.P)]
-
-    def _tail_starts(self, device: torch.device) -> Tensor:
-        return torch.tensor([span.start for span in self._tails()], device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -280,15 +277,9 @@ def _merged(wanted: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def levels_of(magnitude: Float[Tensor, "*m"], bits: int = 15) -> Int[Tensor, "*m"]:
-    """Return the upper `bits` of each magnitude as a float32 without its sign, int32; what exceeds float32 counts as its largest."""
-    limit = torch.finfo(torch.float32).max
-    return magnitude.clamp(max=limit).to(torch.float32).view(torch.int32) >> (_FLOAT32_BITS - bits)
-
-
-def relative_magnitudes(levels: Sequence[int], bits: int = 15) -> list[int]:
-    """Return the magnitudes at `levels` in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
-    words = torch.tensor(list(levels), dtype=torch.int32, device="cpu") << (_FLOAT32_BITS - bits)
+def relative_magnitudes(levels: Sequence[int]) -> list[int]:
+    """Return the magnitudes at `levels` of 15 bits in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
+    words = torch.tensor(levels, dtype=torch.int32, device="cpu") << (_FLOAT32_BITS - 15)
     magnitude = words.view(torch.float32).to(torch.float64)
     largest = magnitude.max()
     return (magnitude / largest * 65536).to(torch.int64).tolist() if largest > 0 else [1] * len(levels)
@@ -297,16 +288,18 @@ def relative_magnitudes(levels: Sequence[int], bits: int = 15) -> list[int]:
 def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> Int[Tensor, " points"]:
     """Return the level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts; 0 for a count of 0.
 
-    `largest` holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
+    A level is the upper `bits` of a magnitude as a float32 without its sign; what exceeds float32 counts as its largest. `largest`
+    holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
     """
-    levels: list[Tensor] = []
+    smallest: list[Tensor] = []
     for count in reversed(counts):  # each is among those of the next larger count
         if 0 < count < largest.numel():
             largest = kernels.top_k(largest, count).value
         reached = 0 < count <= largest.numel()
-        smallest = largest.abs().min() if reached else largest.new_zeros(())
-        levels.insert(0, smallest)
-    return levels_of(torch.stack(levels), bits)
+        smallest.insert(0, largest.abs().min() if reached else largest.new_zeros(()))
+    limit = torch.finfo(torch.float32).max
+    words = torch.stack(smallest).clamp(max=limit).to(torch.float32).view(torch.int32)
+    return words >> (_FLOAT32_BITS - bits)
 
 
 def quotas(

@@ -1,4 +1,4 @@
-"""Checks of steps that were run. One that fails names the invariant, the world, the step, the rank and both values."""
+"""Checks of steps that were run. A failure names the world, the step, the rank and both values."""
 
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -9,52 +9,40 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme
 from sparsync.comm.plan import Given
 from sparsync.core import Cost
-from sparsync.testing.world import Step, integer_sum, layout, same_bits
+from sparsync.testing.world import Step, fail, integer_sum, layout, same_bits
 
 _SCALE = 2.0**-16
 
 
-def check_replicas(invariant: str, steps: Sequence[Step]) -> None:
+def check_replicas(steps: Sequence[Step]) -> None:
     """Check that every rank has written the same bits, in the type and length of its gradient."""
     for step in steps:
-        for rank, written in enumerate(step.written):
-            grad = step.grads[rank]
+        for rank, (written, grad) in enumerate(zip(step.written, step.grads, strict=True)):
             if written.dtype != grad.dtype or written.shape != grad.shape:
-                fail(invariant, step.where(rank), "the gradient became", described(written), "it was", described(grad))
-            if not same_bits(written, step.written[0]):
-                at = first_difference(written, step.written[0])
-                fail(
-                    invariant,
-                    step.where(rank),
-                    f"element {at} is",
-                    written[at],
-                    "rank 0 has written",
-                    step.written[0][at],
-                )
+                fail(step.where(rank), f"the gradient became {described(written)}, it was {described(grad)}")
+            _check_bits(step.where(rank), "element {} is", written, "rank 0 has written", step.written[0])
 
 
-def check_traffic(invariant: str, steps: Sequence[Step]) -> None:
+def check_traffic(steps: Sequence[Step]) -> None:
     """Check that each report gives what the rank's communicator has counted, and possible numbers of elements."""
     for step in steps:
         n = step.grads[0].numel()
         for rank, (counted, report) in enumerate(zip(step.counted, step.reports, strict=True)):
+            where = step.where(rank)
             if counted != report.cost:
                 fail(
-                    invariant,
-                    step.where(rank),
-                    "counted",
-                    counted,
-                    "communicate through a MeteredComm around comm and pass what it sent to report(); the report's cost is",
-                    report.cost,
+                    where,
+                    f"counted {counted}, communicate through a MeteredComm around comm and pass what it sent to report(); "
+                    f"the report's cost is {report.cost}",
                 )
             if report.elements != n:
-                fail(invariant, step.where(rank), "the report's elements are", report.elements, "the bucket has", n)
+                fail(where, f"the report's elements are {report.elements}, the bucket has {n}")
             for name, number in (("selected", report.selected), ("union", report.union)):
                 if not 0 <= number <= n:
-                    fail(invariant, step.where(rank), f"the report's {name} is", number, "allowed is at most", n)
+                    fail(where, f"the report's {name} is {number}, allowed is at most {n}")
 
 
-def check_plan(invariant: str, scheme: Scheme, steps: Sequence[Step]) -> None:
+def check_plan(scheme: Scheme, steps: Sequence[Step]) -> None:
     """Check that the closed form of each step has the rounds that were counted, and one to two times what the busiest rank sends.
 
     It adds up what the busiest rank of each exchange sends. Where these are different ranks, that is more than any rank sends in all: in a
@@ -66,32 +54,26 @@ def check_plan(invariant: str, scheme: Scheme, steps: Sequence[Step]) -> None:
         most = Cost(*map(max, zip(*map(astuple, step.counted), strict=True)))
         enough = form.messages >= most.messages and form.nbytes >= most.nbytes
         if form.steps != most.steps or not enough or form.nbytes > 2 * most.nbytes:
-            fail(invariant, step.where(), "the busiest rank counted", most, "its plan in closed form says", form)
+            fail(step.where(), f"the busiest rank counted {most}, its plan in closed form says {form}")
 
 
-def check_conservation(
-    invariant: str, steps: Sequence[Step], before: Tensor, tolerance: float = 0.0, decay: float = 1.0
-) -> None:
+def check_conservation(steps: Sequence[Step], before: Tensor, tolerance: float = 0.0, decay: float = 1.0) -> None:
     """Check that at each step residuals after it + P x what was written == decay x residuals before it + gradients, summed over ranks.
 
     `before`: float64 [n], the sum over ranks of the residuals before the first step. The sums are exact for small integers and a
     `decay` that is a power of two.
     """
+    decayed = "" if decay == 1.0 else f"{decay:g} x "
     for step in steps:
         came_in = decay * before + integer_sum(step.grads)
         before = integer_sum(step.residuals)
         found = before + step.size * step.written[0].double()
-        check_equal(
-            invariant,
-            step.where(),
-            ("residuals after the step + P x written", found),
-            (f"{_decayed(decay)}residuals before it + gradients", came_in),
-            tolerance,
-        )
+        kept, given = "residuals after the step + P x written", f"{decayed}residuals before it + gradients"
+        check_equal(step.where(), kept, found, given, came_in, tolerance)
 
 
 def check_rounding(
-    invariant: str, steps: Sequence[Step], tolerance: float = 0.0, decay: float = 1.0, in_gradient_type: bool = False
+    steps: Sequence[Step], tolerance: float = 0.0, decay: float = 1.0, in_gradient_type: bool = False
 ) -> None:
     """Check conservation of any finite gradients up to the rounding of additions, element by element, and that residuals are finite.
 
@@ -112,8 +94,7 @@ def check_rounding(
     P = steps[0].size
     before = [torch.zeros_like(residual).double() for residual in steps[0].residuals]
     for step in steps:
-        for rank, residual in enumerate(step.residuals):
-            check_finite(invariant, step.where(rank), "the residual", residual)
+        check_finite_residuals(step)
         after, grads = ([_scaled(each) for each in parts] for parts in (step.residuals, step.grads))
         kept, came_in = integer_sum(after), decay * integer_sum(before) + integer_sum(grads)
         finite = step.written[0].isfinite()
@@ -132,12 +113,9 @@ def check_rounding(
         if (off > allowed)[held].any():
             at = int((off / allowed).where(held, 0.0).argmax())
             fail(
-                invariant,
                 step.where(),
-                f"element {at}: residuals after the step + P x written, less what came in, is",
-                off[at] / _SCALE,
-                "the rounding of additions allows",
-                allowed[at] / _SCALE,
+                f"element {at}: residuals after the step + P x written, less what came in, is {off[at] / _SCALE}, "
+                f"the rounding of additions allows {allowed[at] / _SCALE}",
             )
         before = after
 
@@ -147,45 +125,37 @@ def _scaled(x: Tensor) -> Tensor:
     return x.double() * _SCALE
 
 
-def _decayed(decay: float) -> str:
-    return "" if decay == 1.0 else f"{decay:g} x "
-
-
-def check_equal(
-    invariant: str, where: str, found: tuple[str, Tensor], expected: tuple[str, Tensor], tolerance: float = 0.0
-) -> None:
-    """Check that two named tensors are equal, or differ by at most `tolerance` times the largest magnitude that is expected."""
-    allowed = tolerance * float(expected[1].abs().max()) if expected[1].numel() else 0.0
-    apart = (found[1] != expected[1]) & ~((found[1] - expected[1]).abs() <= allowed)
+def check_equal(where: str, what: str, x: Tensor, reference: str, y: Tensor, tolerance: float = 0.0) -> None:
+    """Check that two tensors with these names are equal, or differ by at most `tolerance` times the largest magnitude in `y`."""
+    allowed = tolerance * float(y.abs().max()) if y.numel() else 0.0
+    apart = (x != y) & ~((x - y).abs() <= allowed)
     if apart.any():
         at = int(apart.nonzero()[0])
-        fail(invariant, where, f"element {at}: {found[0]} is", found[1][at], f"{expected[0]} is", expected[1][at])
+        fail(where, f"element {at}: {what} is {x[at]}, {reference} is {y[at]}")
 
 
-def check_same(invariant: str, found: Sequence[Step], expected: Sequence[Step], what: str) -> None:
+def check_same(found: Sequence[Step], expected: Sequence[Step], what: str) -> None:
     """Check that two runs have the same bits in gradients and residuals, and the same reports."""
     for one, other in zip(found, expected, strict=True):
         for rank in range(one.size):
             for name in ("written", "residuals"):
                 mine, theirs = getattr(one, name)[rank], getattr(other, name)[rank]
-                if not same_bits(mine, theirs):
-                    at = first_difference(mine, theirs)
-                    fail(invariant, one.where(rank), f"element {at} of {name} is", mine[at], what, theirs[at])
+                _check_bits(one.where(rank), f"element {{}} of {name} is", mine, what, theirs)
             if one.reports[rank] != other.reports[rank]:
-                fail(invariant, one.where(rank), "the report is", one.reports[rank], what, other.reports[rank])
+                fail(one.where(rank), f"the report is {one.reports[rank]}, {what} {other.reports[rank]}")
 
 
-def check_finite(invariant: str, where: str, what: str, x: Tensor) -> None:
+def check_finite(where: str, what: str, x: Tensor) -> None:
     """Check that a named tensor holds neither NaN nor Inf."""
     if not x.isfinite().all():
         at = int((~x.isfinite()).nonzero()[0])
-        fail(invariant, where, f"element {at} of {what} is", x[at], "it must be", "finite")
+        fail(where, f"element {at} of {what} is {x[at]}, it must be finite")
 
 
-def first_difference(x: Tensor, y: Tensor) -> int:
-    """Return the first position where the bits of x and y differ; both have one type and length."""
-    width = x.element_size()
-    return int((x.view(torch.uint8) != y.view(torch.uint8)).nonzero()[0]) // width
+def check_finite_residuals(step: Step) -> None:
+    """Check that no rank's residual holds NaN or Inf."""
+    for rank, residual in enumerate(step.residuals):
+        check_finite(step.where(rank), "the residual", residual)
 
 
 def described(x: Tensor) -> str:
@@ -193,11 +163,8 @@ def described(x: Tensor) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
-def fail(invariant: str, where: str, what: str, found: object, and_what: str, expected: object) -> None:
-    """Raise AssertionError that says which invariant does not hold, where, and the two values."""
-    raise AssertionError(f"{invariant}: {where}: {what} {shown(found)}, {and_what} {shown(expected)}")
-
-
-def shown(value: object) -> str:
-    """Return a value for a message; one element of a tensor as a number."""
-    return repr(value.item()) if isinstance(value, Tensor) else str(value)
+def _check_bits(where: str, what: str, x: Tensor, reference: str, y: Tensor) -> None:
+    """Check that two tensors of one type and length have the same bits; `what` has a place for the number of the element."""
+    if not same_bits(x, y):
+        at = int((x.view(torch.uint8) != y.view(torch.uint8)).nonzero()[0]) // x.element_size()
+        fail(where, f"{what.format(at)} {x[at]}, {reference} {y[at]}")

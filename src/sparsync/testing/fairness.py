@@ -1,6 +1,6 @@
 """Invariants of what ranks give and get: each one's elements are examined, means have their size, shares add up, no rank sends most.
 
-Each returns None where it holds, or why it says nothing about the scheme.
+They return None, or why they say nothing about the scheme.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket
-from sparsync.testing.checks import described, fail
+from sparsync.testing.checks import described
 from sparsync.testing.subject import SchemeUnderTest
-from sparsync.testing.world import COUNT, flat_residual, layout, run
+from sparsync.testing.world import COUNT, fail, flat_residual, layout, run
 
 PATIENCE = 4  # times the steps it takes to send all elements of all ranks one after the other
 OFF = 1.2  # a total that is OFF times too large or too small has the wrong scale
@@ -39,12 +39,9 @@ def examination(subject: SchemeUnderTest) -> str | None:
         waits = never_written(subject.start(P), grads, subject.warmup, most)
         if waits.any():
             fail(
-                "examination",
                 f"P = {P}, n = {n}",
-                f"within {most} steps, which is 4 P n / k, of the elements that rank {source} alone has, nothing was written at",
-                waits.nonzero().flatten().tolist(),
-                "what is left there at the end must be",
-                "no element",
+                f"within {most} steps, which is 4 P n / k, of the elements that rank {source} alone has, nothing was written at "
+                f"{waits.nonzero().flatten().tolist()}, what is left there at the end must be no element",
             )
     return None
 
@@ -80,8 +77,8 @@ def scale(subject: SchemeUnderTest) -> str | None:
     if not there.any():
         return "nothing is written at the first step"
     if not expected / OFF <= found <= expected * OFF:
-        what = f"where all ranks have the same gradient, {int(there.sum())} elements were written, whose sum is"
-        fail("scale", step.where(), what, found, "the gradient's is", expected)
+        what = f"where all ranks have the same gradient, {int(there.sum())} elements were written"
+        fail(step.where(), f"{what}, whose sum is {found}, the gradient's is {expected}")
     return None
 
 
@@ -105,28 +102,19 @@ def shares(subject: SchemeUnderTest) -> str | None:
         never &= step.written[0] == 0
         largest = max(largest, float(step.written[0].abs().max()))
         found = shares_of(schemes, number + 1)
-        held_for = torch.stack(
-            [
-                _held_for(step.where(rank), share, residual, P)
-                for rank, (share, residual) in enumerate(zip(found, step.residuals, strict=True))
-            ]
-        )  # m, [P, n]
-        if ((held_for - 1).sum(0) > P - 1).any():
-            at = int(((held_for - 1).sum(0) > P - 1).nonzero()[0])
-            what = f"element {at} of unsent is this part of the residual, by rank: 1 /"
-            fail("shares", step.where(), what, held_for[:, at].tolist(), "less 1 they may add up to P - 1,", P - 1)
+        pairs = enumerate(zip(found, step.residuals, strict=True))
+        held_for = torch.stack([_held_for(step.where(rank), *pair, P) for rank, pair in pairs])  # m, [P, n]
+        too_many = (held_for - 1).sum(0) > P - 1
+        if too_many.any():
+            at = int(too_many.nonzero()[0])
+            what = f"element {at} of unsent is this part of the residual, by rank: 1 / {held_for[:, at].tolist()}"
+            fail(step.where(), f"{what}, less 1 they may add up to P - 1, {P - 1}")
         for_others = never & (step.residuals[-1].abs() > largest) & (held_for[-1] == 1)
         if P > 1 and for_others.any():
             at = int(for_others.nonzero()[0])
-            what = f"this rank had no gradients and holds, for others, {float(step.residuals[-1][at])} at element {at}; unsent is"
-            fail(
-                "shares",
-                step.where(P - 1),
-                what,
-                found[-1][at],
-                "its share is, for all ranks,",
-                step.residuals[-1][at] / P,
-            )
+            held = step.residuals[-1][at]
+            what = f"this rank had no gradients and holds, for others, {held} at element {at}"
+            fail(step.where(P - 1), f"{what}; unsent is {found[-1][at]}, its share is, for all ranks, {held / P}")
     return None
 
 
@@ -143,23 +131,15 @@ def shares_of(schemes: Sequence[Scheme], step: int) -> list[Tensor]:
 
 
 def _held_for(where: str, share: Tensor, residual: Tensor, P: int) -> Tensor:
-    """Return for how many ranks each element of the residual is held: m, where `share` is an m-th. Raises AssertionError for others."""
+    """Return for how many ranks each element of the residual is held: m, where `share` is an m-th. Raises InvariantError for others."""
     if share.shape != residual.shape:
-        fail("shares", where, "unsent is", described(share), "the residual is", described(residual))
+        fail(where, f"unsent is {described(share)}, the residual is {described(residual)}")
     m = torch.where((residual == 0) & (share == 0), 1.0, residual / share).round()
-    wrong = ~(
-        (m >= 1) & (m <= P) & torch.isclose(m * share, residual, rtol=4 * torch.finfo(residual.dtype).eps, atol=0)
-    )
+    is_part = torch.isclose(m * share, residual, rtol=4 * torch.finfo(residual.dtype).eps, atol=0)
+    wrong = ~((m >= 1) & (m <= P) & is_part)
     if wrong.any():
         at = int(wrong.nonzero()[0])
-        fail(
-            "shares",
-            where,
-            f"element {at} of unsent is",
-            share[at],
-            f"for m of {P} ranks it must be an m-th of",
-            residual[at],
-        )
+        fail(where, f"element {at} of unsent is {share[at]}, for m of {P} ranks it must be an m-th of {residual[at]}")
     return m.long()
 
 
@@ -184,6 +164,6 @@ def balance(subject: SchemeUnderTest) -> str | None:
     steps = run(subject.start(P), grads)[-P:]
     sent = [sum(step.counted[rank].nbytes for step in steps) for rank in range(P)]
     if max(sent) * P > UNEVEN * sum(sent):
-        what = f"in {P} steps rank {sent.index(max(sent))} sends the most, of bytes by rank"
-        fail("balance", steps[-1].where(), what, sent, "the most may be", UNEVEN * sum(sent) / P)
+        what = f"in {P} steps rank {sent.index(max(sent))} sends the most, of bytes by rank {sent}"
+        fail(steps[-1].where(), f"{what}, the most may be {UNEVEN * sum(sent) / P}")
     return None

@@ -1,7 +1,7 @@
-"""The invariants, by name: each is a function of the scheme under test that raises AssertionError where the scheme breaks it.
+"""The invariants, by name: functions of the scheme under test that raise InvariantError where the scheme breaks them.
 
-It returns None where it holds, or why it says nothing about the scheme: conservation is for schemes with a residual, identity for those
-with a complete form.
+They return None, or why they say nothing about the scheme: conservation is for schemes with a residual, identity for those with a
+complete form.
 """
 
 import io
@@ -20,25 +20,35 @@ from sparsync.testing.checks import (
     check_conservation,
     check_equal,
     check_finite,
+    check_finite_residuals,
     check_plan,
     check_replicas,
     check_rounding,
     check_same,
     check_traffic,
-    fail,
 )
 from sparsync.testing.fairness import balance, examination, scale, shares
 from sparsync.testing.subject import SchemeUnderTest
-from sparsync.testing.world import COUNT, Step, extremes, integer_sum, integers, reals, residual_of, run
+from sparsync.testing.world import (
+    COUNT,
+    InvariantError,
+    Step,
+    extremes,
+    fail,
+    integer_sum,
+    integers,
+    reals,
+    residual_of,
+    run,
+)
 
 SIZES = {"a": 5, "b": 1, "c": 12, "d": 0, "e": 7}  # parameters that lie in one bucket or another
+WHOLE = laid_out([("whole", COUNT)])
 HOLDS = "holds"
 SMALL = 8  # elements; and the most ranks whose sums of small integers a 16-bit message holds
 
 
-def check(
-    invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any
-) -> str | None:  # Any: the fields of SchemeUnderTest
+def check(invariant: str, scheme: SchemeUnderTest | Callable[[], Scheme], **promises: Any) -> str | None:
     """Check one invariant, by its name in INVARIANTS. Return None where it holds, or why it was not checked.
 
     `scheme` makes a new scheme at each call, once for each rank; `promises` are the fields of SchemeUnderTest, for instance
@@ -51,8 +61,13 @@ def check(
         raise ValueError(f"unknown invariant {invariant!r}; there are {', '.join(INVARIANTS)}")
     if invariant in subject.without:
         return f"left out: {subject.without[invariant]}"
+    if subject.unaccounted and INVARIANTS[invariant] in (conservation, rounding, rollback, clipping):
+        return subject.unaccounted
     try:
         return INVARIANTS[invariant](subject)
+    except InvariantError as error:
+        error.args = (f"{invariant}: {error}",)
+        raise
     except Exception as error:
         add_note(error, f"(while checking the invariant {invariant!r})")
         raise
@@ -73,32 +88,25 @@ def check_scheme(
     return {invariant: check(invariant, subject) or HOLDS for invariant in INVARIANTS}
 
 
-def conservation(subject: SchemeUnderTest) -> str | None:
+def conservation(subject: SchemeUnderTest) -> None:
     """Check that what is not written stays in the residuals, element by element, but for the share that decays."""
-    if subject.unaccounted:
-        return subject.unaccounted
     for P in subject.worlds:
-        steps = subject.trace(P)[: subject.exact_steps]
-        conserved("conservation", subject, steps, zeros(COUNT))
-    return None
+        conserved(subject, subject.trace(P)[: subject.exact_steps])
 
 
-def rounding(subject: SchemeUnderTest) -> str | None:
+def rounding(subject: SchemeUnderTest) -> None:
     """Check that of gradients of any type, the largest numbers too, no more is lost than additions in the residual's type round."""
-    if subject.unaccounted:
-        return subject.unaccounted
     P = subject.world(5)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), extremes(P, COUNT, dtype))
-        check_replicas("rounding", steps)
-        check_rounding("rounding", steps, subject.tolerance, subject.decay, subject.sums_in_gradient_type)
-    return None
+        check_replicas(steps)
+        check_rounding(steps, subject.tolerance, subject.decay, subject.sums_in_gradient_type)
 
 
 def replicas(subject: SchemeUnderTest) -> None:
     """Check that all ranks end with the same bits."""
     for P in subject.worlds:
-        check_replicas("replicas", subject.trace(P))
+        check_replicas(subject.trace(P))
 
 
 def identity(subject: SchemeUnderTest) -> str | None:
@@ -107,7 +115,7 @@ def identity(subject: SchemeUnderTest) -> str | None:
         return "no setting leaves nothing out: complete=None"
     for P in (P for P in subject.worlds if P <= SMALL):
         schemes = [subject.complete() for _ in range(P)]
-        check_dense_mean("identity", run(schemes, integers(P, COUNT, subject.warmup + 1)))
+        check_dense_mean(run(schemes, integers(P, COUNT, subject.warmup + 1)))
     return None
 
 
@@ -119,13 +127,10 @@ def one_rank(subject: SchemeUnderTest) -> str | None:
     for step in steps:
         for name, cost in (("counted", step.counted[0]), ("the report's cost is", step.reports[0].cost)):
             if cost != Cost():
-                fail("one_rank", step.where(0), name, cost, "it must be", Cost())
+                fail(step.where(0), f"{name} {cost}, it must be {Cost()}")
         if not subject.has_residual:
-            check_equal(
-                "one_rank", step.where(0), ("what is written", step.written[0]), ("the gradient", step.grads[0])
-            )
-    if subject.has_residual:
-        conserved("one_rank", subject, steps[: subject.exact_steps], zeros(COUNT))
+            check_equal(step.where(0), "what is written", step.written[0], "the gradient", step.grads[0])
+    conserved(subject, steps[: subject.exact_steps])
     return None
 
 
@@ -134,17 +139,17 @@ def determinism(subject: SchemeUnderTest) -> None:
     P = subject.world(4)
     first, before = subject.trace(P), torch.get_rng_state()
     again = run(subject.start(P), [step.grads for step in first])
-    check_same("determinism", again, first, "the first time it was")
+    check_same(again, first, "the first time it was")
     if not torch.equal(torch.get_rng_state(), before):
-        fail("determinism", again[0].where(), "torch's global generator has", "moved", "it must", "stay where it is")
+        fail(again[0].where(), "torch's global generator has moved, it must stay where it is")
 
 
 def traffic(subject: SchemeUnderTest) -> None:
     """Check that reports give what is counted, and, where `planned` promises it, that the closed form is what the busiest rank sends."""
     for P in subject.worlds:
-        check_traffic("traffic", subject.trace(P))
+        check_traffic(subject.trace(P))
         if subject.planned:
-            check_plan("traffic", subject.make(), subject.trace(P)[subject.warmup :])
+            check_plan(subject.make(), subject.trace(P)[subject.warmup :])
 
 
 def resume(subject: SchemeUnderTest) -> None:
@@ -159,11 +164,11 @@ def resume(subject: SchemeUnderTest) -> None:
         states = [through_a_file(state) for state in saved]
         run(old, grads[cut:], first_step=cut)
         if flattened(saved) != flattened(states):
-            fail("resume", whole[cut].where(), "a saved state has", "changed", "state_dict must return", "a copy")
+            fail(whole[cut].where(), "a saved state has changed, state_dict must return a copy")
         for scheme, state in zip(new, states, strict=True):
             scheme.load_state_dict(state)
         continued = run(new, grads[cut:], first_step=cut)
-        check_same("resume", continued, whole[cut:], "without interruption it is")
+        check_same(continued, whole[cut:], "without interruption it is")
 
 
 def another_world(subject: SchemeUnderTest) -> str | None:
@@ -180,8 +185,8 @@ def another_world(subject: SchemeUnderTest) -> str | None:
         for scheme, residual in zip(new, redistributed([state["residual"] for state in states], P), strict=True):
             scheme.load_state_dict({**states[0], "residual": residual})
         steps = run(new, integers(P, COUNT, 2, unit, subject.exact), first_step=subject.exact_steps)
-        conserved("another_world", subject, steps, integer_sum(last.residuals))
-        check_replicas("another_world", steps)
+        conserved(subject, steps, integer_sum(last.residuals))
+        check_replicas(steps)
     return None
 
 
@@ -189,69 +194,47 @@ def layouts(subject: SchemeUnderTest) -> None:
     """Check that a bucket can be one parameter, and that parameters which move to other buckets, and back, lose no mass."""
     P = subject.world(2)
     schemes = subject.start(P)
-    steps = run(
-        schemes, integers(P, COUNT, 1, dtype=subject.exact), parameters=laid_out([("whole", COUNT)]), key="whole"
-    )
-    check_step_invariants("layouts", subject, steps)
+    steps = run(schemes, integers(P, COUNT, 1, dtype=subject.exact), parameters=WHOLE, key="whole")
+    check_step_invariants(subject, steps)
     if not subject.has_residual:
         return
     by_name = schemes[0].state_dict().get("residual", {})
     if list(by_name) != ["whole"]:
-        fail("layouts", steps[0].where(0), "the residual has the names", list(by_name), "the layout has", ["whole"])
+        fail(steps[0].where(0), f"the residual has the names {list(by_name)}, the layout has ['whole']")
     whole = [list(SIZES)]
     split = [["e", "a"], ["c"], ["d", "b"]]
     single = [[name] for name in SIZES]
     check_layouts(subject, [whole, split, whole, split, single, whole])
 
 
-def rollback(subject: SchemeUnderTest) -> str | None:
+def rollback(subject: SchemeUnderTest) -> None:
     """Check that a rollback adds what was written to the residuals again, so that all that came in is there."""
-    if subject.unaccounted:
-        return subject.unaccounted
     P = subject.world(3)
-    grads = integers(P, COUNT, subject.exact_steps, dtype=subject.exact)
-    parameters = laid_out([("whole", COUNT)])
     schemes = subject.start(P)
-    before = integer_sum(run(schemes, grads[:-1], parameters=parameters)[-1].residuals)
-
-    def body(comm: LocalComm) -> None:
-        bucket = Bucket("bucket0", grads[-1][comm.rank].clone(), len(grads) - 1, parameters)
-        schemes[comm.rank].reduce(bucket, comm)
-        schemes[comm.rank].rollback(bucket)
-
-    LocalWorld(P).run(body)
+    *_, previous, step = run(schemes, integers(P, COUNT, subject.exact_steps, dtype=subject.exact), parameters=WHOLE)
+    for scheme, written in zip(schemes, step.written, strict=True):
+        scheme.rollback(Bucket("bucket0", written, step.number, WHOLE))
     found = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes])
-    where = f"P = {P}, n = {COUNT}, step {len(grads) - 1}"
-    expected = ("residuals before the step, decayed, + gradients", subject.decay * before + integer_sum(grads[-1]))
-    check_equal("rollback", where, ("residuals after the rollback", found), expected, subject.tolerance)
-    return None
+    came_in = subject.decay * integer_sum(previous.residuals) + integer_sum(step.grads)
+    given = "residuals before the step, decayed, + gradients"
+    check_equal(step.where(), "residuals after the rollback", found, given, came_in, subject.tolerance)
 
 
 def clipping(subject: SchemeUnderTest) -> None:
     """Check that of a step which counts half, half of what came in and half of what was written is in the account of the residuals."""
-    if not (subject.has_residual and subject.conserves):
-        return
     P = subject.world(3)
     *earlier, last = integers(P, COUNT, subject.exact_steps, 2 * P, subject.exact)
-    parameters = laid_out([("whole", COUNT)])
     schemes = subject.start(P)
-    before = integer_sum(run(schemes, earlier, parameters=parameters)[-1].residuals)
-
-    def body(comm: LocalComm) -> Tensor:
-        bucket = Bucket("bucket0", last[comm.rank].clone(), len(earlier), parameters)
-        schemes[comm.rank].hold_residual()
-        schemes[comm.rank].reduce(bucket, comm)
-        schemes[comm.rank].weigh_step({"whole": 0.5})
-        return bucket.grad
-
-    written = LocalWorld(P).run(body)[0]
-    found = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes]) + P * written.double() / 2
-    where = f"P = {P}, n = {COUNT}, step {len(earlier)}"
+    before = integer_sum(run(schemes, earlier, parameters=WHOLE)[-1].residuals)
+    for scheme in schemes:
+        scheme.hold_residual()
+    (step,) = run(schemes, [last], first_step=len(earlier), parameters=WHOLE)
+    for scheme in schemes:
+        scheme.weigh_step({"whole": 0.5})
+    residuals = integer_sum([scheme.state_dict()["residual"]["whole"] for scheme in schemes])
     came_in = before / 2 + (subject.decay * before + integer_sum(last)) / 2
-    expected = ("residuals before the step + half of the gradients", came_in)
-    check_equal(
-        "clipping", where, ("residuals after the step + half of P x written", found), expected, subject.tolerance
-    )
+    kept, given = "residuals after the step + half of P x written", "residuals before the step + half of the gradients"
+    check_equal(step.where(), kept, residuals + P * step.written[0].double() / 2, given, came_in, subject.tolerance)
 
 
 def reset(subject: SchemeUnderTest) -> None:
@@ -263,7 +246,7 @@ def reset(subject: SchemeUnderTest) -> None:
     for scheme in schemes:
         scheme.reset_shared_state()
     steps = run(schemes, grads, first_step=len(grads))
-    check_step_invariants("reset", subject, steps, integer_sum(last.residuals))
+    check_step_invariants(subject, steps, integer_sum(last.residuals))
 
 
 def delivery(subject: SchemeUnderTest) -> str | None:
@@ -278,7 +261,7 @@ def delivery(subject: SchemeUnderTest) -> str | None:
     steps += silence(schemes, SMALL, first_step=len(steps), at_most=P * SMALL)
     written = integer_sum([step.written[0] for step in steps])
     came_in = torch.stack([integer_sum(step.grads) for step in steps]).sum(dim=0)
-    check_equal("delivery", steps[-1].where(), ("P x all that was written", P * written), ("all that came in", came_in))
+    check_equal(steps[-1].where(), "P x all that was written", P * written, "all that came in", came_in)
     return None
 
 
@@ -287,11 +270,11 @@ def sizes(subject: SchemeUnderTest) -> None:
     P = subject.world(5)
     for n in (0, 1, max(P - 1, 2), 1000):
         steps = run(subject.start(P), integers(P, n, subject.exact_steps, dtype=subject.exact))
-        check_step_invariants("sizes", subject, steps)
+        check_step_invariants(subject, steps)
         for step in steps if n == 0 and not subject.warmup else []:
             for rank, cost in enumerate(step.counted):
                 if cost.messages or cost.nbytes:
-                    fail("sizes", step.where(rank), "counted", cost, "an empty bucket sends", "nothing")
+                    fail(step.where(rank), f"counted {cost}, an empty bucket sends nothing")
 
 
 def values(subject: SchemeUnderTest) -> None:
@@ -301,18 +284,17 @@ def values(subject: SchemeUnderTest) -> None:
     ties = equal * torch.tensor([1.0, -1.0, 0.0, -0.0, 1.0]).repeat(COUNT)[:COUNT]
     grads = [[zero] * P, [equal] * P, [ties] * P, [equal] * (P - 1) + [zero]] * (1 + subject.warmup // 2)
     steps = run(subject.start(P), [[grad.to(subject.exact) for grad in ranks] for ranks in grads])
-    check_step_invariants("values", subject, steps)
-    check_equal("values", steps[0].where(), ("what is written", steps[0].written[0]), ("the gradient", zero))
+    check_step_invariants(subject, steps)
+    check_equal(steps[0].where(), "what is written", steps[0].written[0], "the gradient", zero)
     for residual in steps[0].residuals:
-        check_equal("values", steps[0].where(), ("the residual", residual), ("the gradient", zero))
+        check_equal(steps[0].where(), "the residual", residual, "the gradient", zero)
     largest = torch.full((COUNT,), torch.finfo(torch.float32).max)
     for ranks in ([largest] + [zero] * (P - 1), [largest] * P):  # one overflows nothing, all of them overflow the sum
         steps = run(subject.start(P), [ranks, *integers(P, COUNT, subject.warmup + 1)])
-        check_replicas("values", steps)
-        check_traffic("values", steps)
+        check_replicas(steps)
+        check_traffic(steps)
         for step in steps:
-            for rank, residual in enumerate(step.residuals):
-                check_finite("values", step.where(rank), "the residual", residual)
+            check_finite_residuals(step)
 
 
 def types(subject: SchemeUnderTest) -> None:
@@ -320,10 +302,10 @@ def types(subject: SchemeUnderTest) -> None:
     P = subject.world(2)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         steps = run(subject.start(P), integers(P, COUNT, subject.exact_steps, dtype=dtype))
-        check_step_invariants("types", subject, steps)
+        check_step_invariants(subject, steps)
         if subject.complete is not None:
             complete = [subject.complete() for _ in range(P)]
-            check_dense_mean("types", run(complete, integers(P, COUNT, 1, dtype=dtype)))
+            check_dense_mean(run(complete, integers(P, COUNT, 1, dtype=dtype)))
 
 
 def nonfinite(subject: SchemeUnderTest) -> None:
@@ -337,20 +319,19 @@ def nonfinite(subject: SchemeUnderTest) -> None:
             for step in failing:
                 grads[step][rank][[3, 50, 96]] = number
         steps = run(subject.start(P), grads)
-        check_replicas("nonfinite", steps)
-        check_traffic("nonfinite", steps)
-        before = zeros(COUNT)
+        check_replicas(steps)
+        check_traffic(steps)
+        before = torch.zeros(COUNT, dtype=torch.float64)
         for step in steps:
-            for rank, residual in enumerate(step.residuals):
-                check_finite("nonfinite", step.where(rank), "the residual", residual)
+            check_finite_residuals(step)
             if step.number not in failing:
                 if step.number > max(failing):
-                    check_finite("nonfinite", step.where(), "what is written", step.written[0])
+                    check_finite(step.where(), "what is written", step.written[0])
             elif not subject.skips_ranks:
                 if step.written[0].isfinite().all():
-                    shown = f"{[*numbers.values()]} of ranks {[*numbers]} gave"
-                    fail("nonfinite", step.where(), shown, "a finite result", "every rank must see", "NaN or Inf")
-                check_nothing_lost("nonfinite", step, before)
+                    given = f"{[*numbers.values()]} of ranks {[*numbers]}"
+                    fail(step.where(), f"{given} gave a finite result, every rank must see NaN or Inf")
+                check_nothing_lost(step, before)
             before = integer_sum(step.residuals)
 
 
@@ -383,46 +364,38 @@ INVARIANTS: dict[str, Callable[[SchemeUnderTest], str | None]] = {
 }
 
 
-def check_step_invariants(
-    invariant: str, subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None
-) -> None:
+def check_step_invariants(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
     """Check what holds at every step of finite integers: replicas, traffic and conservation."""
-    check_replicas(invariant, steps)
-    check_traffic(invariant, steps)
-    if subject.has_residual:
-        start = zeros(steps[0].grads[0].numel()) if before is None else before
-        conserved(invariant, subject, steps, start)
+    check_replicas(steps)
+    check_traffic(steps)
+    conserved(subject, steps, before)
 
 
-def conserved(invariant: str, subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor) -> None:
-    """Check conservation from a sum of residuals `before`, where the scheme promises it."""
-    if subject.conserves:
-        check_conservation(invariant, steps, before, subject.tolerance, subject.decay)
+def conserved(subject: SchemeUnderTest, steps: Sequence[Step], before: Tensor | None = None) -> None:
+    """Check conservation from a sum of residuals `before` (None: zero), where the scheme promises it."""
+    if not subject.unaccounted:
+        before = torch.zeros_like(steps[0].grads[0], dtype=torch.float64) if before is None else before
+        check_conservation(steps, before, subject.tolerance, subject.decay)
 
 
-def check_dense_mean(invariant: str, steps: Sequence[Step]) -> None:
+def check_dense_mean(steps: Sequence[Step]) -> None:
     """Check that the exact mean of integers is written, and that nothing is left in the residuals."""
     for step in steps:
         mean = integer_sum(step.grads) / step.size
-        check_equal(invariant, step.where(), ("what is written", step.written[0].double()), ("the dense mean", mean))
+        check_equal(step.where(), "what is written", step.written[0].double(), "the dense mean", mean)
         for rank, residual in enumerate(step.residuals):
-            nothing = torch.zeros_like(residual)
-            check_equal(invariant, step.where(rank), ("the residual", residual), ("it must be", nothing))
+            check_equal(step.where(rank), "the residual", residual, "it must be", torch.zeros_like(residual))
 
 
-def check_nothing_lost(invariant: str, step: Step, before: Tensor) -> None:
+def check_nothing_lost(step: Step, before: Tensor) -> None:
     """Check that a step which will not be applied leaves the sum of the residuals as it was, or adds the gradients to it.
 
     The latter is so where a scheme of several parts has rolled back those that were finite.
     """
     after = integer_sum(step.residuals)
     rolled_back = before + integer_sum(step.grads)
-    check_equal(
-        invariant,
-        step.where(),
-        ("the sum of the residuals after a step with NaN or Inf", torch.where(after == rolled_back, before, after)),
-        ("before it", before),
-    )
+    left = torch.where(after == rolled_back, before, after)
+    check_equal(step.where(), "the sum of the residuals after a step with NaN or Inf", left, "before it", before)
 
 
 def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str]]]) -> None:
@@ -432,25 +405,22 @@ def check_layouts(subject: SchemeUnderTest, plan: Sequence[Sequence[Sequence[str
     schemes = subject.start(P)
     for step, buckets in enumerate(plan):
         before = residual_sums(schemes)
-        grads = [
-            {
-                name: P * torch.randint(-4, 5, (size,), generator=source).to(subject.exact)
-                for name, size in SIZES.items()
-            }
-            for _ in range(P)
-        ]
+        grads: list[dict[str, Tensor]] = [{} for _ in range(P)]
+        for grad in grads:
+            for name, size in SIZES.items():
+                grad[name] = P * torch.randint(-4, 5, (size,), generator=source).to(subject.exact)
         written = reduce_by_name(schemes, grads, buckets, step)
         after = residual_sums(schemes)
         for name in SIZES:
             where = f"P = {P}, parameter {name!r} in buckets {[list(names) for names in buckets]}, step {step}"
             came_in = subject.decay * before[name] + integer_sum([grad[name] for grad in grads])
             found = after[name] + P * written[0][name].double()
-            ours, theirs = "residuals after the step + P x written", "residuals before it, decayed, + gradients"
+            kept, given = "residuals after the step + P x written", "residuals before it, decayed, + gradients"
             if subject.conserves:
-                check_equal("layouts", where, (ours, found), (theirs, came_in), subject.tolerance)
+                check_equal(where, kept, found, given, came_in, subject.tolerance)
             for rank, mine in enumerate(written):
-                rank_0 = ("rank 0 has written", written[0][name])
-                check_equal("layouts", f"{where}, rank {rank}", ("what is written", mine[name]), rank_0)
+                place = f"{where}, rank {rank}"
+                check_equal(place, "what is written", mine[name], "rank 0 has written", written[0][name])
 
 
 def reduce_by_name(
@@ -483,8 +453,8 @@ def silence(schemes: Sequence[Scheme], n: int, first_step: int, at_most: int) ->
     while not steps or any(residual.any() for residual in steps[-1].residuals):
         if len(steps) >= at_most:
             left = integer_sum([residual.abs() for residual in steps[-1].residuals])
-            place = f"after {at_most} steps without gradients the residuals are"
-            fail("delivery", steps[-1].where(), place, left.tolist(), "they must be", 0)
+            place = f"after {at_most} steps without gradients"
+            fail(steps[-1].where(), f"{place} the residuals are {left.tolist()}, they must be 0")
         nothing = [torch.zeros(n) for _ in schemes]
         steps += run(schemes, [nothing] * min(4, at_most - len(steps)), first_step=first_step + len(steps))
     return steps
@@ -505,7 +475,3 @@ def flattened(state: object) -> object:
     if isinstance(state, list):
         return [flattened(part) for part in state]
     return {key: flattened(part) for key, part in state.items()} if isinstance(state, dict) else state
-
-
-def zeros(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.float64)

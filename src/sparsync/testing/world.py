@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ class Step:
         return place if rank is None else f"{place}, rank {rank}"
 
 
+class InvariantError(AssertionError):
+    """What `fail` raises; `check` puts the name of the invariant before its message."""
+
+
+def fail(where: str, what: str) -> NoReturn:
+    """Raise InvariantError that says where an invariant does not hold, and the two values."""
+    raise InvariantError(f"{where}: {what}")
+
+
 def layout(n: int) -> tuple[ParameterSpan, ...]:
     """Return five parameters of uneven lengths that cover n elements; with few elements some are empty."""
     stops = [0, n // 5, n // 5 + n // 3, n // 5 + n // 3 + n // 16, n - n // 8, n]
@@ -51,12 +61,10 @@ def flat_residual(scheme: Scheme, parameters: Sequence[ParameterSpan], like: Ten
 
 
 def residual_of(by_name: Mapping[str, Tensor], name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the residual of one parameter, [count], or zeros. Raises AssertionError where it has another shape."""
+    """Return the residual of one parameter, [count], or zeros."""
     residual = by_name.get(name, torch.zeros(count, dtype=dtype))
     if residual.shape != (count,):
-        raise AssertionError(
-            f"layouts: the residual of parameter {name!r} has shape {tuple(residual.shape)}, it must be ({count},)"
-        )
+        fail(f"the residual of parameter {name!r}", f"it has shape {tuple(residual.shape)}, it must be ({count},)")
     return residual
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparsync_lab.frontier import runs
 from sparsync_lab.frontier.figures import Panel, panels
 from sparsync_lab.frontier.study import FrontierStudy, complete
-from sparsync_lab.frontier.tables import broken, remarks, table
+from sparsync_lab.frontier.tables import brief, broken, remarks, table
 from sparsync_lab.labels import short_labels
 from sparsync_lab.report.parts import replaced
 from sparsync_lab.report.rows import write_csv
@@ -53,7 +53,7 @@ def frontier(study: FrontierStudy, where: Outputs, jobs: int, ours: Sequence[str
     if page is not None:
         name = f"frontier_{part}.png"
         _write(page.parent / name, image)
-        _write(page, replaced(page, part, _markdown(found, workload.metric, command, name)))
+        _write(page, replaced(page, part, _markdown(found, workload.metric, command, name, in_page=True)))
     if where.csv is not None:
         write_csv(where.csv, runs.rows(out))
     warnings = [(f"!!! {line}", "bold white on red") for line in broken(found)]
@@ -67,13 +67,15 @@ def frontier(study: FrontierStudy, where: Outputs, jobs: int, ours: Sequence[str
         raise RuntimeError("a method failed or exchanged nothing; the tables say which, and the other rows count")
 
 
-def _markdown(found: Sequence[Panel], metric: str, command: Sequence[str], picture: str) -> str:
+def _markdown(found: Sequence[Panel], metric: str, command: Sequence[str], picture: str, in_page: bool = False) -> str:
+    """Return command, picture and tables; in a page, which explains them itself, tables are brief and have no remarks."""
     parts = [f"```text\n{shlex.join(command)}\n```", f"![Percent behind dense over the bits sent]({picture})"]
     whole = {row.label: row.label for panel in found for row in panel.rows}
     for panel in found:
         shown = table(panel, metric, whole)
-        parts += [f"{shown.title}:", markdown(shown)]
-    return "\n\n".join([*parts, *(f"**{line}**" for line in broken(found)), " ".join(remarks(found))])
+        parts += [f"{shown.title}:", markdown(brief(shown) if in_page else shown)]
+    parts += [f"**{line}**" for line in broken(found)]
+    return "\n\n".join(parts if in_page else [*parts, " ".join(remarks(found))])
 
 
 def _write(path: Path, content: str | bytes) -> None:

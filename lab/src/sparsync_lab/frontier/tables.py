@@ -55,6 +55,13 @@ def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
     return Table(f"{panel.ranks} ranks, {panel.steps} steps{seeds}", tuple(heads), tuple(rows), less)
 
 
+def brief(shown: Table) -> Table:
+    """Return the table with the columns that a page has room for."""
+    kept = [i for i, head in enumerate(shown.heads) if head not in shown.less]
+    rows = tuple(tuple(row[i] for i in kept) for row in shown.rows)
+    return Table(shown.title, tuple(shown.heads[i] for i in kept), rows)
+
+
 def remarks(panels: Sequence[Panel]) -> list[str]:
     """Return the lines under the tables."""
     lines = [

@@ -3,9 +3,10 @@
 import os
 import select
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sparsync_lab.terminal import wrapped
+from sparsync_lab.terminal import WIDTH, wrapped
 
 LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
 MOST_WAITING = 1 << 20  # bytes; while more wait to be written, nothing is read from the ranks
@@ -48,6 +49,16 @@ class Output:
         """The file descriptor that the next piece is for; None where nothing waits."""
         return self._waiting[0][0] if self._waiting else None
 
+    @property
+    def width(self) -> int:
+        """The columns of standard error."""
+        return os.get_terminal_size(2).columns if self.terminal else WIDTH
+
+    def lines(self, descriptor: int, prefix: bytes) -> Callable[[bytes], None]:
+        """Return what takes the content of one stream of a rank, and writes its lines behind the prefix."""
+        lines = Lines(prefix)
+        return lambda content: self.write(descriptor, lines.cut(content))
+
     def write(self, descriptor: int, content: bytes) -> None:
         if not content:
             return
@@ -64,7 +75,7 @@ class Output:
         """Show below the last line the first of `texts` that fits, where standard error is a terminal; none removes what is there."""
         if not self.terminal or self._waiting or (not texts and not self._status):
             return
-        width = os.get_terminal_size(2).columns - 1
+        width = self.width - 1
         shown = next((text for text in texts if len(text) <= width), "".join(texts[-1:])[:width])
         self._status = shown.encode()
         self._queue(2, _ERASE + self._status)

@@ -8,6 +8,7 @@ from statistics import fmean
 from sparsync_lab.launch.settings import LaunchSettings
 from sparsync_lab.netlab import RunNetwork, interface_counters
 from sparsync_lab.report.format import bytes_text, links_text, significant
+from sparsync_lab.terminal import WIDTH, Table, lines_of, manner
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Meter:
         each = [f"{rank}: {told([it])}" for rank, it in enumerate(self.ranks)]
         return [f"{now_s:.0f} s | {' | '.join(each)}", f"{now_s:.0f} s | mean of {len(each)} ranks: {told(self.ranks)}"]
 
-    def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int]) -> str:
+    def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
         """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
         head = ", ".join(
             [
@@ -85,15 +86,16 @@ class Meter:
                 [head, *lines, "no link was limited: times prove nothing about a network, and bytes were not counted"]
             )
         up, down = self._limits()
-        heads = ["rank", "sent", "Mbit/s", "link", "received", "Mbit/s", "link", "seconds", "ended"]
-        rows = [
-            [
-                *(str(rank), bytes_text(it.sent_nbytes), *_rate_cells(it.sent_nbytes, it.seconds, up)),
+        heads = ("rank", "ended", "sent", "Mbit/s", "link", "received", "Mbit/s", "link", "seconds")
+        rows = tuple(
+            (
+                *(str(rank), ending, bytes_text(it.sent_nbytes), *_rate_cells(it.sent_nbytes, it.seconds, up)),
                 *(bytes_text(it.received_nbytes), *_rate_cells(it.received_nbytes, it.seconds, down)),
-                *(significant(it.seconds), ending),
-            ]
+                significant(it.seconds),
+            )
             for rank, (it, ending) in enumerate(zip(self.ranks, endings, strict=True))
-        ]
+        )
+        drawn = lines_of([Table("", heads, rows)], width=width, ascii_only=manner()[2])
         framing = (
             "every frame with its headers"
             if self.settings.exact_framing
@@ -103,7 +105,7 @@ class Meter:
             f"bytes of each rank's interface, {framing}",
             "rates from its first byte to its last, and their share of the link's",
         ]
-        return "\n".join([head, *_aligned([heads, *rows]), *notes])
+        return "\n".join([head, drawn, *notes])
 
     def _limits(self) -> tuple[float, float]:
         assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None
@@ -136,8 +138,3 @@ def _rate_cells(nbytes: int, seconds: float, limit: float) -> list[str]:
 
 def _share(rate: float, limit: float) -> str:
     return "-" if math.isinf(limit) else f"{rate / limit:.0%}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

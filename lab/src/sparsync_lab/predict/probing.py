@@ -21,8 +21,6 @@ from sparsync.comm.announcement import Announcement, Told
 from sparsync.comm.plan import Kind
 from sparsync.core import ParameterSpan
 from sparsync.kernels.dispatch import plain_
-from sparsync.schemes.demo import transformed
-from sparsync.selection.tiles import SIDE, tiles_of
 from sparsync.wire import Elements
 from sparsync_lab.predict.probe_file import (
     KINDS,
@@ -35,6 +33,8 @@ from sparsync_lab.predict.probe_file import (
     SchemeTimes,
     rounded,
 )
+from sparsync_lab.rivals.demo import transformed
+from sparsync_lab.rivals.tiles import SIDE, tiles_of
 
 SIZES = 5  # of each operation, from the smallest to the largest in equal ratios
 SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends

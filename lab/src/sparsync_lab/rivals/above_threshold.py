@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sparsync import kernels
-from sparsync.base.error_feedback import Update
+from sparsync import Accumulator, Bucket, Comm, Sparse, Update, kernels
 from sparsync.collectives.values import exchange_counts
 from sparsync.comm.plan import Given, Plan, counts_exchange, tally
-from sparsync.core import Bucket, Comm, Detail, Sparse, count_for, phase
-from sparsync.feedback import Accumulator
+from sparsync.core import Detail, count_for, phase
 from sparsync.schemes.topk_allgather import gather_selections, gather_selections_planned
 from sparsync.wire import Values
 

@@ -9,17 +9,17 @@ beta = 1. Below 1 mass is not conserved: a residual takes up beta of each gradie
 Differs from the paper: the broadcast is P-1 messages of the leader, not a tree; NaN and Inf are passed on without touching the residual.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Update
 from sparsync.collectives.values import mean_at, mean_at_plan
 from sparsync.comm.plan import Exchange, Given, Plan, planned
-from sparsync.core import Bucket, Comm, Sparse, check_density, count_for, phase
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, phase
+from sparsync.feedback import Residuals
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -64,8 +64,7 @@ class CLTk(ErrorFeedbackScheme):
 
     def planned(self, given: Given) -> Plan:
         n, P, k = given.n, given.P, count_for(self.density, given.n)
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at_plan(k, given.dtype, P, quantizer)
+        mean = mean_at_plan(k, given.dtype, P, ValueCodec(self.values))
         return planned(
             given,
             [from_one_exchange(fixed_length_nbytes(k, n), P), *mean.exchanges],
@@ -85,13 +84,12 @@ class CLTk(ErrorFeedbackScheme):
         chosen = comm.all_gather(packet, nbytes)[leader]
         with phase("decode"):
             index = decode_fixed_length(chosen, k, n)
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(values_or_nan(acc), index, comm, quantizer)
+        mean, dropped = mean_at(values_or_nan(acc), index, comm, ValueCodec(self.values))
         if self.low_pass < 1:
             _filter_(acc, mean.index, self.low_pass)
-        errors = [] if mean.error is None else [Sparse(mean.index, self.low_pass * mean.error, n)]
+        errors = [replace(each, value=self.low_pass * each.value) for each in dropped]
         cleared = mean.index if self.low_pass == 1 else None
-        return Update(Sparse(mean.index, mean.value, n), cleared, k, errors, {"leader": leader})
+        return Update(mean, cleared, k, errors, {"leader": leader})
 
 
 def _filter_(acc: Accumulator, sent: Tensor, beta: float) -> None:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Update, kernels
 from sparsync.collectives.values import exchange_counts, mean_at, mean_at_plan
 from sparsync.comm.plan import Given, Plan, all_gather_exchange, counts_exchange, packet_tally, planned
-from sparsync.core import Bucket, Comm, ParameterSpan, Span, Sparse, check_density, count_for, phase, spans
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import ParameterSpan, check_density, count_for, phase, spans
+from sparsync.feedback import Residuals
 from sparsync.schemes.micro import padding
 from sparsync.selection.exclusive import by_rank
 from sparsync.wire import (
@@ -71,8 +70,7 @@ class DEFT(ErrorFeedbackScheme):
         counts = given.by_rank("selected") or [len(span) for span in spans(max(count_for(self.density, n), pieces), P)]
         lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
         union = given.figures.get("union", sum(counts))
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at_plan(union, given.dtype, P, quantizer)
+        mean = mean_at_plan(union, given.dtype, P, ValueCodec(self.values))
         sizes = packet_tally(counts, lengths, lambda count, length: fixed_length_nbytes(min(count, length), length))
         return planned(
             given,
@@ -119,12 +117,10 @@ class DEFT(ErrorFeedbackScheme):
                 for each, count, length, own in zip(packets, counts, within, held, strict=True)
             ]
             index = torch.cat([*whole, *found])  # [K]
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(x, index, comm, quantizer)
-        errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
+        mean, errors = mean_at(x, index, comm, ValueCodec(self.values))
         selected = place.numel() + sum(each.numel() for each in whole)
         details = {"padding": padding(counts), "whole": len(whole), "pieces": len(pieces)}
-        return Update(Sparse(mean.index, mean.value, n), mean.index, selected, errors, details)
+        return Update(mean, mean.index, selected, errors, details)
 
 
 def pieces_of(layout: Sequence[ParameterSpan], P: int) -> list[Span]:

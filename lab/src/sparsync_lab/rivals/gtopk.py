@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
 from sparsync.comm.plan import NOTHING, Given, Plan, planned, plus
-from sparsync.core import Bucket, Comm, Sparse, check_density, count_for
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for
+from sparsync.feedback import Residuals
 from sparsync.wire import Elements, Values, check_values
 from sparsync_lab.rivals.tree_top_k import at, rounds, tree_top_k, tree_top_k_exchanges
 

@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
-from sparsync.base.scheme import Scheme
-from sparsync.comm.metered import MeteredComm
+from sparsync import (
+    Accumulator,
+    Bucket,
+    Comm,
+    ErrorFeedbackScheme,
+    MeteredComm,
+    Report,
+    Scheme,
+    Sparse,
+    Update,
+    kernels,
+)
 from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
-from sparsync.core import Bucket, Comm, Report, Sparse, check_density, count_for, generator
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, generator
+from sparsync.feedback import Residuals
 
 
 @dataclass

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Update
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, check_density, count_for
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for
+from sparsync.feedback import Residuals
 from sparsync.wire import Values, check_values
 from sparsync_lab.rivals.above_threshold import gather_above, gather_above_planned
 

@@ -12,10 +12,10 @@ from operator import sub
 import torch
 from torch import Tensor
 
-from sparsync import kernels
+from sparsync import Comm, Span, Sparse, kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.comm.plan import Exchange
-from sparsync.core import Comm, Span, Sparse, phase
+from sparsync.core import phase
 from sparsync_lab.rivals.tree_top_k import cut, rounding, rounds
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update
 from sparsync.comm.plan import NOTHING, Given, Plan, planned, plus
-from sparsync.core import Bucket, Comm, Sparse, check_density, count_for, spans
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, spans
+from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
 from sparsync.selection.exclusive import apportion, by_rank
 from sparsync.wire import Elements, Values, check_values

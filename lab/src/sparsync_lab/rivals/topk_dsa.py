@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync import kernels
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span, Sparse, Update, kernels
 from sparsync.collectives.sparse_allreduce import (
     all_gather_elements,
     even_split_exchanges,
@@ -28,8 +27,8 @@ from sparsync.collectives.sparse_allreduce import (
 )
 from sparsync.collectives.values import exchange_counts
 from sparsync.comm.plan import NOTHING, Given, Plan, all_gather_exchange, counts_exchange, planned, plus, tally
-from sparsync.core import Bucket, Comm, Span, Sparse, check_density, count_for, phase, spans
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, phase, spans
+from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
 from sparsync.wire import Elements, ValueCodec, Values, check_values
 from sparsync_lab.rivals.topk_union import union_of

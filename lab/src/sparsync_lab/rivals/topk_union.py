@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Update
 from sparsync.collectives.values import mean_at, mean_at_plan
 from sparsync.comm.plan import Given, Plan, all_gather_exchange, planned
-from sparsync.core import Bucket, Comm, Sparse, check_density, count_for, phase
-from sparsync.feedback import Accumulator, Residuals
+from sparsync.core import check_density, count_for, phase
+from sparsync.feedback import Residuals
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -59,8 +59,7 @@ class TopKUnion(ErrorFeedbackScheme):
     def planned(self, given: Given) -> Plan:
         n, P, k = given.n, given.P, count_for(self.density, given.n)
         union = union_of(given, k)
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at_plan(union, given.dtype, P, quantizer)
+        mean = mean_at_plan(union, given.dtype, P, ValueCodec(self.values))
         positions = all_gather_exchange({fixed_length_nbytes(k, n): P})
         return planned(
             given,
@@ -79,10 +78,8 @@ class TopKUnion(ErrorFeedbackScheme):
         packets = comm.all_gather(packet, [packet.numel()] * comm.size)
         with phase("decode"):
             union = torch.cat([decode_fixed_length(each, own.numel(), n) for each in packets]).unique()  # [K]
-        quantizer = None if self.values == "float32" else ValueCodec(self.values)
-        mean = mean_at(values_or_nan(acc), union, comm, quantizer)
-        errors = [] if mean.error is None else [Sparse(mean.index, mean.error, n)]
-        return Update(Sparse(mean.index, mean.value, n), cleared=mean.index, selected=own.numel(), errors=errors)
+        mean, errors = mean_at(values_or_nan(acc), union, comm, ValueCodec(self.values))
+        return Update(mean, cleared=mean.index, selected=own.numel(), errors=errors)
 
 
 def union_of(given: Given, k: int) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsync import kernels
+from sparsync import Comm, Sparse, kernels
 from sparsync.collectives.sparse_allreduce import ElementCodec
 from sparsync.comm.plan import Exchange
-from sparsync.core import Comm, Sparse, phase
+from sparsync.core import phase
 from sparsync.kernels.rounding import lacking
 
 

@@ -1,12 +1,12 @@
-"""The processes of all ranks: started together, read, and stopped together whatever happens to one of them."""
+"""Worker processes, one per rank, that run one task: their messages, and which rank to blame where one fails."""
 
 import json
+import math
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any
 from sparsync_lab.netlab import RunNetwork
 from sparsync_lab.temporary import temporary_folder
 from sparsync_lab.workers.process import Message, Order
+from sparsync_lab.workers.ranks import Rank, Ranks
 
 GRACE_S = 3.0  # after one rank has failed: how long the others may take to report their errors, and to end
 SHOWN_LINES = 15  # of a failed rank's standard error
@@ -26,72 +27,67 @@ class RankFailedError(RuntimeError):
     """A rank ended early; the message says which one and why."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
-    rank: int
-    process: subprocess.Popen[str]
     stderr: Path
+    rank: Rank = field(init=False)
+    messages: deque[Message] = field(default_factory=deque)  # not yet taken
     error: str | None = None  # as the worker reported it
     done: bool = False  # as the worker reported it
-    closed: bool = False  # there is nothing more to read
+    heard_at: float = field(default_factory=time.monotonic)
+    _rest: bytes = b""  # of a line; a rank that is killed may leave half a line
 
-    def take(self, message: Message | None) -> None:
-        """Keep what a message says of the rank itself; None is the end of all."""
-        if message is None:
-            self.closed = True
-        elif message["kind"] == "error":
-            self.error = message["message"]
-        elif message["kind"] == "done":
-            self.done = True
+    def take(self, content: bytes) -> None:
+        """Keep the messages in what the rank has written; those that say something of the rank itself apart."""
+        self.heard_at = time.monotonic()
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for message in map(json.loads, lines):
+            if message["kind"] == "error":
+                self.error = message["message"]
+            elif message["kind"] == "done":
+                self.done = True
+            else:
+                self.messages.append(message)
 
     @property
-    def running(self) -> bool:
-        return self.process.poll() is None
+    def failed(self) -> bool:
+        ended = not self.rank.running and not self.rank.streams
+        return self.error is not None or bool(self.rank.status) or (ended and not self.done)
 
 
 @dataclass
 class WorkerGroup:
     """The running ranks. `messages` yields what rank 0 sends until all have ended."""
 
-    workers: list[_Worker]
+    ranks: Ranks
+    workers: Sequence[_Worker]
     silence_s: float  # without a message from any rank for this long, the ranks count as hung
-    _inbox: queue.SimpleQueue[tuple[_Worker, Message | None]] = field(default_factory=queue.SimpleQueue)
 
     def messages(self) -> Iterator[Message]:
-        """Yield every message of rank 0 as it comes. Raises RankFailedError as soon as any rank fails."""
-        for worker in self.workers:
-            threading.Thread(target=self._read, args=(worker,), daemon=True).start()
-        while not all(worker.closed for worker in self.workers):
-            worker, message = self._next()
-            worker.take(message)
-            if worker.error is not None or (message is None and (worker.process.wait() != 0 or not worker.done)):
-                self._fail(worker)
-            if message is not None and message["kind"] != "done":
-                yield message
+        """Yield every message of rank 0 as it comes.
 
-    def _next(self) -> tuple[_Worker, Message | None]:
-        try:
-            return self._inbox.get(timeout=self.silence_s)
-        except queue.Empty:
-            raise RankFailedError(
-                f"no rank has sent a message for {self.silence_s:g} s; they hang, or steps are longer: raise --timeout"
-            ) from None
+        Raises RankFailedError for the rank that failed first, after a moment in which the others may report their errors.
+        """
+        first: _Worker | None = None
+        while self.ranks.busy and not self.ranks.stopped:
+            self.ranks.turn(self._silence_ends() if first is None else math.inf)
+            if first is not None:
+                continue
+            for worker in self.workers:
+                while worker.messages:
+                    yield worker.messages.popleft()
+            first = next((worker for worker in self.workers if worker.failed), None)
+            if first is not None:
+                self.ranks.stop_later()
+            elif self.ranks.busy and time.monotonic() >= self._silence_ends():
+                raise RankFailedError(
+                    f"no rank has sent a message for {self.silence_s:g} s; they hang, or steps are longer: raise --timeout"
+                )
+        if first is not None:
+            raise RankFailedError(_diagnosis(self.workers, first))
 
-    def _read(self, worker: _Worker) -> None:
-        assert worker.process.stdout is not None
-        for line in worker.process.stdout:
-            if line.endswith("\n"):  # a rank that is killed may leave half a line
-                self._inbox.put((worker, json.loads(line)))
-        self._inbox.put((worker, None))
-
-    def _fail(self, first: _Worker) -> None:
-        """Give the other ranks a moment to report their errors, then raise for the rank that failed first."""
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(worker.running or not worker.closed for worker in self.workers):
-            with suppress(queue.Empty):
-                worker, message = self._inbox.get(timeout=0.1)
-                worker.take(message)
-        raise RankFailedError(_diagnosis(self.workers, first))
+    def _silence_ends(self) -> float:
+        return max(worker.heard_at for worker in self.workers) + self.silence_s
 
 
 @contextmanager
@@ -106,55 +102,30 @@ def worker_group(
     Every worker calls `task`, "package.module:function", with `spec`, its Place and a function that sends messages.
     `timeout_s` is for one operation of a rank; a group that sends no message for twice as long counts as hung.
     """
-    ranks = len(network.addresses)
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, Ranks(GRACE_S) as ranks:
         rendezvous = str(folder / "rendezvous")
-        order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s)
-        workers: list[_Worker] = []
-        try:
-            for rank in range(ranks):
-                workers.append(_start(rank, ranks, network, folder))
-            for worker in workers:
-                assert worker.process.stdin is not None
-                with suppress(BrokenPipeError):  # one that has ended already is found by `messages`
-                    worker.process.stdin.write(order.encoded() + "\n")
-                    worker.process.stdin.flush()  # left open: the worker ends when it closes
-            yield WorkerGroup(workers, silence_s=2 * timeout_s)
-        finally:
-            _stop(workers)
+        order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s).encoded()
+        workers = [_start(ranks, order, network, folder) for _ in network.addresses]
+        yield WorkerGroup(ranks, workers, silence_s=2 * timeout_s)
 
 
-def _start(rank: int, ranks: int, network: RunNetwork, folder: Path) -> _Worker:
-    stderr = folder / f"rank{rank}.err"
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    with stderr.open("w") as file:
-        process = subprocess.Popen(
-            network.command(rank, [sys.executable, "-m", PROCESS]),
+def _start(ranks: Ranks, order: str, network: RunNetwork, folder: Path) -> _Worker:
+    number, count = len(ranks.all), len(network.addresses)
+    worker = _Worker(folder / f"rank{number}.err")
+    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    with worker.stderr.open("w") as file:
+        process = ranks.start(
+            network.command(number, [sys.executable, "-m", PROCESS]),
+            {"stdout": worker.take},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=file,
-            text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the program that started the ranks; it stops them in order
         )
-    return _Worker(rank, process, stderr)
-
-
-def _stop(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for worker in workers:
-        try:
-            worker.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-    for worker in workers:
-        assert worker.process.stdin is not None
-        with suppress(BrokenPipeError):
-            worker.process.stdin.close()
+    worker.rank = ranks.all[number]
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # one that has ended already is found by `messages`
+        process.stdin.write(order.encode() + b"\n")  # left open: the worker ends when it closes
+    return worker
 
 
 def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
@@ -164,13 +135,13 @@ def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
     waited without success, those that still run and have reported nothing are what it has waited for.
     """
     silent = [worker for worker in workers if worker.error is None and not worker.done]
-    ended = [worker for worker in silent if not worker.running]
-    killed = [worker for worker in ended if worker.process.returncode < 0]
+    ended = [worker for worker in silent if not worker.rank.running]
+    killed = [worker for worker in ended if worker.rank.killed]
     hanging = [] if ended or not _waited(first) else silent
     culprits = [*hanging, *(killed or ended or [first])]
-    outcomes = [f"rank {worker.rank} {_outcome(worker)}" for worker in culprits]
+    outcomes = [f"rank {worker.rank.number} {_outcome(worker)}" for worker in culprits]
     others = [
-        f"rank {worker.rank}: {worker.error}"
+        f"rank {worker.rank.number}: {worker.error}"
         for worker in workers
         if worker.error is not None and worker not in culprits
     ]
@@ -186,14 +157,13 @@ def _waited(worker: _Worker) -> bool:
 def _outcome(worker: _Worker) -> str:
     if worker.error is not None:
         return f"failed: {worker.error}"
-    if worker.running:
+    if worker.rank.running:
         return "hangs, or its step takes longer than --timeout: it still runs, and has reported no error"
-    code = worker.process.returncode
-    if code == 0:
+    if worker.rank.status == 0:
         return "ended with exit status 0 before its task was done: something in it has ended the process"
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+    return f"{'was killed by' if worker.rank.killed else 'ended with'} {worker.rank.ending}"
 
 
 def _tail(worker: _Worker) -> str:
     lines = worker.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-    return "\n".join([f"last lines of rank {worker.rank}:", *lines]) if lines else ""
+    return "\n".join([f"last lines of rank {worker.rank.number}:", *lines]) if lines else ""

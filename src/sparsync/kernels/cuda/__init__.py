@@ -1,4 +1,4 @@
-"""The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` registers what is named here.
+"""The kernels for CUDA, in Triton: the reference's results, bit for bit. `sparsync.kernels.dispatch` asks for what is named here.
 
 What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
 would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions; `locate` and the
@@ -6,30 +6,10 @@ codecs of positions work on the few elements selected, too. Without a GPU the sa
 (TRITON_INTERPRET=1), on CPU tensors.
 """
 
+# ruff: noqa: F401  # looked up by name
+
 from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
 from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
 from sparsync.kernels.cuda.rows import accumulate_top_k_of_rows, top_k_of_rows
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
 from sparsync.kernels.cuda.values import means_decode, means_encode, scaled_decode, scaled_encode
-
-__all__ = [
-    "accumulate",
-    "accumulate_top_k",
-    "accumulate_top_k_nonzero",
-    "accumulate_top_k_of_rows",
-    "all_finite",
-    "argtopk",
-    "clear_",
-    "coalesce",
-    "gather",
-    "means_decode",
-    "means_encode",
-    "put_",
-    "scaled_decode",
-    "scaled_encode",
-    "scatter_add_",
-    "select_ge",
-    "top_k",
-    "top_k_nonzero",
-    "top_k_of_rows",
-]

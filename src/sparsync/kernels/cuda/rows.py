@@ -8,13 +8,12 @@ from torch import Tensor
 from sparsync.core import Rows
 from sparsync.kernels.cuda.exact_top_k import top_k
 from sparsync.kernels.cuda.passes import accumulate
-from sparsync.kernels.rows_reference import of_rows
+from sparsync.kernels.reference import of_rows
+
+# Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
 
 
-def top_k_of_rows(
-    x: Tensor, rows: Rows, k: int, bound: float | None = None
-) -> Any:  # Any: a Sparse, or NotImplemented for what Triton does not take
-    """Return the `top_k` of the elements of `x` [n] in rows; positions are places."""
+def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
     return top_k(of_rows(x, rows), k, bound)
 
 
@@ -25,8 +24,7 @@ def accumulate_top_k_of_rows(
     counts: Sequence[int],
     out: Tensor,
     bounds: Sequence[float | None],
-) -> Any:  # Any: a list of Sparse and a bool, or NotImplemented
-    """Write residual + grad to `out` [n], and return the `top_k_of_rows` of each region and whether the sum is finite everywhere."""
+) -> Any:
     finite = accumulate(residual, grad, out)
     if finite is NotImplemented:
         return NotImplemented

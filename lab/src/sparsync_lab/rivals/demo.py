@@ -23,21 +23,22 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, kernels
+from sparsync.base.error_feedback import DenseUpdate
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Divisor, Sparse, check_one_of, phase
-from sparsync.feedback import Accumulator, Residuals
-from sparsync.kernels import operations as kernels
-from sparsync.schemes.tile_parts import check_per_tile, mean_of_selections, planned_in_tiles
-from sparsync.selection.tiles import Tiles, selected_in_tiles, tiles_of
+from sparsync.core import Divisor, check_one_of, phase
+from sparsync.feedback import Residuals
 from sparsync.wire import ValueCodec, Values, check_values
+from sparsync_lab.rivals.tile_parts import check_per_tile, mean_of_selections, planned_in_tiles
+from sparsync_lab.rivals.tiles import Tiles, selected_in_tiles, tiles_of
 
 
 @dataclass
 class DeMo(ErrorFeedbackScheme):
-    """Send `per_tile` cosine components of each tile, of largest magnitude, to all, and write the inverse of their mean.
+    """Send the largest cosine components of each tile of a momentum that each rank keeps (arXiv 2411.19870).
 
-    NaN or Inf on any rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
+    A rank sends `per_tile` components of each tile; what is written is the inverse transform of their mean, or its sign. NaN or Inf on any
+    rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
     """
 
     per_tile: int = (

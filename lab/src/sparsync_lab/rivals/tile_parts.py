@@ -1,32 +1,19 @@
 """What SparseLoCo and DeMo share: the mean, position by position, of what ranks have selected, over all ranks or over the senders."""
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sparsync import Comm, Sparse, kernels
+from sparsync.collectives.values import Quantizer
 from sparsync.comm.plan import Given, Plan, all_gather_exchange, planned
-from sparsync.core import Comm, Divisor, Sparse, phase
-from sparsync.kernels import operations as kernels
+from sparsync.core import Divisor, phase
 from sparsync.kernels.rounding import lacking
 from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
 
 
-class ShareCodec(Protocol):
-    """Bytes of values and back; `wire.ValueCodec` or `sparse_loco.BinMeans`."""
-
-    @property
-    def exact(self) -> bool: ...
-
-    def encode(self, value: Tensor) -> Tensor: ...
-
-    def decode(self, packet: Tensor, k: int, dtype: torch.dtype) -> Tensor: ...
-
-    def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
-
-
-def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
+def mean_of_selections(own: Sparse, codec: Quantizer, divide_by: Divisor, comm: Comm) -> tuple[Sparse, Tensor]:
     """Return the mean of what all ranks have selected, as many elements each, and what rounding drops of this rank's values, [k].
 
     With "contributors" the sum at a position is divided by the number of ranks that have sent it, with "ranks" by P.
@@ -54,7 +41,7 @@ def mean_of_selections(own: Sparse, codec: ShareCodec, divide_by: Divisor, comm:
         return mean, lacking(own.value, codec.decode(values, k, dtype), share)
 
 
-def planned_in_tiles(given: Given, k: int, codec: ShareCodec, state_nbytes: int) -> Plan:
+def planned_in_tiles(given: Given, k: int, codec: Quantizer, state_nbytes: int) -> Plan:
     """Return the plan of a step that selects `k` of n elements in tiles and exchanges them by `mean_of_selections`."""
     nbytes = fixed_length_nbytes(k, given.n) + codec.nbytes(k, given.dtype)
     return planned(

@@ -9,30 +9,29 @@ and the program cuts its four bins half a bin lower, at -2.25, -0.75 and 0.75 st
 makes it an error feedback that conserves what comes in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Sparse, Update, kernels
+from sparsync.collectives.values import Quantizer
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Divisor, Sparse, check_one_of, phase
-from sparsync.feedback import Accumulator, Residuals
-from sparsync.kernels import operations as kernels
+from sparsync.core import Divisor, check_one_of, phase
+from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import rounded
-from sparsync.schemes.tile_parts import (
-    ShareCodec,
+from sparsync.wire import ValueCodec, Values
+from sparsync_lab.rivals.tile_parts import (
     check_per_tile,
     mean_of_selections,
     planned_in_tiles,
 )
-from sparsync.selection.tiles import selected_in_tiles, tiles_of
-from sparsync.wire import ValueCodec, Values
+from sparsync_lab.rivals.tiles import selected_in_tiles, tiles_of
 
 TileValues = Literal["bins"] | Values
 BINS = 4
@@ -42,9 +41,10 @@ _MEAN_NBYTES = 4
 
 @dataclass
 class SparseLoCo(ErrorFeedbackScheme):
-    """Send `per_tile` elements of each tile, of largest magnitude, to all; the mean at a position is that of the ranks that sent it.
+    """Send the largest elements of each tile of up to 64 x 64 in 2 bits, with a residual that decays (arXiv 2508.15706).
 
-    NaN or Inf on any rank shows in the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
+    A rank sends `per_tile` elements of each tile; the mean at a position is that of the ranks that sent it. NaN or Inf on any rank shows in
+    the gradient of every rank and changes nothing else. A rollback returns to each rank what it has sent.
     """
 
     per_tile: int = 64  # elements that a rank sends of each tile, or all of a smaller one; the paper's
@@ -63,7 +63,6 @@ class SparseLoCo(ErrorFeedbackScheme):
         allowed = ("bins", *get_args(Values))
         if self.values not in allowed:
             raise ValueError(f"values must be one of {', '.join(allowed)}, got {self.values!r}")
-        self._sent: dict[str, Sparse] = {}  # what this rank sent in the last step of each bucket
 
     @classmethod
     def published(cls, per_tile: int = 64) -> Self:
@@ -82,29 +81,16 @@ class SparseLoCo(ErrorFeedbackScheme):
             index = tiles.largest(cut, self.per_tile)
             own = Sparse(index.to(torch.int32), kernels.gather(cut, index), n)
         mean, error = mean_of_selections(own, codec, self.divide_by, comm)
-        place, sent = tiles.places(own.index), own.value - error
+        place, lost = tiles.places(own.index), None
         found, order = tiles.places(mean.index).sort()
         union = Sparse(found.to(torch.int32), mean.value[order], n)
         if self.divide_by == "contributors":
             # What its type drops is of a mean over senders, which no residual holds.
             union = replace(union, value=union.value.to(bucket.grad.dtype))
+            lost = Sparse(place, own.value - error, n)
+        return Update(union, place, place.numel(), [Sparse(place, error, n)], lost=lost)
 
-        def commit() -> None:
-            self._sent[bucket.key] = Sparse(place, sent, n)
-
-        return Update(union, place, place.numel(), [Sparse(place, error, n)], commit=commit)
-
-    def rollback(self, bucket: Bucket) -> None:
-        if self.divide_by == "ranks":
-            super().rollback(bucket)
-        elif bucket.key in self._sent:
-            kernels.scatter_add_(self.feedback.residual_of(bucket), self._sent.pop(bucket.key))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
-        super().load_state_dict(state)
-        self._sent = {}
-
-    def _codec(self, counts: Sequence[int]) -> ShareCodec:
+    def _codec(self, counts: Sequence[int]) -> Quantizer:
         return BinMeans(tuple(counts)) if self.values == "bins" else ValueCodec(self.values)
 
 

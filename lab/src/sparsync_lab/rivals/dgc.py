@@ -13,22 +13,22 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import Update, add_dropped_
+from sparsync import Accumulator, Bucket, Comm, Report, TopK, Update, kernels
+from sparsync.base.error_feedback import add_dropped_
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report, count_for
-from sparsync.feedback import Accumulator, ErrorFeedback, state_from
-from sparsync.kernels import operations as kernels
-from sparsync.schemes.topk_allgather import TopK
+from sparsync.core import count_for
+from sparsync.feedback import ErrorFeedback, state_from
 
 _FIRST_DENSITY = 0.25  # of the warm-up, as in the paper
 
 
 @dataclass
 class DGC(TopK):
-    """Send each rank's share `density` of u + residual of largest magnitude to all, where u = momentum * u + gradient is its own momentum.
+    """Send as topk, of a momentum that each rank accumulates, for plain SGD to apply (arXiv 1712.01887).
 
-    What is sent leaves the residual, and with `masking` u too. Without momentum and clipping this is TopK with a warm-up. A rollback
-    returns to the residual what was sent, and does not change u. In a world of another size all ranks continue with u of the first.
+    Each rank sends the share `density` of residual + u of largest magnitude, where u = momentum * u + gradient is its own momentum. What is
+    sent leaves the residual, and with `masking` u too. Without momentum and clipping this is TopK with a warm-up. A rollback returns to the
+    residual what was sent, and does not change u. In a world of another size all ranks continue with u of the first.
     """
 
     density: float = 0.001  # share of elements each rank sends; the paper's

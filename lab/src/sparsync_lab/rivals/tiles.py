@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsync.core import ParameterSpan, Span
+from sparsync import Span
+from sparsync.core import ParameterSpan
 
 SIDE = 64
 SIZE = SIDE * SIDE

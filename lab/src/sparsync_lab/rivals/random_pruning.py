@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.scheme import Scheme
-from sparsync.comm.metered import MeteredComm
+from sparsync import Bucket, Comm, MeteredComm, Report, Scheme
 from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
-from sparsync.core import Bucket, Comm, Divisor, Report, check_one_of, generator
+from sparsync.core import Divisor, check_one_of, generator
 
 Mode = Literal["complementary", "independent"]
 
 
 @dataclass
 class RandomPruning(Scheme):
-    """Write the mean over the ranks that each element did not lose; an element that lost all of them is zero."""
+    """Leave some ranks out of the mean of each element; saves no traffic, for comparison.
+
+    What is written is the mean over the ranks that an element did not lose; one that lost all of them is zero.
+    """
 
     name = "random_pruning"
 

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, MeteredComm, Report, kernels
+from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import quantized_all_reduce
-from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Report
-from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, state_from
-from sparsync.kernels import operations as kernels
+from sparsync.feedback import ErrorFeedback, Residuals, state_from
 from sparsync.schemes.quantized import planned_quantized
 from sparsync.wire import ValueCodec
 
@@ -31,11 +29,12 @@ _SIGNS = ValueCodec("sign")
 
 @dataclass
 class OneBitAdam(ErrorFeedbackScheme):
-    """Write Adam's step: of the exact mean gradient for `warmup_steps` steps, then of a momentum that is summed in 1 bit.
+    """Write Adam's step, with frozen second moments and a momentum in 1 bit, for plain SGD to apply (arXiv 2102.02888).
 
-    A step with NaN or Inf on any rank, or with squares beyond the largest number, writes NaN and changes nothing. A rollback leaves the
-    momentum as it is: it has the gradient, and brings it with later steps. Gradients are without a loss scale that changes. After a
-    failure on some rank the warm-up starts again.
+    For `warmup_steps` steps it is that of the exact mean gradient; then the momentum is summed in 1 bit. A step with NaN or Inf on any
+    rank, or with squares beyond the largest number, writes NaN and changes nothing. A rollback leaves the momentum as it is: it has the
+    gradient, and brings it with later steps. Gradients are without a loss scale that changes. After a failure on some rank the warm-up
+    starts again.
     """
 
     warmup_steps: int = (
