@@ -1,7 +1,7 @@
 """Steps of replicas that FSDP2 shards: each rank exchanges those of its shards with the ranks that hold the same ones."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparsync.attached.fsdp2_units import Unit, replicate_axis, units_of
+from sparsync.attached.fsdp2_units import replicate_axis, units_of
 from sparsync.exchanges.replica import GradientDivisor, Replica
 from sparsync.runtime.findings import Axis
 from sparsync.runtime.parameter_names import named_parameters
@@ -71,37 +71,13 @@ class ShardedReplica(Replica):
         for unit in self._units:
             unit.module.reshard()  # what was gathered before is of older weights
 
-    def divide_gradients(self, by: GradientDivisor) -> list[Any]:  # Any: as Replica
-        hooks = [_DividedUnit(unit, by) for unit in self._units]
-        return [*hooks, _Undone(self._undo)]
+    def divide_gradients(self, by: GradientDivisor) -> list[Callable[[], None]]:
+        def divide_(names: list[str], shard: Tensor) -> None:
+            if (divisor := owner()) is not None:
+                shard.copy_(divisor.divided(names, shard))
 
-
-class _DividedUnit:
-    """Divides what FSDP2 has reduced of one unit over its shards, until `remove`."""
-
-    def __init__(self, unit: Unit, by: GradientDivisor) -> None:
-        self._unit, names = unit, [each.name for each in unit.trained()]
-        unit.module.set_all_reduce_hook(partial(_divide_, weakref.ref(by), names))
-
-    def remove(self) -> None:
-        self._unit.set_all_reduce_hook(None)
-
-
-class _Undone:
-    """Gives FSDP2 its all-reduce over replicas back on `remove`."""
-
-    def __init__(self, undo: list[Any]) -> None:
-        self._undo = undo
-
-    def remove(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
-
-
-def _divide_(owner: "weakref.ref[GradientDivisor]", names: list[str], shard: Tensor) -> None:
-    if (divisor := owner()) is not None:
-        shard.copy_(divisor.divided(names, shard))
+        owner, named = weakref.ref(by), [(unit, [each.name for each in unit.trained()]) for unit in self._units]
+        return [*(unit.use_all_reduce_hook(partial(divide_, names)) for unit, names in named), *self._undo]
 
 
 def _local(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor

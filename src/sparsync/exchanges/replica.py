@@ -2,9 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,9 +44,10 @@ class Replica:
         """Note that weights were written, of which the module may have older copies."""
         return
 
-    def divide_gradients(self, by: "GradientDivisor") -> list[Any]:  # Any: torch's handles of hooks
-        """Have gradients divided as the backward pass makes them; return what removes that."""
-        return [each.register_hook(partial(_divided, weakref.ref(by), name)) for name, each in self.owned.items()]
+    def divide_gradients(self, by: "GradientDivisor") -> list[Callable[[], None]]:
+        """Have gradients divided as the backward pass makes them; return what undoes that."""
+        hooks = [each.register_hook(partial(_divided, weakref.ref(by), name)) for name, each in self.owned.items()]
+        return [each.remove for each in hooks]
 
 
 class GradientDivisor:
@@ -61,7 +61,7 @@ class GradientDivisor:
     def __init__(self, replica: Replica) -> None:
         self.factor = 1.0
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
-        self._hooks = replica.divide_gradients(self)
+        self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
@@ -82,8 +82,8 @@ class GradientDivisor:
     def release(self) -> None:
         """Leave gradients as they come from here on."""
         self.next_step(1.0)
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
 
 
 def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
