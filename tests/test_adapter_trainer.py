@@ -11,7 +11,8 @@ from torch import Tensor
 
 from helpers.adapter_training import DENSITY, AdapterResult, Collected, as_torchrun, check
 from helpers.distributed import run
-from sparsync import TopK, ddp_comm_hook
+from sparsync import Gradients, Steps, TopK, TwoShot, ddp_comm_hook
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.schemes import ExDyna
 
 pytest.importorskip("transformers")
@@ -57,7 +58,7 @@ def trainer_of(folder: Path, kind: type[Trainer] = Trainer, steps: int = STEPS, 
 def trained(folder: Path, goes_on_from: Path | None = None, **how: Any) -> AdapterResult:
     trainer = trainer_of(folder)
     scheme = None if goes_on_from else ExDyna(density=DENSITY)  # None: of the environment, the same one
-    callback = attach(trainer, scheme, timeout_s=120, **how)
+    callback = attach(trainer, scheme, exchange=Gradients(), timeout_s=120, **how)
     trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
     assert callback.handle is not None
     return AdapterResult.of(trainer.model, callback.handle.reports())
@@ -99,7 +100,7 @@ class SpikedTrainer(Trainer):
 def spiked(folder: Path) -> list[float]:
     as_torchrun()
     trainer = trainer_of(folder, SpikedTrainer, steps=SPIKE + 4)
-    attach(trainer, TopK(density=0.05), timeout_s=20)
+    attach(trainer, TopK(density=0.05), exchange=Gradients(), timeout_s=20)
     trainer.train()  # max_grad_norm is 1 by default
     return [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
 
@@ -129,3 +130,37 @@ def hooked(folder: Path) -> AdapterResult:
 
 def test_a_callback_of_the_trainer_can_register_the_hook(tmp_path: Path) -> None:
     check(run(hooked, 2, folder=tmp_path), STEPS)
+
+
+def stepped(folder: Path) -> list[list[Tensor]]:
+    """Train with steps, in one go and from a checkpoint; return the saved weights, the evaluated loss and what was loaded again."""
+    as_torchrun()
+    found = []
+    for goes_on_from in (None, folder / "checkpoint-3"):
+        trainer = trainer_of(folder, eval_dataset=Sentences(4))
+        callback = attach(trainer, TwoShot(density=0.1, values="sign"), timeout_s=120)
+        trainer.train(resume_from_checkpoint=str(goes_on_from) if goes_on_from else None)
+        assert callback.handle is not None
+        assert callback.handle.exchange == Steps()
+        assert isinstance(callback.handle, AdamWSteps)
+        assert callback.handle.stats()["drift"] > 0
+        loss = torch.tensor(trainer.evaluate()["eval_loss"])
+        own = [each.detach().clone() for each in trainer.model.parameters()]
+        with callback.handle.averaged():
+            common = [each.detach().clone() for each in trainer.model.parameters()]
+        assert all(map(torch.equal, own, common))  # after an evaluation
+        trainer.save_model(str(folder / "saved"))
+        torch.distributed.barrier()
+        saved = GPT2LMHeadModel.from_pretrained(folder / "saved")
+        assert all(map(torch.equal, saved.parameters(), common))
+        found.append([loss, *common])
+    return found
+
+
+def test_the_trainer_exchanges_steps_of_its_adamw_and_evaluates_saves_and_goes_on_with_common_weights(
+    tmp_path: Path,
+) -> None:
+    first, second = run(stepped, 2, folder=tmp_path)
+    for whole, again, other in zip(*first, second[0], strict=True):
+        assert torch.equal(whole, again)
+        assert torch.equal(whole, other)

@@ -13,6 +13,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
@@ -26,6 +27,7 @@ def attach(
     scheme: Scheme | None = None,
     *,
     optimizer: Optimizer | None = None,
+    exchange: Exchange | None = None,
     timeout_s: float = 300.0,
     check_weights_every: int = CHECK_WEIGHTS_EVERY,
 ) -> Handle | None:
@@ -41,7 +43,13 @@ def attach(
         return None
     scaler = accelerator.scaler
     handle = attach_to_ddp(
-        ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s, check_weights_every=check_weights_every
+        ddp,
+        scheme,
+        exchange=exchange,
+        optimizer=optimizer,
+        scaler=scaler,
+        timeout_s=timeout_s,
+        check_weights_every=check_weights_every,
     )
 
     # Not register_for_checkpointing: that writes the main process's state only.

@@ -16,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint as states
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
@@ -45,11 +46,12 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         *,
         follow_rates: bool = False,
         recorder: Recorder | None = None,
+        exchange: Exchange | None = None,
         timeout_s: float = 300.0,
         check_weights_every: int = CHECK_WEIGHTS_EVERY,
     ) -> None:
         self.scheme, self.recorder = given_or_default(scheme), recorder
-        self._options: dict[str, Any] = {"follow_rates": follow_rates, "timeout_s": timeout_s}
+        self._options: dict[str, Any] = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
         self._options["check_weights_every"] = check_weights_every
         self.handle: Handle | None = None
         self._group: Any = None  # the process group of the model; torch's stubs do not let it be named

@@ -17,6 +17,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
@@ -30,6 +31,7 @@ def prepare_model(
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
+    exchange: Exchange | None = None,
     timeout_s: float = 300.0,
     check_weights_every: int = CHECK_WEIGHTS_EVERY,
     **options: Any,
@@ -44,7 +46,13 @@ def prepare_model(
     if ddp is None:
         return prepared, None
     handle = attach(
-        ddp, scheme, optimizer=optimizer, scaler=scaler, timeout_s=timeout_s, check_weights_every=check_weights_every
+        ddp,
+        scheme,
+        exchange=exchange,
+        optimizer=optimizer,
+        scaler=scaler,
+        timeout_s=timeout_s,
+        check_weights_every=check_weights_every,
     )
     given = ray.train.get_checkpoint()
     if given is not None:

@@ -16,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
@@ -32,6 +33,7 @@ def attach(
     follow_rates: bool = False,
     recorder: Recorder | None = None,
     resume_from: str | Path | None = None,
+    exchange: Exchange | None = None,
     timeout_s: float = 300.0,
     check_weights_every: int = CHECK_WEIGHTS_EVERY,
 ) -> "Sparsync":
@@ -43,7 +45,8 @@ def attach(
     `resume_from` if the folder was moved. The other arguments are as for `sparsync.attach`.
     `train` raises as `sparsync.attach`, and TypeError where it does not use DDP.
     """
-    options = {"follow_rates": follow_rates, "timeout_s": timeout_s, "check_weights_every": check_weights_every}
+    options = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
+    options["check_weights_every"] = check_weights_every
     callback = Sparsync(trainer, given_or_default(scheme), recorder, resume_from, options)
     trainer.add_callback(callback)
     return callback

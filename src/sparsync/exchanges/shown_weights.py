@@ -64,14 +64,18 @@ class ShownWeights:
         if module is not self._replica.module or not self._asks():
             return
         self._adopt()
-        by_id = {id(each): name for name, each in self._replica.owned.items()}
-        common = dict(self._weights.common())
+        names = {id(each): name for name, each in self._replica.owned.items()}
+        common, values = dict(self._weights.common()), dict[int, Tensor]()
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
-            key = next((each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
-            name = by_id.get(id(parameter))
-            if key is None or name is None or isinstance(state[prefix + key], nn.Parameter):  # as with keep_vars=True
+            key = next((prefix + each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
+            if (
+                key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter)
+            ):  # as with keep_vars=True
                 continue
-            state[prefix + key] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
+            name = names[id(parameter)]
+            if id(parameter) not in values:  # names that share a parameter share its value
+                values[id(parameter)] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
+            state[key] = values[id(parameter)]
 
     def release(self) -> None:
         """Leave the common weights in the model, for good."""
