@@ -400,24 +400,27 @@ def test_a_layer_that_is_loaded_in_training_is_the_common_one_on_all_ranks_and_t
     assert torch.equal(first, second)
 
 
-def test_all_ranks_take_the_same_loaded_weights_for_common_ones_also_where_one_of_them_had_some_already() -> None:
-    def body(comm: LocalComm) -> set[str]:
+def test_loading_the_common_weights_puts_the_own_ones_back_also_where_these_are_the_same() -> None:
+    def body(comm: LocalComm) -> tuple[set[str], Tensor]:
         steps = start(comm, TopK(0.25), keep=0.5)
         for step in range(3):
             learn(steps.model, comm.rank, step)
             if comm.rank == 0:  # has nothing unsent of this one, so its own weights are the common ones
                 steps.model.get_parameter("0.weight").grad = None
             steps.step()
+        before = flat(deepcopy(steps.model).parameters())
         with steps.averaged():
             loaded = deepcopy(steps.model.state_dict())
         own = steps.model.get_parameter("0.weight")
         assert torch.equal(own, loaded["0.weight"]) == (comm.rank == 0)
         steps.model.load_state_dict(loaded)
         assert torch.equal(common(steps), flat(loaded.values()))
-        return set(steps._adopted)
+        assert torch.equal(flat(steps.model.parameters()), before)
+        return set(steps._adopted), train(steps, range(3, 6))[-1]
 
-    first, second = LocalWorld(2).run(body)
-    assert first == second == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    (first, weights), (second, others) = LocalWorld(2).run(body)
+    assert first == second == set()
+    assert torch.equal(weights, others)
 
 
 def test_weights_that_are_loaded_inside_averaged_are_an_error_because_they_would_be_lost() -> None:

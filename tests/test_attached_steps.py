@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 P, STEPS, HALVES = 2, 9, 2
 
 
-def bare_model() -> nn.Module:
+def bare_model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(20, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 7))
 
@@ -43,7 +43,7 @@ class Training:
 
     def __init__(self, wrapped: bool, scheme: sparsync.Scheme | None = None, **options: Any) -> None:
         self.bare = bare_model()
-        self.model = DistributedDataParallel(self.bare) if wrapped else self.bare
+        self.model: Any = DistributedDataParallel(self.bare) if wrapped else self.bare  # Any: of either kind
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         scheme = scheme if scheme is not None else TwoShot(density=0.1, values="sign")
@@ -53,6 +53,7 @@ class Training:
         self.norms: list[float] = []
 
     def step(self, number: int) -> float:
+        loss = torch.zeros(())
         for half in range(HALVES):
             x, y = batch(dist.get_rank(), HALVES * number + half)
             waits = isinstance(self.model, DistributedDataParallel) and half < HALVES - 1
@@ -337,7 +338,8 @@ class ShardedTraining(Training):
 
     def __init__(self, replicas: int, shards: int, **options: Any) -> None:
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        self.bare = self.model = bare_model()
+        self.bare = bare_model()
+        self.model: Any = self.bare
         for layer in (self.bare[0], self.bare[3]):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.bare, mesh=mesh)
@@ -398,7 +400,8 @@ def sharded(folder: Path) -> None:
         x, y = batch(dist.get_rank(), 0)
         (second.model(x) - y).square().mean().backward()
         if dist.get_rank() == 3:
-            local = next(second.bare.parameters()).grad.to_local()  # pyright: ignore[reportOptionalMemberAccess]
+            gradient: Any = next(second.bare.parameters()).grad  # Any: a DTensor
+            local = gradient.to_local()
             local.view(-1)[0] = torch.nan
         with pytest.warns(UserWarning, match="was skipped on all ranks"):
             second.optimizer.step()

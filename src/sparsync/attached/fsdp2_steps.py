@@ -1,7 +1,7 @@
 """Steps of replicas that FSDP2 shards: each rank exchanges those of its shards with the ranks that hold the same ones."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ class ShardedReplica(Replica):
 
     axis = "replicas"
 
-    def __init__(self, module: nn.Module, called: nn.Module, replicate: Axis | None) -> None:
+    def __init__(self, module: nn.Module, called: Sequence[nn.Module], replicate: Axis | None) -> None:
         self.module, self.called, self._units = module, called, units_of(module)
         self.replicas = replicate_axis(self._units, replicate)
         shards = self._units[0].shard_group

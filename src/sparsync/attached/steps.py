@@ -82,20 +82,21 @@ def attach(
 
 def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tuple[Replica, dist.ProcessGroup | None]:
     """Return what this rank has of a copy of the model, and the ranks that have the same of others."""
+    # A hook on a module that was compiled would be compiled, too.
+    compiled = any(type(each).__name__ == "OptimizedModule" for each in called.modules())
     if is_fsdp2(model):
         from sparsync.attached.fsdp2_steps import ShardedReplica  # loads torch's FSDP
 
-        sharded = ShardedReplica(model, called, replicate)
+        sharded = ShardedReplica(model, [called] if compiled else [model, called], replicate)
         return sharded, sharded.replicas
     if not isinstance(model, DistributedDataParallel):
-        return Replica(model, called), None
+        return Replica(model, [called] if compiled else [model, called]), None
     if left_alone := ignored(model.module):
         raise ValueError(
             f"DDP ignores {', '.join(sorted(left_alone))}, and steps are exchanged of all trained parameters; freeze these, or "
             "attach with exchange=sparsync.Gradients()"
         )
-    # A hook on a module that was compiled would be compiled, too.
-    return Replica(model.module, model.module if called is model else called), model.process_group
+    return Replica(model.module, [called] if compiled else [model.module, called]), model.process_group
 
 
 def _keep_own_gradients(model: DistributedDataParallel, handle: AdamWSteps) -> None:

@@ -246,10 +246,18 @@ class ExchangedSteps(StepMethod):
         return not self._averaging
 
     def _adopt(self) -> list[str]:
-        changed = super()._adopt()
+        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
+        changed, own_shown = self._weights.changed(), self._shown is None or not self._shown.common
+        loaded = [name for name in changed if name not in self._idle and self._weights.shows_common(name)]
+        others = [name for name in changed if name not in loaded]
+        if others:
+            self._weights.adopt(others)
+            self._adopted.update(others)
         if self._shown is not None:
-            self._shown.take(changed)
-        return changed
+            self._shown.take(others)
+        if loaded and own_shown:
+            self._write_own(frozenset(self._weights.trained) - frozenset(loaded))
+        return others
 
     def _step_for_optimizer(self) -> bool:
         """Take a step in place of the optimizer, and return whether all ranks skipped it."""
@@ -463,11 +471,14 @@ class ExchangedSteps(StepMethod):
             raise
         return reports, means, skipped
 
-    def _write_own(self) -> None:
+    @torch.no_grad()
+    def _write_own(self, idle: frozenset[str] | None = None) -> None:
+        """Write the own weights, the common ones less what is unsent, of all parameters but the idle ones."""
+        idle = self._idle if idle is None else idle
         for bucket in self._weights.buckets:
-            unsent = bucket.unsent(self._scheme, self._comm, self._idle) if self._keep else None
+            unsent = bucket.unsent(self._scheme, self._comm, idle) if self._keep else None
             common = bucket.common
-            bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), self._idle)
+            bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), idle)
         self._replica.written()
         self._weights.note_written()
 

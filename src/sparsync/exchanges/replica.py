@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -13,13 +13,16 @@ from sparsync.runtime.parameter_names import trained
 
 
 class Replica:
-    """One copy of a model, of which this rank holds all. `called` is what the training loop calls, such as a compiled module."""
+    """One copy of a model, of which this rank holds all.
+
+    `called` are the modules that a training loop calls: `module`, or what was made of it, such as a compiled one. Without, it is `module`.
+    """
 
     axis = ""  # of FSDP2, over which copies exchange
     part = ""  # the name of what this rank holds; "" is all of the model
 
-    def __init__(self, module: nn.Module, called: nn.Module | None = None) -> None:
-        self.module, self.called = module, module if called is None else called
+    def __init__(self, module: nn.Module, called: Sequence[nn.Module] = ()) -> None:
+        self.module, self.called = module, called or [module]
         # What the optimizer has, and what this rank holds of it, by name.
         self.owned = trained_parameters(module)
         self.trained: Mapping[str, nn.Parameter] = self.owned

@@ -29,14 +29,22 @@ class ShownWeights:
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
         self._hooks = [
-            replica.called.register_forward_pre_hook(_BeforeForward(self), prepend=True),  # before FSDP2 gathers
+            *(
+                each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
+                for each in replica.called
+            ),
             replica.module.register_state_dict_post_hook(_AfterStateDict(self)),
         ]
+
+    @property
+    def common(self) -> bool:
+        """Whether the common weights are in the model."""
+        return self._own is not None
 
     @torch.no_grad()
     def show(self, common: bool) -> None:
         """Have the common weights in the model, or the own ones."""
-        if common == (self._own is not None) or not self._asks():
+        if common == self.common or not self._asks():
             return
         self._adopt()
         buckets = self._weights.buckets
@@ -56,7 +64,9 @@ class ShownWeights:
 
     def before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
-        if module is self._replica.called:
+        if any(module is each for each in self._replica.called):
+            if self._asks() and self._weights.was_written():
+                self._adopt()
             self.show(common=not (module.training and torch.is_grad_enabled()))
 
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it

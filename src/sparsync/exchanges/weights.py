@@ -141,9 +141,24 @@ class Weights:
                 bucket.copy_own_(bucket.start, names)  # nothing was learnt since
         self.note_written()
 
+    def changed(self) -> list[str]:
+        """Return the names of the parameters that were set from outside since the weights were written."""
+        return self._written.changed()
+
+    def was_written(self) -> bool:
+        """Return whether anything was written to a parameter since, by torch's own count: without looking at the values."""
+        return self._written.was_written()
+
+    def shows_common(self, name: str) -> bool:
+        """Return whether the model has the common weights of a parameter, in its type."""
+        parameter = self.trained[name].detach()
+        bucket = next(each for each in self.buckets if name in each.parameters)
+        common = next(entry.span.of(bucket.common) for entry in bucket.layout if entry.name == name)
+        return torch.equal(parameter.reshape(-1), common.to(parameter.dtype))
+
     def adopt_changed(self) -> list[str]:
         """Adopt the weights that were set from outside, and return their names."""
-        if changed := self._written.changed():
+        if changed := self.changed():
             self.adopt(changed)
         return changed
 
@@ -210,6 +225,10 @@ class LastWritten:
         other = [not torch.equal(now, before) for now, before in pairs]
         written = map(int.__ne__, self._versions_now(), self._versions)
         return [name for name, *either in zip(self._parameters, other, written, strict=True) if any(either)]
+
+    def was_written(self) -> bool:
+        """Return whether torch counts anything that was done to a parameter since."""
+        return self._versions_now() != self._versions
 
     def _now(self) -> tuple[Tensor, list[int]]:
         words = [_words(each.detach()) for each in self._parameters.values()]
