@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Dense, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync import Dense, Gradients, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 from sparsync.schemes import PerParameter, PowerSGD, Quantized
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
@@ -79,13 +79,15 @@ def optimizers() -> None:
     sgd, momentum = SGD(parameters(), lr=0.1), SGD(parameters(), lr=0.1, momentum=0.9)
     adamw = AdamW(parameters(), lr=0.1)
 
-    def said(scheme: sparsync.Scheme, optimizer: Optimizer | None) -> str:
-        return "".join(str(finding) for finding in sparsync.doctor(ddp, scheme, optimizer=optimizer))
+    def said(scheme: sparsync.Scheme, optimizer: Optimizer | None, exchange: Gradients | None = None) -> str:
+        return "".join(str(finding) for finding in sparsync.doctor(ddp, scheme, optimizer=optimizer, exchange=exchange))
 
     sparse = (TopK(0.01), MiCRO(0.01), OkTopk(0.01), TwoShot(0.05), PerParameter(Dense(), {"bias": TopK(0.1)}))
     for scheme in sparse:
-        assert "second moments, which are wrong where means are sparse" in said(scheme, adamw)
-        assert "use sparsync.AdamWSteps, or TwoShot(density=1.0, values='int4')" in said(scheme, adamw)
+        assert said(scheme, adamw) == ""  # steps are exchanged
+        words = said(scheme, adamw, Gradients())
+        assert "second moments, which are wrong where means are sparse" in words
+        assert "attach with exchange=sparsync.Steps(), or use TwoShot(density=1.0, values='int4')" in words
         assert all(said(scheme, each) == "" for each in (None, sgd, momentum))
     others = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.RMSprop)
     for kind in others:
@@ -111,7 +113,7 @@ def optimizers() -> None:
             words = f"{name} has the momentum itself, and {own} adds its own; use torch.optim.SGD without momentum"
             assert said(scheme, optimizer) == words
     assert said(DGC(momentum=0.0), momentum) == ""
-    for make in (partial(sparsync.attach, ddp), partial(sparsync.GradientReducer, model)):
+    for make in (partial(sparsync.attach, ddp, exchange=Gradients()), partial(sparsync.GradientReducer, model)):
         with pytest.warns(UserWarning, match="TopK leaves elements out, and AdamW divides by second moments"):
             make(TopK(0.01), optimizer=adamw).close()
     with warnings.catch_warnings():
@@ -150,7 +152,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 bare = torch.nn.Linear(64, 64)
 model = torch.nn.parallel.DistributedDataParallel(bare)
 optimizer = torch.optim.AdamW(bare.parameters())
-sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 11
+sparsync.attach(model, sparsync.TopK(0.01), optimizer=optimizer, exchange=sparsync.Gradients()).close()  # line 11
 sparsync.GradientReducer(bare, sparsync.TopK(0.01), optimizer=optimizer).close()  # line 12
 sparsync.ddp_comm_hook(sparsync.TopK(0.01), optimizer=optimizer)  # line 13
 """

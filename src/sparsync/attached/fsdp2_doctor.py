@@ -50,7 +50,7 @@ def examine(
         *(_gathered(units, parameters) if parameters is not None else ()),
         *_unused(scheme, replicas is None),
         *findings.patterns(names, scheme),
-        *findings.optimizers(optimizer, scheme),
+        *findings.optimizers(optimizer, scheme, steps_possible=replicas is not None),
     ]
 
 

@@ -74,6 +74,7 @@ def attach(
     handle = AdamWSteps(
         replica.module, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, replica=replica, **options
     )
+    handle.origin = "sparsync.attach"
     if isinstance(model, DistributedDataParallel):
         _keep_own_gradients(model, handle)
     _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)

@@ -64,6 +64,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         RuntimeError: when a rank is missing, or has other settings or other parameters.
     """
 
+    origin = "sparsync.AdamWSteps"
     integration = "adamw_steps"
     vectors = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
     counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments

@@ -117,7 +117,7 @@ def is_fsdp2(model: nn.Module) -> bool:
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]:
+def optimizers(optimizer: Optimizer | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
     """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
     if optimizer is None:
         return
@@ -131,11 +131,11 @@ def optimizers(optimizer: Optimizer | None, scheme: Scheme) -> Iterator[Finding]
                 f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
             )
     elif scheme.has_residual and scheme.leaves_out and _divides(inner):
-        steps = "exchange=sparsync.Steps(), or " if isinstance(inner, Adam) else ""
+        steps = "attach with exchange=sparsync.Steps(), or " if steps_possible and isinstance(inner, Adam) else ""
         yield Finding(
             f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
-            f"use {steps}TwoShot(density=1.0, values='int4')",
+            f"{steps}use TwoShot(density=1.0, values='int4')",
         )
 
 
