@@ -164,3 +164,61 @@ def test_the_trainer_exchanges_steps_of_its_adamw_and_evaluates_saves_and_goes_o
     for whole, again, other in zip(*first, second[0], strict=True):
         assert torch.equal(whole, again)
         assert torch.equal(whole, other)
+
+
+class Chain(torch.utils.data.Dataset):
+    """Sentences of a Markov chain, of which a model can learn something."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        likely = (2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(7))).softmax(1)
+        source = torch.Generator().manual_seed(seed)
+        words = [torch.randint(WORDS, (count, 1), generator=source)]
+        for _ in range(2 * TOKENS - 1):
+            words.append(torch.multinomial(likely[words[-1][:, 0]], 1, generator=source))
+        self.tokens = torch.cat(words, dim=1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[number], "labels": self.tokens[number]}
+
+
+def learned(folder: Path, seed: int, compressed: bool) -> tuple[float, float]:
+    """Return the loss of unseen sentences after 300 steps, and the bits that were sent for each parameter and step."""
+    as_torchrun()
+    torch.manual_seed(seed)
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=WORDS, n_positions=2 * TOKENS, n_embd=64, n_layer=2, n_head=2, **none)  # pyright: ignore
+    )
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=300,
+        learning_rate=4e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        save_strategy="no",
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Chain(4800, seed), eval_dataset=Chain(512, 999))
+    callback = attach(trainer, TwoShot(density=0.07, values="sign")) if compressed else None
+    trainer.train()
+    handle = None if callback is None else callback.handle
+    bits = handle.stats()["bits"] if isinstance(handle, AdamWSteps) else 32.0
+    return trainer.evaluate()["eval_loss"], bits
+
+
+def test_a_gpt_2_that_the_trainer_trains_with_less_than_a_bit_ends_within_2_percent_of_dense(tmp_path: Path) -> None:
+    losses = {}
+    for compressed in (False, True):
+        found = [run(learned, 2, folder=tmp_path, seed=seed, compressed=compressed)[0] for seed in range(3)]
+        losses[compressed] = sum(loss for loss, _ in found)
+        assert all(bits < 1 for _, bits in found) == compressed
+    assert losses[True] < 1.02 * losses[False]

@@ -286,14 +286,13 @@ def test_doctor_runs_a_script_up_to_its_first_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("job", "failure", "what"),
-    [("no_file.py:Job", "ValueError: no file no_file.py", ""), ("movielens-small", "", "divides by second moments")],
+    ("job", "failure"),
+    [("no_file.py:Job", "ValueError: no file no_file.py"), ("movielens-small", "")],
 )
-def test_doctor_looks_at_a_job(job: str, failure: str, what: str) -> None:
+def test_doctor_looks_at_a_job(job: str, failure: str) -> None:
     found = trial.run(trial.TrialJob(workload=job, scheme="topk"))
     assert found.failure.startswith(failure)
-    assert all(what in each["what"] for each in found.findings)
-    assert bool(found.findings) == bool(what)
+    assert not found.findings  # the job trains with Adam, whose steps are exchanged
 
 
 def test_what_a_job_meets_is_shown_with_what_to_do() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparsync.attached.fsdp2_units import replicate_axis, units_of
-from sparsync.exchanges.replica import GradientDivisor, Replica
+from sparsync.exchanges.training_loop import GradientDivisor, Replica
 from sparsync.runtime.findings import Axis
 from sparsync.runtime.parameter_names import named_parameters
 

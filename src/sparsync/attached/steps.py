@@ -15,7 +15,7 @@ from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, regi
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps
-from sparsync.exchanges.replica import Replica
+from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, innermost, is_fsdp2
 

@@ -28,7 +28,7 @@ from torch.optim import Adam
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
-from sparsync.exchanges.replica import Replica
+from sparsync.exchanges.training_loop import Replica
 
 
 class AdamWSteps(ExchangedSteps, options=Steps):

@@ -22,10 +22,8 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
-from sparsync.exchanges.replica import GradientDivisor, Replica
-from sparsync.exchanges.shown_weights import ShownWeights
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
-from sparsync.exchanges.taken_optimizer import TakenOptimizer
+from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
 from sparsync.exchanges.weights import WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction

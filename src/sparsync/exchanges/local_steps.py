@@ -21,9 +21,9 @@ from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalStepsOptions
-from sparsync.exchanges.replica import Replica
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
+from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.findings import with_inner
 from sparsync.runtime.state_checks import check_alike
 

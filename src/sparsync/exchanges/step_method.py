@@ -20,7 +20,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
-from sparsync.exchanges.replica import Replica
+from sparsync.exchanges.training_loop import Replica
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
 from sparsync.runtime.findings import given_or_default

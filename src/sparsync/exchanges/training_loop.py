@@ -1,0 +1,316 @@
+"""What lets a training loop stay as it is: the copy of the model that is trained, its gradients, its optimizer, and the weights it shows.
+
+The loop calls the model, the backward pass and `optimizer.step()`. The gradients that it sees have the norm of the mean one. In front of
+the optimizer's own step, those of all ranks become one step of the weights; then the optimizer finds no gradient. A forward pass that does
+not train, and `model.state_dict()`, have the common weights, which are the same on all ranks, and not a rank's own.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.exchanges.weights import Weights
+from sparsync.runtime.findings import is_fsdp2
+from sparsync.runtime.parameter_names import plain_name, trained
+
+_SUPPORTS_SCALING = (
+    "_step_supports_amp_scaling"  # torch's name: a scaler then calls `step` also where it found NaN or Inf
+)
+
+
+class Replica:
+    """One copy of a model, of which this rank holds all.
+
+    `called` are the modules that a training loop calls: `module`, or what was made of it, such as a compiled one. Without, it is `module`.
+    """
+
+    axis = ""  # of FSDP2, over which copies exchange
+    part = ""  # the name of what this rank holds; "" is all of the model
+
+    def __init__(self, module: nn.Module, called: Sequence[nn.Module] = ()) -> None:
+        self.module, self.called = module, called or [module]
+        # What the optimizer has, and what this rank holds of it, by name.
+        self.owned = trained_parameters(module)
+        self.trained: Mapping[str, nn.Parameter] = self.owned
+
+    def held(self) -> list[Tensor]:
+        """Return what this rank holds of all parameters, and the buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def take_gradients(self) -> None:
+        """Have `trained` show the gradients of `owned`, and what of it is frozen."""
+        return
+
+    def agreed(self, finite: bool) -> bool:
+        """Return whether `finite` holds for all that a copy consists of."""
+        return finite
+
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        """Return values of what this rank holds of a parameter, flat, as `state_dict` of the module has the parameter."""
+        return flat.view(self.trained[name].shape)
+
+    def written(self) -> None:
+        """Note that weights were written, of which the module may have older copies."""
+        return
+
+    def divide_gradients(self, by: "GradientDivisor") -> list[Callable[[], None]]:
+        """Have gradients divided as the backward pass makes them; return what undoes that."""
+        hooks = [each.register_hook(partial(_divided, weakref.ref(by), name)) for name, each in self.owned.items()]
+        return [each.remove for each in hooks]
+
+
+class GradientDivisor:
+    """Divides each gradient by `factor` as the backward pass makes it, until `release`.
+
+    A rank's own gradient is longer than the mean one. Divided by how much, it has the mean one's norm, and clipping at a norm or logging
+    it means what it did. Gradients of several backward passes add up, because `factor` changes between two steps only. A gradient that the
+    loop itself puts on a parameter is not divided.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.factor = 1.0
+        self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
+        self._undo = replica.divide_gradients(self)
+
+    def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
+        """Return the gradient of the parameters of these names divided."""
+        if self.factor == 1:
+            return gradient
+        self._divided.update(names)
+        return gradient / self.factor
+
+    def undone(self, name: str) -> float:
+        """Return what the gradient of a parameter is to be multiplied by to be this rank's own."""
+        return self.factor if name in self._divided else 1.0
+
+    def next_step(self, factor: float) -> None:
+        """Divide by `factor` from here on."""
+        self.factor = factor
+        self._divided.clear()
+
+    def release(self) -> None:
+        """Leave gradients as they come from here on."""
+        self.next_step(1.0)
+        for undo in self._undo:
+            undo()
+
+
+class TakenOptimizer:
+    """Calls `take_step` in place of `optimizer.step`, until `release`. `take_step` returns whether all ranks skipped the step.
+
+    `scaler` is the one that scales the loss, where there is one: it learns what other ranks found.
+    """
+
+    def __init__(self, optimizer: Optimizer, take_step: Callable[[], bool], scaler: GradScaler | None = None) -> None:
+        self._optimizer, self._take_step, self._scaler = optimizer, take_step, scaler
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        before: Any = torch.compiler.disable(
+            self._before
+        )  # Any: torch types what it returns as a function of named arguments
+        after: Any = torch.compiler.disable(self._after)
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        setattr(optimizer, _SUPPORTS_SCALING, True)
+
+    def release(self) -> None:
+        """Let the optimizer take its own steps from here on."""
+        for hook in self._hooks:
+            hook.remove()
+        vars(self._optimizer).pop(_SUPPORTS_SCALING, None)
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: as torch's hooks have them
+        args, kwargs = _with_closure_called(args, kwargs)
+        self._unscale()
+        skipped = self._take_step()
+        if skipped and self._scaler is not None:
+            self._tell_scaler(self._scaler)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+        return args, kwargs
+
+    def _after(self, *_: object) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def _unscale(self) -> None:
+        """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
+        if not hasattr(self._optimizer, "found_inf"):
+            return
+        if self._scaler is None:
+            raise RuntimeError(
+                "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
+                "sparsync.attach(..., scaler=scaler)"
+            )
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
+
+    def _tell_scaler(self, scaler: GradScaler) -> None:
+        """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
+        # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
+        for found in scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"].values():
+            found.fill_(1.0)
+
+
+class ShownWeights:
+    """Shows the `weights` of `replica`: own ones in a forward pass that trains, common ones in any other, and in `state_dict()`.
+
+    A forward pass trains where the module is in training mode and gradients are enabled. `adopt` takes weights that were set from outside;
+    weights that are set while the common ones are shown become both. While `asks` is False nothing changes.
+    """
+
+    def __init__(
+        self, replica: Replica, weights: Weights, adopt: Callable[[], object], asks: Callable[[], bool]
+    ) -> None:
+        self._replica, self._weights = replica, weights
+        self._adopt, self._asks = adopt, asks
+        self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
+        self._hooks = [
+            *(
+                each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
+                for each in replica.called
+            ),
+            replica.module.register_state_dict_post_hook(_AfterStateDict(self)),
+        ]
+
+    @property
+    def common(self) -> bool:
+        """Whether the common weights are in the model."""
+        return self._own is not None
+
+    @torch.no_grad()
+    def show(self, common: bool) -> None:
+        """Have the common weights in the model, or the own ones."""
+        if common == self.common or not self._asks():
+            return
+        self._adopt()
+        buckets = self._weights.buckets
+        if common:
+            self._own = [each.own() for each in buckets]
+        own, self._own = self._own or [], self._own if common else None
+        for bucket, weights in zip(buckets, own, strict=True):
+            bucket.write(bucket.common if common else weights)
+        self._replica.written()
+        self._weights.note_written()
+
+    def take(self, names: Collection[str]) -> None:
+        """Take what is in the model of these parameters, which were set from outside, for the own weights that are put aside."""
+        if self._own is not None:
+            for bucket, own in zip(self._weights.buckets, self._own, strict=True):
+                bucket.copy_own_(own, names)
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
+        if any(module is each for each in self._replica.called):
+            if self._asks() and self._weights.was_written():
+                self._adopt()
+            self.show(common=not (module.training and torch.is_grad_enabled()))
+
+    def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
+        """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
+        if module is not self._replica.module or not self._asks():
+            return
+        self._adopt()
+        names = {id(each): name for name, each in self._replica.owned.items()}
+        common, values = dict(self._weights.common()), dict[int, Tensor]()
+        for full_name, parameter in module.named_parameters(remove_duplicate=False):
+            key = next((prefix + each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
+            if (
+                key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter)
+            ):  # as with keep_vars=True
+                continue
+            name = names[id(parameter)]
+            if id(parameter) not in values:  # names that share a parameter share its value
+                values[id(parameter)] = self._replica.whole(name, common[name].to(parameter.dtype, copy=True))
+            state[key] = values[id(parameter)]
+
+    def release(self) -> None:
+        """Leave the common weights in the model, for good."""
+        self.show(common=True)
+        self._own = None
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Hook:
+    """Refers to its `shown` weakly. A copy, by `copy` or `pickle` of a model, does nothing."""
+
+    def __init__(self, shown: ShownWeights | None = None) -> None:
+        self._shown = (lambda: None) if shown is None else weakref.ref(shown)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if (shown := self._shown()) is not None:
+            shown.before_forward(module)
+
+
+class _AfterStateDict(_Hook):
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:  # Any: as `state_dict` has it
+        if (shown := self._shown()) is not None:
+            shown.put_common(module, state, prefix)
+
+
+def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
+    divisor = owner()
+    return None if divisor is None else divisor.divided([name], gradient)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name.
+
+    Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
+    for module in model.modules():
+        if isinstance(module, wrappers) or is_fsdp2(module):
+            raise TypeError(
+                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step; local steps need the whole "
+                "model on each rank: pass the bare module"
+            )
+    found = dict(trained(model))
+    if not found:
+        raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
+    for name, each in found.items():
+        if not each.is_floating_point():
+            raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
+        if hasattr(each, "to_local"):
+            raise TypeError(f"{name} is a DTensor; local steps need the whole model on each rank")
+    return found
+
+
+def _with_closure_called(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: those of `optimizer.step`
+    """Call the closure among the arguments of `step`, which makes the gradients, and put one that returns its loss in its place."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
