@@ -142,7 +142,9 @@ def each_unit(net: nn.Module, do: Callable[[FSDPModule], None]) -> None:
 
 def on(net: Net, scheme: Scheme, **options: Any) -> AttachedHandle:
     """attach, with a timeout for tests."""
-    return sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+    handle = sparsync.attach(net, scheme, timeout_s=TIMEOUT_S, **options)
+    assert isinstance(handle, AttachedHandle)
+    return handle
 
 
 def conserved(handle: Handle, net: Net, steps: int) -> None:
