@@ -14,7 +14,6 @@ from torch.futures import Future
 
 from sparsync import Bucket, Dense, Scheme, TopK
 from sparsync.attached.joining import Joining
-from sparsync.schemes import PowerSGD
 from sparsync_lab import workloads
 from sparsync_lab.advise import command, extra_steps
 from sparsync_lab.advise.extra_steps import Training
@@ -36,6 +35,7 @@ from sparsync_lab.predict.probe_file import (
 )
 from sparsync_lab.predict.probed import ProbedNetwork
 from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.traffic.record import record
 from sparsync_lab.traffic.stream import from_record

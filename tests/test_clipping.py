@@ -36,8 +36,7 @@ class Reducer(GradientReducer):
     """A GradientReducer over any communicator, and a step of its optimizer with gradients that are given."""
 
     def __init__(self, comm: Comm, scheme: str, scaler: GradScaler | None = None, follows: bool = True) -> None:
-        self._kept = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
-        self._model = weakref.ref(self._kept)
+        self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
         self.optimizer = SGD(self.model.parameters(), lr=1.0)
         made, names = sparsync.scheme(scheme), {id(each): name for name, each in self.model.named_parameters()}
         optimizer = self.optimizer if follows else None

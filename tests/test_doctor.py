@@ -16,10 +16,11 @@ from torch.optim import SGD, AdamW, Optimizer
 import sparsync
 from helpers.distributed import run
 from sparsync import Dense, Gradients, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
-from sparsync.schemes import PerParameter, PowerSGD, Quantized
+from sparsync.schemes import PerParameter, Quantized
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
+from sparsync_lab.rivals.powersgd import PowerSGD
 
 pytestmark = pytest.mark.distributed
 

@@ -24,15 +24,17 @@ def interrupted(way: str) -> None:
     dist.broadcast(waiting, 0)
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    scheme = sparsync.TopK(0.5)
+    scheme, reducer = sparsync.TopK(0.5), None
     if way == "ddp":
         model = DistributedDataParallel(model)
         sparsync.attach(model, scheme)
+    else:
+        reducer = sparsync.GradientReducer(model, scheme)
 
     def step(number: int) -> None:
         model(torch.ones(1, 4)).sum().backward()
-        if way == "manual":
-            sparsync.reduce_gradients(model, scheme, step=number)
+        if reducer is not None:
+            reducer.reduce(number)
 
     for number in range(2):  # DDP exchanges its layout of buckets, by itself, in the second
         step(number)

@@ -1,7 +1,6 @@
 """One call after the backward pass: the same gradients as the scheme gives by itself, in any loop."""
 
 import copy
-import weakref
 from pathlib import Path
 
 import pytest
@@ -37,11 +36,12 @@ def gradient(parameter: nn.Parameter, rank: int, step: int) -> torch.Tensor:
 
 
 def trained() -> list[dict[str, torch.Tensor]]:
-    made, scheme, found = model(), MiCRO(0.25), []
+    made = model()
+    reducer, found = GradientReducer(made, MiCRO(0.25)), []
     for step in range(STEPS):
         for name, parameter in made.named_parameters():
             parameter.grad = None if name == "0.bias" else gradient(parameter, dist.get_rank(), step)
-        reports = sparsync.reduce_gradients(made, scheme)
+        reports = reducer.reduce()
         assert [report.sent == report.cost for report in reports] == [True, True]  # float32 and bfloat16
         assert [report.step for report in reports] == [step, step]
         assert made[0].bias.grad is None
@@ -71,7 +71,7 @@ def test_gradients_become_what_the_scheme_makes_of_them_in_every_type_and_memory
 def in_part() -> None:
     made, rank = nn.ModuleDict({"a": nn.Linear(3, 1, bias=False), "b": nn.Linear(3, 1, bias=False)}), dist.get_rank()
     made["ab"[rank]].weight.grad = torch.full((1, 3), 4.0)  # each rank uses one of the two
-    sparsync.reduce_gradients(made, Dense())
+    GradientReducer(made, Dense()).reduce()
     for each in made.parameters():
         assert each.grad is not None
         assert torch.equal(each.grad, torch.full((1, 3), 2.0))
@@ -88,25 +88,15 @@ def refusals() -> None:
     hooked = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     sparsync.attach(hooked, Dense())
     with pytest.raises(TypeError, match="or pass the bare module"):
-        sparsync.reduce_gradients(hooked, Dense())
+        GradientReducer(hooked, Dense())
     with pytest.raises(TypeError, match="scheme must be an instance of"):
-        sparsync.reduce_gradients(nn.Linear(3, 3), "topk")  # pyright: ignore[reportArgumentType]
-    model, scheme = nn.Linear(3, 3), TopK(0.5)
-    sparsync.reduce_gradients(model, scheme)
-    with pytest.raises(ValueError, match="reduces another model"):
-        sparsync.reduce_gradients(nn.Linear(3, 3), scheme)
-    with pytest.raises(ValueError, match="another scheme before"):
-        sparsync.reduce_gradients(model, TopK(0.5))
-    with pytest.raises(ValueError, match=r"timeout_s was 300\.0 in the first call for this model, got 5"):
-        sparsync.reduce_gradients(model, scheme, timeout_s=5)
-    # Copies are another model and another scheme.
-    sparsync.reduce_gradients(copy.deepcopy(model), copy.deepcopy(scheme))
+        GradientReducer(nn.Linear(3, 3), "topk")  # pyright: ignore[reportArgumentType]
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="step it after they are reduced"):
-        sparsync.reduce_gradients(stepping, TopK(0.5))
+        GradientReducer(stepping, TopK(0.5))
     with pytest.raises(RuntimeError, match="density"):
-        sparsync.reduce_gradients(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
+        GradientReducer(nn.Linear(3, 3), TopK(density=0.1 + 0.1 * dist.get_rank()))
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:
@@ -162,8 +152,8 @@ def test_a_reducer_is_saved_and_loaded_and_its_residual_follows_the_learning_rat
 
 
 def numbered() -> list[int]:
-    made, scheme = nn.Linear(3, 3), TopK(0.5)
-    return [sparsync.reduce_gradients(made, scheme, step=step)[0].step for step in (None, None, 7, None, 7)]
+    reducer = GradientReducer(nn.Linear(3, 3), TopK(0.5))
+    return [reducer.reduce(step)[0].step for step in (None, None, 7, None, 7)]
 
 
 def test_steps_are_counted_unless_their_number_is_given() -> None:
@@ -176,12 +166,12 @@ def sparse_gradients() -> None:
     by_call = copy.deepcopy(by_hook)
     hooked = nn.parallel.DistributedDataParallel(by_hook)
     models: list[nn.Module] = [hooked, by_call]
-    handle, scheme = sparsync.attach(hooked, TopK(1.0)), TopK(1.0)
+    handle, reducer = sparsync.attach(hooked, TopK(1.0)), GradientReducer(by_call, TopK(1.0))
     for step in range(3):
         for model in models:
             model.zero_grad()
             model(torch.tensor([rank, step])).sum().backward()
-        sparsync.reduce_gradients(by_call, scheme)
+        reducer.reduce()
         for ours, theirs in zip(by_call.parameters(), by_hook.parameters(), strict=True):
             assert ours.grad is not None
             assert theirs.grad is not None
@@ -216,12 +206,12 @@ _FAILED: list[bool] = []
 
 
 def failing() -> list[float]:
-    model, scheme, rank = nn.Linear(2, 1, bias=False), FailsOnce(1.0), dist.get_rank()
-    seen = []
+    model, rank = nn.Linear(2, 1, bias=False), dist.get_rank()
+    reducer, seen = GradientReducer(model, FailsOnce(1.0), timeout_s=120), []
     for step in range(4):
         model.weight.grad = torch.full((1, 2), 10.0 * step + rank)
         try:
-            sparsync.reduce_gradients(model, scheme, timeout_s=120)
+            reducer.reduce()
             seen.append(float(model.weight.grad[0, 0]))
         except (MemoryError, RuntimeError) as error:
             assert isinstance(error, MemoryError) or "(rank 0 reports MemoryError: no memory)" in str(error)
@@ -287,7 +277,7 @@ def test_more_elements_than_positions_can_name_are_several_buckets(monkeypatch: 
 
     def names() -> dict[str, list[str]]:
         reducer = GradientReducer.__new__(GradientReducer)
-        reducer._model = weakref.ref[nn.Module](made)
+        reducer.model = made
         return {key: list(parameters) for key, parameters in reducer._buckets().items()}
 
     assert names() == {

@@ -165,7 +165,7 @@ def named(of_hook: bool) -> set[str]:
             training.step()
         else:
             model(torch.ones(9)).sum().backward()
-            sparsync.reduce_gradients(model, scheme)
+            sparsync.GradientReducer(model, scheme).reduce()
     assert set(training.handle.reports()[-1].phases) >= {"accumulate", "select", "apply"}
     return {event.key for event in seen.key_averages() if event.key.startswith("sparsync::")}
 

@@ -85,21 +85,6 @@ def parts_of_one_model() -> None:
     assert not any(each.closed for each in handles)
 
 
-def by_the_shorthand() -> None:
-    model = bare()
-    sparsync.reduce_gradients(model, Dense())
-    with pytest.raises(
-        ValueError, match=r"^sparsync\.reduce_gradients trains .* use sparsync\.GradientReducer in its place"
-    ):
-        adamw(model)
-    other = bare()
-    handle = adamw(other)
-    with pytest.raises(ValueError, match=r"^sparsync\.AdamWSteps trains"):
-        sparsync.reduce_gradients(other, Dense())
-    handle.close()
-    sparsync.reduce_gradients(other, Dense())
-
-
 def of_a_ddp_model_that_is_gone() -> None:
     model = bare()
     handle = sparsync.attach(DistributedDataParallel(model), Dense())
@@ -135,7 +120,6 @@ def pairs() -> None:
     for part in (
         each_pair,
         parts_of_one_model,
-        by_the_shorthand,
         of_a_ddp_model_that_is_gone,
         the_optimizer_of_closed_steps,
     ):

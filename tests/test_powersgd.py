@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm, all_reduce_cost
 from sparsync.core import Bucket, Cost, Report, laid_out
-from sparsync.schemes.powersgd import Factors, PowerSGD
+from sparsync_lab.rivals.powersgd import Factors, PowerSGD
 
 LAYOUT = laid_out([("conv", (8, 3, 3, 3)), ("conv.bias", (8,)), ("one", (20, 30)), ("two", (20, 30)), ("thin", (2, 5))])
 N = LAYOUT[-1].span.stop

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.distributed import run
 from sparsync import GroupComm, Scheme, TopK
 from sparsync.core import ParameterSpan, Span
-from sparsync.schemes import PowerSGD
 from sparsync_lab.cli import main
 from sparsync_lab.predict import Given, probing
 from sparsync_lab.predict.backward import timeline
 from sparsync_lab.predict.probe_file import KERNELS, KINDS, Backward, KernelKind
 from sparsync_lab.rivals.demo import DeMo
+from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.writable import check_file
 
 

@@ -7,7 +7,6 @@ from sparsync.attached.attach import attach as attach
 from sparsync.attached.ddp import ddp_comm_hook as ddp_comm_hook
 from sparsync.attached.doctor import doctor as doctor
 from sparsync.attached.manual import GradientReducer as GradientReducer
-from sparsync.attached.manual import reduce_gradients as reduce_gradients
 from sparsync.attached.parameter_format import ParameterFormat as ParameterFormat
 from sparsync.base.error_feedback import ErrorFeedbackScheme as ErrorFeedbackScheme
 from sparsync.base.error_feedback import Update as Update

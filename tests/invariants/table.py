@@ -16,7 +16,6 @@ from sparsync.schemes import AutoProtect, PerParameter
 from sparsync.schemes.exdyna import ExDyna
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
-from sparsync.schemes.powersgd import PowerSGD
 from sparsync.schemes.quantized import Quantized
 from sparsync.schemes.two_shot import TwoShot
 from sparsync.testing import SchemeUnderTest
@@ -28,6 +27,7 @@ from sparsync_lab.rivals.gaussiank import GaussianK
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.hard_threshold import HardThreshold
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
+from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.rivals.random_k import RandomK
 from sparsync_lab.rivals.random_pruning import RandomPruning
 from sparsync_lab.rivals.sidco import SIDCo

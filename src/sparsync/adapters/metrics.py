@@ -1,6 +1,6 @@
 """Reports as numbers over time, for TensorBoard, wandb and Prometheus.
 
-For any integration: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reduce_gradients(...))`.
+For any integration: `recorder.record(handle.take_reports())` after the optimizer's step, or `recorder.record(reducer.reduce())`.
 Nothing here communicates: bytes are those that this rank sent.
 """
 

@@ -1,8 +1,6 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
-import weakref
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +8,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
 from sparsync.runtime.findings import (
-    check_scheme,
     given_or_default,
     optimizers,
     sparse_embeddings,
@@ -24,15 +20,12 @@ from sparsync.runtime.findings import (
 )
 from sparsync.runtime.handle import Handle, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
-from sparsync.runtime.ownership import check_free, check_undriven, driver_of
+from sparsync.runtime.ownership import check_free, check_undriven
 from sparsync.runtime.parameter_names import named_parameters, trained
 from sparsync.schemes.dense import Dense
 
-_SHORTHAND = "sparsync.reduce_gradients"  # the origin of the reducers that it makes
 _SPARSE = "sparse/"  # starts the key of a bucket that is one sparse gradient
 _MOST = 2**31 - 1  # elements of a bucket: positions in it are int32
-# The reducer that `reduce_gradients` made for a model, for as long as the model lives. A copy of a model has none.
-_reducers: Any = WeakIdKeyDictionary()  # Any: a mapping, which torch has not typed
 
 
 class GradientReducer(Handle):
@@ -83,23 +76,11 @@ class GradientReducer(Handle):
             warn_of(finding)
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
-        self._model, self.group, self.timeout_s = weakref.ref(model), group, timeout_s
-        self._kept: nn.Module | None = model
+        self.model, self.group = model, group
         rescaler = options.rescaler(scheme, names)
-        comparison = options.comparison(names, partial(_trained, self._model))
+        comparison = options.comparison(names, partial(trained, model))
         comm = options.connected(group, scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model whose gradients are reduced."""
-        model = self._model()
-        assert model is not None, "the model is gone"
-        return model
-
-    def layout(self) -> dict[str, list[int]]:
-        model = self._model()
-        return {} if model is None else {name: list(each.shape) for name, each in named_parameters(model)}
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -160,50 +141,6 @@ class GradientReducer(Handle):
                 mean = each.span.of(bucket.grad).view(parameter.shape)
                 _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
         return report
-
-
-def reduce_gradients(
-    model: nn.Module,
-    scheme: Scheme | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    step: int | None = None,
-    scaler: GradScaler | None = None,
-    timeout_s: float = 300.0,
-) -> list[Report]:
-    """Reduce the gradients of `model` with a GradientReducer, which the first call makes. See GradientReducer and its `reduce`.
-
-    The shorthand for loops that save no state. Pass the same model, scheme, group and timeout each time: raises ValueError otherwise.
-    """
-    reducer: GradientReducer | None = _reducers.get(model)
-    if scheme is None:
-        scheme = given_or_default(None) if reducer is None else reducer.scheme
-    check_scheme(scheme)
-    if (driver := driver_of(scheme)) is not None and driver.origin == _SHORTHAND:
-        reducer = driver
-    if reducer is None:
-        reducer = GradientReducer(model, scheme, group=group, scaler=scaler, timeout_s=timeout_s)
-        reducer.origin = _SHORTHAND
-        reducer._kept = None  # or the model would live as long as what lives as long as the model
-        _reducers[model] = reducer
-    if reducer.scheme is not scheme:
-        raise ValueError(
-            f"this model was reduced by another scheme before, {reducer.scheme!r}; make one and pass it every time"
-        )
-    if reducer.model is not model:
-        raise ValueError("this scheme reduces another model, whose residual it has; make one for each model")
-    for name, before, now in (("group", reducer.group, group), ("timeout_s", reducer.timeout_s, timeout_s)):
-        if before != now:
-            raise ValueError(
-                f"{name} was {before} in the first call for this model, got {now}; pass the same every time"
-            )
-    reducer._rescaler.scaler = scaler
-    return reducer.reduce(step)
-
-
-def _trained(model: weakref.ref[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    found = model()
-    return [] if found is None else trained(found)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

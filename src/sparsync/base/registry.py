@@ -30,7 +30,6 @@ _OURS = {  # name -> where its constructor lives
     "micro": "sparsync.schemes.micro:MiCRO",
     "exdyna": "sparsync.schemes.exdyna:ExDyna",
     "oktopk": "sparsync.schemes.oktopk:OkTopk",
-    "powersgd": "sparsync.schemes.powersgd:PowerSGD",
     "quantized": "sparsync.schemes.quantized:Quantized",
     "int4": "sparsync.schemes.quantized:Quantized.int4",
     "ring_pruning": "sparsync.schemes.skip_reduce:SkipReduce.ring_pruning",

@@ -16,11 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsync.base.scheme import Scheme
 from sparsync.feedback import PER_RANK
 
-_ENDS = {
-    "sparsync.attach": "call detach() or close() on its handle first",
-    "sparsync.reduce_gradients": "use sparsync.GradientReducer in its place, and call close() on that first",
-}
-
 
 class Driver(Protocol):
     """What drives a scheme and a model until it is closed. `origin` is what the user called for it."""
@@ -57,9 +52,10 @@ def check_undriven(parameters: Iterable[tuple[str, nn.Parameter]], axis: str = "
         gc.collect()  # a handle that is gone may wait in a cycle
     if found := _driven(named, axis):
         name, driver = found
+        end = "call detach() or close() on its handle" if driver.origin == "sparsync.attach" else "call close() on it"
         raise ValueError(
             f"{driver.origin} trains {name!r} of this model already, and two would each reduce its gradients or move its weights; "
-            f"{_ENDS.get(driver.origin, 'call close() on it first')}"
+            f"{end} first"
         )
 
 
@@ -88,7 +84,7 @@ def check_free(scheme: Any, module: nn.Module | None = None, driver: Any = None)
         name, known = type(each).__name__, owned(each)
         this = f"this {name}" if each is scheme else f"the {name} inside this {type(scheme).__name__}"
         cure = f"make one for each model, {name}(...) with the same settings"
-        drives: Driver | None = driver_of(each)
+        drives: Driver | None = known.driver and known.driver()
         if drives is not None and drives is not driver and not drives.closed:
             raise ValueError(
                 f"{this} is attached to a model already, and two models would mix their residuals in it; {cure}, or "
@@ -127,12 +123,6 @@ def module_of(scheme: Any) -> nn.Module | None:
     """Return the model of the residuals of `scheme`; None where that is not known, or the model is gone."""
     module = owned(scheme).module
     return module and module()
-
-
-def driver_of(scheme: Any) -> Any:  # Any: as in Owned
-    """Return the handle that drives `scheme`, perhaps a closed one, or None."""
-    driver = owned(scheme).driver
-    return driver and driver()
 
 
 def _with_inner(scheme: Any) -> list[Any]:

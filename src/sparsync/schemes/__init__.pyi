@@ -10,7 +10,6 @@ from sparsync.schemes.exdyna import ExDyna as ExDyna
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk
 from sparsync.schemes.per_parameter import PerParameter as PerParameter
-from sparsync.schemes.powersgd import PowerSGD as PowerSGD
 from sparsync.schemes.quantized import Quantized as Quantized
 from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce
 from sparsync.schemes.topk_allgather import TopK as TopK

@@ -72,7 +72,7 @@ def overlapped(backward: Backward, reduce_s: Sequence[Seconds], steals: Seconds 
 
 
 def serial(backward: Backward, reduce_s: Sequence[Seconds]) -> StepTime:
-    """Return the step in which all reductions come after the backward pass, as `reduce_gradients` does them."""
+    """Return the step in which all reductions come after the backward pass, as `GradientReducer` does them."""
     compute_s, communication_s = _backward_end_s(backward) + backward.optimizer_s, float(sum(reduce_s))
     return StepTime(compute_s + communication_s, compute_s, communication_s)
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme, Span
+from sparsync.base.error_feedback import DenseUpdate
 from sparsync.collectives.values import mean_at_plan, quantized_all_reduce
 from sparsync.comm.plan import Given, Plan, planned, plus
-from sparsync.core import Bucket, Comm, ParameterSpan, Span, SpanSet, check_one_of, generator, phase
-from sparsync.feedback import Accumulator, Residuals, state_from
+from sparsync.core import ParameterSpan, SpanSet, check_one_of, generator, phase
+from sparsync.feedback import Residuals, state_from
 from sparsync.wire import ValueCodec
 
 Factors = Literal["float32", "int8", "int4"]
@@ -33,7 +34,7 @@ _SMALL = 1 << 16
 
 @dataclass
 class PowerSGD(ErrorFeedbackScheme):
-    """Write, for each matrix of the bucket, its approximation of rank `rank`, and everything else as its mean.
+    """Write, for each matrix of the bucket, its approximation of rank `rank`, and all else as its mean (arXiv 1905.13727).
 
     A tensor of more than two dimensions counts as a matrix of its first one and the rest. NaN or Inf on any rank shows in the gradient of
     every rank and changes nothing else.
