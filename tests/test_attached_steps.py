@@ -238,6 +238,7 @@ def with_closures() -> None:
     assert same(plain.common(), closed.common())
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_step_takes_a_closure_makes_the_same_steps() -> None:
     run(with_closures, P)
 
@@ -275,7 +276,7 @@ def refused() -> None:
             sparsync.attach(model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()))
     with case("gradients as ever"):
         model = DistributedDataParallel(bare_model())
-        with pytest.warns(UserWarning, match=r"use exchange=sparsync\.Steps\(\), or TwoShot"):
+        with pytest.warns(UserWarning, match=r"attach with exchange=sparsync\.Steps\(\), or use TwoShot"):
             handle: Any = sparsync.attach(
                 model, TopK(0.1), optimizer=torch.optim.AdamW(model.parameters()), exchange=Gradients()
             )
@@ -366,6 +367,7 @@ def sharded_over_one() -> None:
     assert same(bare.common(), sharded.common())
 
 
+@pytest.mark.slow
 def test_replicas_of_fsdp2_with_one_shard_take_the_steps_of_bare_modules() -> None:
     run(sharded_over_one, P)
 
