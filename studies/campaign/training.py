@@ -252,7 +252,7 @@ class ModelTraining:
         self.optimizer = self._sgd()
         delay = int(self.trial.integration.endswith("_delayed"))
         steps = sparsync.LocalSteps(self.model, self.optimizer, self.scheme, every=2, delay=delay, **self._options)
-        self.handle, self._after, self._finish, self.common = steps, steps.step, steps.exchange, steps.averaged
+        self.handle, self._after, self._finish, self.common = steps, steps.step, steps.flush, steps.averaged
 
     def _adamw_steps(self) -> None:
         self.optimizer = torch.optim.AdamW(self._groups(), lr=RATE)

@@ -76,7 +76,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-        self.options = given = LocalStepsOptions(**options)
+        self.options = self.exchange = given = LocalStepsOptions(**options)
         super().__init__(Replica(model), self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
         for each in self.optimizers:
