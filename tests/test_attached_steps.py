@@ -1,6 +1,7 @@
 """`attach` with steps: the loop of plain torch, under DistributedDataParallel and without it, gives the same bits."""
 
 import copy
+import gc
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -201,6 +203,7 @@ def resumed(folder: Path) -> None:
     for number in range(4):
         first.step(number)
     sparsync.checkpoint.save(first.handle, folder)
+    dist.barrier()
     saved = {
         "model": first.bare.state_dict(),
         "optimizer": first.optimizer.state_dict(),
@@ -285,6 +288,73 @@ def refused() -> None:
 
 def test_what_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
     run(refused, P)
+
+
+def beside_the_loop() -> None:
+    with case("torch's checkpoint of the optimizer takes no step"):
+        training = Training(wrapped=True)
+        training.step(0)
+        common = training.common()
+        get_optimizer_state_dict(training.model, training.optimizer)
+        assert same(common, training.common())
+        assert training.handle.stats()["steps"] == 1
+    with case("another optimizer"):
+        other = torch.optim.AdamW(training.model.parameters(), lr=0.1)
+        training.model(batch(0, 0)[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="another AdamW steps a model whose optimizer was passed"):
+            other.step()
+        training.handle.detach()
+        other.step()
+    with case("settings that steps do not have"):
+        training = Training(wrapped=False)
+        training.optimizer.param_groups[0]["amsgrad"] = True
+        training.model(batch(0, 0)[0]).sum().backward()
+        with pytest.raises(ValueError, match="neither amsgrad nor maximize"):
+            training.optimizer.step()
+    with case("moments of earlier steps"):
+        model = bare_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(batch(0, 0)[0]).sum().backward()
+        optimizer.step()
+        with pytest.warns(UserWarning, match="has moments of earlier steps"):
+            sparsync.attach(model, TopK(0.1), optimizer=optimizer)
+    with case("a scaler that is off"):
+        training = Training(wrapped=False, scaler=(scaler := GradScaler("cpu", enabled=False)))
+        scaler.scale(training.model(batch(0, 0)[0]).sum() * torch.nan).backward()
+        with pytest.warns(UserWarning, match="was skipped on all ranks"):
+            scaler.step(training.optimizer)
+        scaler.update()
+    with case("a handle that is dropped leaves the common weights"):
+        training = Training(wrapped=False)
+        training.step(0)
+        bare, common = training.bare, training.common()
+        assert not same(common, [each.detach() for each in bare.parameters()])
+        del training
+        gc.collect()
+        assert same(common, [each.detach() for each in bare.parameters()])
+
+
+def test_what_stands_beside_the_loop_changes_no_weights_in_silence() -> None:
+    run(beside_the_loop, P)
+
+
+def compiled() -> None:
+    plain, made = Training(wrapped=True), Training(wrapped=True)
+    made.model = torch.compile(made.model, backend="eager")
+    for number in range(2):
+        assert plain.step(number) == made.step(number)
+    made.model.eval()
+    with torch.inference_mode():
+        assert on_all_ranks(made.model(batch(0, 0)[0]))
+        assert on_all_ranks(made.bare(batch(0, 0)[0]))
+    made.bare.load_state_dict({name: each + 1 for name, each in made.bare.state_dict().items()})
+    made.model.train()
+    made.step(2)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_afterwards_is_evaluated_with_common_weights_too() -> None:
+    run(compiled, P)
 
 
 def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an optimizer's class and its settings
@@ -390,6 +460,7 @@ def sharded(folder: Path) -> None:
         first.model.train()
     with case("resume"):
         sparsync.checkpoint.save(first.handle, folder)
+        dist.barrier()
         second.model.load_state_dict(first.model.state_dict())
         second.schedule.load_state_dict(first.schedule.state_dict())
         second.optimizer.load_state_dict(first.optimizer.state_dict())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparsync.attached.fsdp2_units import replicate_axis, units_of
-from sparsync.exchanges.training_loop import GradientDivisor, Replica
+from sparsync.exchanges.training_loop import GradientDivisor, Replica, distinct
 from sparsync.runtime.findings import Axis
 from sparsync.runtime.parameter_names import named_parameters
 
@@ -25,7 +25,8 @@ class ShardedReplica(Replica):
     axis = "replicas"
 
     def __init__(self, module: nn.Module, called: Sequence[nn.Module], replicate: Axis | None) -> None:
-        self.module, self.called, self._units = module, called, units_of(module)
+        self.module, self.bodies, self._units = module, [module], units_of(module)
+        self.called = distinct([*called, module])
         self.replicas = replicate_axis(self._units, replicate)
         shards = self._units[0].shard_group
         assert shards is not None  # as the doctor has found

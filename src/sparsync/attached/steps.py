@@ -17,7 +17,7 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
-from sparsync.runtime.findings import Axis, innermost, is_fsdp2
+from sparsync.runtime.findings import Axis, Finding, innermost, is_fsdp2, warn_of
 
 _LOG = logging.getLogger("sparsync")
 
@@ -69,6 +69,13 @@ def attach(
     """
     inner = innermost(optimizer)
     assert isinstance(inner, Adam)  # as the constructor says in an error
+    if any(inner.state.values()):
+        warn_of(
+            Finding(
+                f"this {type(inner).__name__} has moments of earlier steps, and exchanged steps begin with new ones",
+                "attach before the first step, and load a checkpoint of the handle",
+            )
+        )
     replica, group = _replica(model, called, replicate)
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
     handle = AdamWSteps(
@@ -83,21 +90,19 @@ def attach(
 
 def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tuple[Replica, dist.ProcessGroup | None]:
     """Return what this rank has of a copy of the model, and the ranks that have the same of others."""
-    # A hook on a module that was compiled would be compiled, too.
-    compiled = any(type(each).__name__ == "OptimizedModule" for each in called.modules())
     if is_fsdp2(model):
         from sparsync.attached.fsdp2_steps import ShardedReplica  # loads torch's FSDP
 
-        sharded = ShardedReplica(model, [called] if compiled else [model, called], replicate)
+        sharded = ShardedReplica(model, [called], replicate)
         return sharded, sharded.replicas
     if not isinstance(model, DistributedDataParallel):
-        return Replica(model, [called] if compiled else [model, called]), None
+        return Replica(model, [called]), None
     if left_alone := ignored(model.module):
         raise ValueError(
             f"DDP ignores {', '.join(sorted(left_alone))}, and steps are exchanged of all trained parameters; freeze these, or "
             "attach with exchange=sparsync.Gradients()"
         )
-    return Replica(model.module, [called] if compiled else [model.module, called]), model.process_group
+    return Replica(model.module, [called, model]), model.process_group
 
 
 def _keep_own_gradients(model: DistributedDataParallel, handle: AdamWSteps) -> None:

@@ -106,6 +106,10 @@ class AdamWSteps(ExchangedSteps, options=Steps):
             m = span.of(momentum).lerp_(span.of(mean), 1 - beta1)
             span.of(common).sub_(m, alpha=1 / (1 - beta1**t))
 
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        check_optimizer(self.optimizer)
+
     def _betas_and_eps(self) -> tuple[float, float, float]:
         group = self.optimizer.param_groups[0]
         beta1, beta2 = group["betas"]

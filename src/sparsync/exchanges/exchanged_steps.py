@@ -281,7 +281,7 @@ class ExchangedSteps(StepMethod):
         # torch's schedules warn where the optimizer they belong to has not stepped.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
-            _check_finite(self.optimizer)
+            self._check_settings()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
         self._count(reports)
@@ -297,6 +297,10 @@ class ExchangedSteps(StepMethod):
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
         return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for settings of the optimizer that a step cannot have."""
+        _check_finite(self.optimizer)
 
     @property
     def clip_factor(self) -> float:
@@ -536,12 +540,17 @@ def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> 
 def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizer and model do not match."""
     by_id = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    cure = "or attach with exchange=sparsync.Gradients()"
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
-        raise ValueError(f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, or freeze these")
+        raise ValueError(
+            f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {cure}"
+        )
     known = {id(each) for each in trained.values()}
     more = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if shapes := [tuple(each.shape) for each in more if each.requires_grad]:
-        raise ValueError(f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model")
+        raise ValueError(
+            f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
+        )
     return {name: by_id[id(each)] for name, each in trained.items()}
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import is_fsdp2
+from sparsync.runtime.findings import innermost, is_fsdp2
 from sparsync.runtime.parameter_names import plain_name, trained
 
 _SUPPORTS_SCALING = (
@@ -29,14 +30,16 @@ _SUPPORTS_SCALING = (
 class Replica:
     """One copy of a model, of which this rank holds all.
 
-    `called` are the modules that a training loop calls: `module`, or what was made of it, such as a compiled one. Without, it is `module`.
+    `called` are the modules that a training loop may call besides `module`: what was made of it, such as a compiled one.
     """
 
     axis = ""  # of FSDP2, over which copies exchange
     part = ""  # the name of what this rank holds; "" is all of the model
 
     def __init__(self, module: nn.Module, called: Sequence[nn.Module] = ()) -> None:
-        self.module, self.called = module, called or [module]
+        self.module = module
+        self.bodies = [module, *([module.get_submodule("_orig_mod")] if hasattr(module, "_orig_mod") else [])]
+        self.called = distinct([*called, *self.bodies])
         # What the optimizer has, and what this rank holds of it, by name.
         self.owned = trained_parameters(module)
         self.trained: Mapping[str, nn.Parameter] = self.owned
@@ -65,6 +68,11 @@ class Replica:
         """Have gradients divided as the backward pass makes them; return what undoes that."""
         hooks = [each.register_hook(partial(_divided, weakref.ref(by), name)) for name, each in self.owned.items()]
         return [each.remove for each in hooks]
+
+
+def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules, each once."""
+    return list({id(each): each for each in modules}.values())
 
 
 class GradientDivisor:
@@ -116,8 +124,26 @@ class TakenOptimizer:
             self._before
         )  # Any: torch types what it returns as a function of named arguments
         after: Any = torch.compiler.disable(self._after)
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
+        weakref.finalize(self, another.remove)
         setattr(optimizer, _SUPPORTS_SCALING, True)
+        self.hold_state()
+
+    def hold_state(self) -> None:
+        """Have every parameter an empty state: where there is none at all, torch.distributed.checkpoint takes a step to make one."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._optimizer.state.setdefault(parameter, {})
+
+    def has(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether one of these parameters is the optimizer's."""
+        own = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        return any(id(each) in own for each in parameters)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether this optimizer, or the one inside it, is the one that was taken."""
+        return innermost(optimizer) is self._optimizer
 
     def release(self) -> None:
         """Let the optimizer take its own steps from here on."""
@@ -131,7 +157,7 @@ class TakenOptimizer:
         args, kwargs = _with_closure_called(args, kwargs)
         self._unscale()
         skipped = self._take_step()
-        if skipped and self._scaler is not None:
+        if skipped and self._scaler is not None and self._scaler.is_enabled():
             self._tell_scaler(self._scaler)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -182,19 +208,25 @@ class ShownWeights:
         self._replica, self._weights = replica, weights
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
+        self.before_forward: Any = torch.compiler.disable(
+            self._before_forward
+        )  # Any: torch has not typed what it returns
         self._hooks = [
             *(
                 each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
                 for each in replica.called
             ),
-            replica.module.register_state_dict_post_hook(_AfterStateDict(self)),
+            *(each.register_state_dict_post_hook(_AfterStateDict(self)) for each in replica.bodies),
         ]
+        self._left = weakref.finalize(self, _leave_common, weights)  # where the handle is dropped, and not closed
+        self._left.atexit = False
 
     @property
     def common(self) -> bool:
         """Whether the common weights are in the model."""
         return self._own is not None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def show(self, common: bool) -> None:
         """Have the common weights in the model, or the own ones."""
@@ -216,7 +248,7 @@ class ShownWeights:
             for bucket, own in zip(self._weights.buckets, self._own, strict=True):
                 bucket.copy_own_(own, names)
 
-    def before_forward(self, module: nn.Module) -> None:
+    def _before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
         if any(module is each for each in self._replica.called):
             if self._asks() and self._weights.was_written():
@@ -225,7 +257,7 @@ class ShownWeights:
 
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""
-        if module is not self._replica.module or not self._asks():
+        if not any(module is each for each in self._replica.bodies) or not self._asks():
             return
         self._adopt()
         names = {id(each): name for name, each in self._replica.owned.items()}
@@ -245,8 +277,16 @@ class ShownWeights:
         """Leave the common weights in the model, for good."""
         self.show(common=True)
         self._own = None
+        self._left.detach()
         for hook in self._hooks:
             hook.remove()
+
+
+def _leave_common(weights: Weights) -> None:
+    """Leave the common weights in a model that nothing trains any more."""
+    with torch.no_grad():
+        for bucket in weights.buckets:
+            bucket.write(bucket.common)
 
 
 class _Hook:
@@ -271,6 +311,17 @@ class _AfterStateDict(_Hook):
     ) -> None:  # Any: as `state_dict` has it
         if (shown := self._shown()) is not None:
             shown.put_common(module, state, prefix)
+
+
+def _refuse_another(taken: "weakref.ref[TakenOptimizer]", optimizer: Optimizer, *_: object) -> None:
+    """Raise RuntimeError where another optimizer steps parameters whose steps are exchanged: ranks would part."""
+    if (found := taken()) is None or found.is_of(optimizer):
+        return
+    if found.has(each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+        raise RuntimeError(
+            f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would exchange "
+            "that; call detach() on the handle, and attach with this optimizer"
+        )
 
 
 def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
