@@ -271,6 +271,10 @@ def refused() -> None:
             TypeError, match=r"exchange must be sparsync\.Gradients\(\) or sparsync\.Steps\(\), got 'steps'"
         ):
             sparsync.attach(model, TopK(0.1), exchange="steps")  # pyright: ignore[reportArgumentType]
+    with case("steps of another optimizer"):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="got SGD; for others there is LocalSteps"):
+            sparsync.attach(model, TopK(0.1), optimizer=sgd, exchange=Steps())
     with case("a parameter that DDP ignores"):
         bare = bare_model()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, ["0.weight"])
@@ -489,6 +493,23 @@ def sharded(folder: Path) -> None:
         dist.all_gather(every, common)
         assert all(torch.equal(one, common) for one in every)
         assert not same(before, second.common())
+    with case("an attach that fails leaves FSDP2's own all-reduce"):
+        plain = bare_model()
+        fully_shard(plain, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="got SGD"):
+            sparsync.attach(plain, TopK(0.1), optimizer=sgd, exchange=Steps())
+        adamw = torch.optim.AdamW([next(plain.parameters())])
+        with pytest.raises(ValueError, match="the optimizer lacks"):
+            sparsync.attach(plain, TopK(0.1), optimizer=adamw, exchange=Steps())
+        x, y = batch(dist.get_rank(), 0)
+        (plain(x) - y).square().mean().backward()
+        sgd.step()
+        weights: list[Any] = list(plain.parameters())  # Any: DTensors
+        flat = torch.cat([each.full_tensor().detach().flatten() for each in weights])
+        every = [torch.empty_like(flat) for _ in range(4)]
+        dist.all_gather(every, flat)
+        assert all(torch.equal(one, flat) for one in every)
     with case("no replicas"):
         bare = bare_model()
         fully_shard(bare)

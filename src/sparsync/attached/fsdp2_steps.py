@@ -38,7 +38,6 @@ class ShardedReplica(Replica):
         self.trained: Mapping[str, nn.Parameter] = {
             name: nn.Parameter(_local(each.detach())) for name, each in self.owned.items()
         }
-        self._undo = [unit.reduce_over_shards_only() for unit in self._units]
 
     def held(self) -> list[Tensor]:
         return [_local(each.detach()) for each in (*self.module.parameters(), *self.module.buffers())]
@@ -78,7 +77,8 @@ class ShardedReplica(Replica):
                 shard.copy_(divisor.divided(names, shard))
 
         owner, named = weakref.ref(by), [(unit, [each.name for each in unit.trained()]) for unit in self._units]
-        return [*(unit.use_all_reduce_hook(partial(divide_, names)) for unit, names in named), *self._undo]
+        undo = [unit.reduce_over_shards_only() for unit in self._units]  # here, when nothing can fail any more
+        return [*(unit.use_all_reduce_hook(partial(divide_, names)) for unit, names in named), *undo]
 
 
 def _local(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor

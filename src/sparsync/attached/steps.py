@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 
 from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.adamw_steps import AdamWSteps, check_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
@@ -68,7 +68,8 @@ def attach(
     hook hands back every bucket.
     """
     inner = innermost(optimizer)
-    assert isinstance(inner, Adam)  # as the constructor says in an error
+    check_optimizer(inner)
+    assert isinstance(inner, Adam)  # which was checked
     if any(inner.state.values()):
         warn_of(
             Finding(

@@ -34,9 +34,10 @@ from sparsync.exchanges.training_loop import Replica
 class AdamWSteps(ExchangedSteps, options=Steps):
     """Take the steps of `optimizer`, an AdamW, for `model` on all ranks, and exchange them with `scheme`.
 
-    The model is not wrapped: `loss.backward(); steps.clip_grad_norm_(1.0); steps.step(); schedule.step()`. Parameters and buffers of rank
-    0 are copied to all ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters;
-    own weights of 16-bit parameters are rounded to 16 bits.
+    `sparsync.attach` makes it, for wrapped models too, and returns it as the handle; make it yourself to pass `comm`. The `step` of the
+    optimizer exchanges until `close()`, which leaves the common weights in the model. Parameters and buffers of rank 0 are copied to all
+    ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
+    parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
     Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step the
     gradient once more, and its largest bucket twice.
@@ -44,8 +45,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
         optimizer: a torch.optim.AdamW of all trained parameters, or an Adam without weight decay. Rates, betas, eps and weight decay are
-            read from it, and compared between ranks, in each step, so schedules work. Its own `step` raises from here on, and its state
-            is not used. All groups share betas and eps.
+            read from it, and compared between ranks, in each step, so schedules work. Its state is not used. All groups share betas
+            and eps.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
         block: adjacent elements with one ratio.
@@ -56,6 +57,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         group: the ranks; None is the default group.
         comm: a communicator to be used in place of `group`, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
+        scaler: the GradScaler that scales the loss, if there is one. It learns of NaN and Inf on other ranks.
+        replica: what this rank holds of a model that is wrapped or sharded; `sparsync.attach` passes it. None: all of `model`.
 
     Raises:
         TypeError: for a wrapped model, another optimizer and anything but a Scheme.

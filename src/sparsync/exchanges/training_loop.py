@@ -22,9 +22,8 @@ from sparsync.exchanges.weights import Weights
 from sparsync.runtime.findings import innermost, is_fsdp2
 from sparsync.runtime.parameter_names import plain_name, trained
 
-_SUPPORTS_SCALING = (
-    "_step_supports_amp_scaling"  # torch's name: a scaler then calls `step` also where it found NaN or Inf
-)
+# Torch's name: a scaler then calls `step` also where it found NaN or Inf.
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 class Replica:
@@ -120,9 +119,8 @@ class TakenOptimizer:
     def __init__(self, optimizer: Optimizer, take_step: Callable[[], bool], scaler: GradScaler | None = None) -> None:
         self._optimizer, self._take_step, self._scaler = optimizer, take_step, scaler
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        before: Any = torch.compiler.disable(
-            self._before
-        )  # Any: torch types what it returns as a function of named arguments
+        # Any: torch types what it returns as a function of named arguments
+        before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
@@ -208,9 +206,8 @@ class ShownWeights:
         self._replica, self._weights = replica, weights
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
-        self.before_forward: Any = torch.compiler.disable(
-            self._before_forward
-        )  # Any: torch has not typed what it returns
+        # Any: torch has not typed what it returns
+        self.before_forward: Any = torch.compiler.disable(self._before_forward)
         self._hooks = [
             *(
                 each.register_forward_pre_hook(_BeforeForward(self), prepend=True)  # before FSDP2 gathers
@@ -264,9 +261,8 @@ class ShownWeights:
         common, values = dict(self._weights.common()), dict[int, Tensor]()
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
             key = next((prefix + each for each in (full_name, plain_name(full_name)) if prefix + each in state), None)
-            if (
-                key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter)
-            ):  # as with keep_vars=True
+            # Those of keep_vars=True are the model's.
+            if key is None or id(parameter) not in names or isinstance(state[key], nn.Parameter):
                 continue
             name = names[id(parameter)]
             if id(parameter) not in values:  # names that share a parameter share its value
