@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import sparsync
 from helpers.distributed import case, run
 from sparsync import Dense, Scheme, SkipReduce, TopK
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import AutoProtect, PerParameter
 
 pytestmark = pytest.mark.distributed
@@ -241,8 +242,8 @@ def another_scheme() -> None:
         gradients(model, 11)
     handle.switch(TopK(density=0.1))
     gradients(model, 11)
-    steps = sparsync.LocalSteps(bare(), torch.optim.SGD(bare().parameters(), 0.1), Dense(), every=1)
-    with refused(RuntimeError, "LocalSteps keeps the scheme"):
+    steps = LocalTraining(bare(), torch.optim.SGD(bare().parameters(), 0.1), Dense(), every=1)
+    with refused(RuntimeError, "LocalTraining keeps the scheme"):
         steps.scheme = Dense()
     handle.close()
 

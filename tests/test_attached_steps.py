@@ -268,7 +268,8 @@ def refused() -> None:
         with pytest.raises(ValueError, match=r"pass it: attach\(model, scheme, optimizer=optimizer\)"):
             sparsync.attach(model, TopK(0.1), exchange=Steps())
         with pytest.raises(
-            TypeError, match=r"exchange must be sparsync\.Gradients\(\) or sparsync\.Steps\(\), got 'steps'"
+            TypeError,
+            match=r"exchange must be sparsync\.Gradients\(\), Steps\(\) or LocalSteps\(every=\.\.\.\), got 'steps'",
         ):
             sparsync.attach(model, TopK(0.1), exchange="steps")  # pyright: ignore[reportArgumentType]
     with case("steps of another optimizer"):

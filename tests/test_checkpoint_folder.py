@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorProperties
 
 from helpers.stepped import SHAPES, Stepped
-from sparsync import LocalSteps, LocalWorld, MiCRO, TopK
+from sparsync import LocalWorld, MiCRO, TopK
 from sparsync.attached import checkpoint
 from sparsync.comm.local import LocalComm
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import state_file
 from sparsync.schemes import PerParameter
 from sparsync_lab.rivals.dgc import DGC
@@ -327,7 +328,7 @@ def test_ranks_that_die_between_their_saves_leave_the_checkpoint_before(tmp_path
 
 
 def test_a_rank_ahead_of_the_others_removes_nothing_that_they_need(tmp_path: Path) -> None:
-    """Between two exchanges of LocalSteps ranks do not wait for each other."""
+    """Between two exchanges of LocalTraining ranks do not wait for each other."""
 
     def body(comm: LocalComm) -> None:
         handle = Stepped(comm)
@@ -496,7 +497,7 @@ def test_loading_is_all_or_nothing(tmp_path: Path) -> None:
 def test_a_state_whose_optimizer_does_not_fit_leaves_the_weights(tmp_path: Path) -> None:
     def body(comm: LocalComm) -> None:
         made = nn.Linear(2, 2)
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.5), every=2, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.5), every=2, comm=comm)
         state = steps.state_dict()
         state["local_steps"]["common"] = {name: 2 * each for name, each in state["local_steps"]["common"].items()}
         state["local_steps"]["own"] = state["local_steps"]["common"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync import AdamWSteps, Dense, LocalSteps, LocalWorld, TopK, TwoShot
+from sparsync import AdamWSteps, Dense, LocalWorld, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import LONGEST, NAMED, differences
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.schemes import PerParameter
 
 
@@ -51,13 +52,13 @@ def test_many_differences_are_counted_and_missing_lines_are_said_to_be_missing()
         ),
     ],
 )
-@pytest.mark.parametrize("kind", [AdamWSteps, LocalSteps])
+@pytest.mark.parametrize("kind", [AdamWSteps, LocalTraining])
 def test_ranks_whose_settings_or_models_differ_name_only_what_does(
     kind: Any, settings: list[dict[str, Any]], width: tuple[int, int], wanted: str
 ) -> None:
     def body(comm: Comm) -> str:
         made = nn.Linear(width[comm.rank], 2, bias=False)
-        every = {"every": 2} if kind is LocalSteps else {}
+        every = {"every": 2} if kind is LocalTraining else {}
         with pytest.raises(RuntimeError, match="ranks must agree, but rank") as error:
             kind(made, torch.optim.AdamW(made.parameters()), TopK(0.5), comm=comm, **every, **settings[comm.rank])
         return str(error.value)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import sparsync
 from helpers import distributed
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 
 ENDS_S = 60.0  # in which a child ends that does not hang
@@ -48,7 +49,7 @@ def by_local_steps() -> tuple[Handle, Step]:
     """Local steps whose exchange is on its way, on a thread of its own, between two steps."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    handle = sparsync.LocalSteps(model, optimizer, sparsync.TopK(0.5), every=1, delay=1)
+    handle = LocalTraining(model, optimizer, sparsync.TopK(0.5), every=1, delay=1)
 
     def step() -> object:
         model(torch.ones(1, 4)).sum().backward()

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import sparsync
-from sparsync import Bucket, Dense, LocalSteps, LocalWorld, MiCRO, OkTopk, OuterSGD, Report, SkipReduce, TopK, TwoShot
+from sparsync import Bucket, Dense, LocalWorld, MiCRO, OkTopk, OuterSGD, Report, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
 from sparsync.comm.local import LocalComm
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Comm, spans
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.weights import buckets_of, by_name, fragments_of
 from sparsync.schemes import PerParameter
 
@@ -57,17 +58,17 @@ def flat(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.detach().flatten().double() for each in values])
 
 
-def common(steps: LocalSteps) -> Tensor:
+def common(steps: LocalTraining) -> Tensor:
     with steps.averaged():
         return flat(list(steps.model.parameters()))
 
 
-def start(comm: Comm, scheme: Scheme, every: int, rate: float = 1.0, **settings: Any) -> LocalSteps:
+def start(comm: Comm, scheme: Scheme, every: int, rate: float = 1.0, **settings: Any) -> LocalTraining:
     made = model()
-    return LocalSteps(made, torch.optim.SGD(made.parameters(), lr=rate), scheme, every=every, comm=comm, **settings)
+    return LocalTraining(made, torch.optim.SGD(made.parameters(), lr=rate), scheme, every=every, comm=comm, **settings)
 
 
-def train(steps: LocalSteps, span: range) -> list[Tensor]:
+def train(steps: LocalTraining, span: range) -> list[Tensor]:
     """Train, and return the common weights after each step."""
     seen = []
     for step in span:
@@ -185,7 +186,7 @@ def test_a_delay_keeps_the_steps_made_meanwhile() -> None:
     def body(comm: LocalComm) -> list[float]:
         made = nn.Linear(1, 1, bias=False)
         made.weight.data.zero_()
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, delay=1, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, delay=1, comm=comm)
         seen = []
         for _ in range(4):
             made.weight.grad = torch.full((1, 1), 4.0 * comm.rank)
@@ -228,13 +229,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def adam(comm: Comm, settings: dict[str, Any], **more: Any) -> LocalSteps:
+def adam(comm: Comm, settings: dict[str, Any], **more: Any) -> LocalTraining:
     torch.manual_seed(comm.rank)
     made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    return LocalSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.25), every=3, comm=comm, **settings, **more)
+    return LocalTraining(made, torch.optim.AdamW(made.parameters()), TopK(0.25), every=3, comm=comm, **settings, **more)
 
 
-def fit(steps: LocalSteps, span: range) -> None:
+def fit(steps: LocalTraining, span: range) -> None:
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
         steps.model(torch.randn(8, 6, generator=generator)).square().sum().backward()
@@ -244,12 +245,16 @@ def fit(steps: LocalSteps, span: range) -> None:
         steps.step()
 
 
+def held(steps: LocalTraining) -> list[Tensor]:
+    return [*(each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())), common(steps)]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_run_has_the_same_bits_at_any_step(name: str, tmp_path: Path) -> None:
     def whole(comm: LocalComm) -> list[Tensor]:
         steps = adam(comm, SETTINGS[name])
         fit(steps, range(9))
-        return [*steps.model.state_dict().values(), common(steps)]
+        return held(steps)
 
     def broken(comm: LocalComm, at: int) -> list[Tensor]:
         before = adam(comm, SETTINGS[name])
@@ -259,7 +264,7 @@ def test_a_resumed_run_has_the_same_bits_at_any_step(name: str, tmp_path: Path) 
         after = adam(comm, SETTINGS[name])
         sparsync.checkpoint.load(after, tmp_path / str(at))
         fit(after, range(at, 9))
-        return [*after.model.state_dict().values(), common(after)]
+        return held(after)
 
     wanted = LocalWorld(2).run(whole)
     for at in (3, 4, 5):
@@ -316,7 +321,7 @@ def test_with_another_number_of_ranks_nothing_of_residuals_or_of_what_was_learnt
 def poisoned(comm: LocalComm, settings: dict[str, Any]) -> list[Tensor]:
     made = model()
     optimizer = torch.optim.AdamW(made.parameters())
-    steps = LocalSteps(made, optimizer, TopK(0.25), every=2, comm=comm, **settings)
+    steps = LocalTraining(made, optimizer, TopK(0.25), every=2, comm=comm, **settings)
     seen = []
     for step in range(12):
         learn(made, comm.rank, step)
@@ -351,7 +356,7 @@ def test_a_mean_that_overflows_is_dropped_too_and_what_a_residual_scheme_had_sen
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
         made = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
         scheme = PerParameter(TopK(0.5), {"b": Dense(wire="float16")})
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), scheme, every=1, comm=comm, keep=0.0)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), scheme, every=1, comm=comm, keep=0.0)
         made["a"].grad, made["b"].grad = torch.arange(4.0), torch.full((4,), 1e6)
         steps.optimizers[0].step()
         steps.step()
@@ -369,7 +374,7 @@ def test_a_step_that_a_loss_scaler_skips_on_one_rank_counts_there_too() -> None:
         made = nn.Linear(1, 1, bias=False)
         made.weight.data.zero_()
         optimizer, scaler = torch.optim.SGD(made.parameters(), 1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
-        steps = LocalSteps(made, optimizer, Dense(), every=2, comm=comm)
+        steps = LocalTraining(made, optimizer, Dense(), every=2, comm=comm)
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(made(torch.ones(1, 1)) * (torch.inf if step == 1 and comm.rank == 1 else 1.0)).sum().backward()
@@ -396,7 +401,7 @@ def test_weights_of_all_types_frozen_shared_and_in_any_memory_format() -> None:
             for each in made.parameters():
                 each.fill_(1.0 + comm.rank)  # rank 0's are copied to all
         trained = [each for each in made.parameters() if each.requires_grad]
-        steps = LocalSteps(made, torch.optim.SGD(trained, 1.0), Dense(), every=1, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(trained, 1.0), Dense(), every=1, comm=comm)
         assert all(bool((each == 1).all()) for each in made.parameters())
         reports = []
         for step in range(3):
@@ -417,7 +422,7 @@ def test_common_weights_are_exact_where_own_ones_are_rounded_to_16_bits() -> Non
     def body(comm: LocalComm) -> tuple[float, float]:
         made = nn.Linear(1, 1, bias=False).bfloat16()
         made.weight.data.fill_(0.0)
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm)
         for _ in range(300):  # bfloat16 has 8 bits: 256 + 1 is 256
             made.weight.data.zero_()  # the own weight as a small one would be, so that the change itself does not round
             steps._weights.buckets[0].start = torch.zeros(1)
@@ -449,7 +454,7 @@ def test_buffers_are_exchanged_with_the_weights_and_own_ones_are_back_after_an_e
 ) -> None:
     def body(comm: LocalComm) -> None:
         made = Counting(comm.rank)
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, buffers=how, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, buffers=how, comm=comm)
         assert (made.mean[0].item(), made.count.item()) == (0.0, 0)
         made.mean.fill_(1.0 + 4 * comm.rank)
         made.count.fill_(1 + comm.rank)
@@ -491,7 +496,7 @@ def test_a_buffer_that_was_not_finite_when_training_began_is_no_fault(how: Any) 
     def body(comm: LocalComm) -> None:
         made = Masked()
         mask = made.mask.clone()
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, buffers=how, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, buffers=how, comm=comm)
         for _ in range(4):
             made.weight.grad = torch.full((2,), -1.0)
             steps.optimizers[0].step()
@@ -506,7 +511,7 @@ def test_a_buffer_that_was_not_finite_when_training_began_is_no_fault(how: Any) 
 def test_a_buffer_that_comes_to_hold_nan_is_named_as_such_and_becomes_the_common_one_again() -> None:
     def body(comm: LocalComm) -> list[float]:
         made = Masked()
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm)
         made.mean.fill_(torch.nan if comm.rank == 1 else 2.0)
         steps.step()
         return made.mean.tolist()
@@ -521,7 +526,7 @@ def test_after_five_drops_in_a_row_all_ranks_raise(settings: dict[str, Any]) -> 
     def body(comm: LocalComm) -> int:
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), 1.0)
-        steps = LocalSteps(made, optimizer, TopK(0.25), every=2, comm=comm, **settings)
+        steps = LocalTraining(made, optimizer, TopK(0.25), every=2, comm=comm, **settings)
         for step in range(20):
             learn(made, comm.rank, step)
             weight = made.get_parameter("0.weight")
@@ -547,11 +552,11 @@ def still(comm: LocalComm, settings: dict[str, Any], resumed_at: int = -1) -> li
     Return own and common weights after each step.
     """
 
-    def made() -> LocalSteps:
+    def made() -> LocalTraining:
         torch.manual_seed(0)
         built = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
         optimizer = torch.optim.AdamW(built.parameters())
-        return LocalSteps(built, optimizer, TwoShot(0.25, values="sign"), every=2, comm=comm, **settings)
+        return LocalTraining(built, optimizer, TwoShot(0.25, values="sign"), every=2, comm=comm, **settings)
 
     steps, seen, held = made(), [], {}
     for step in range(16):
@@ -611,7 +616,7 @@ def test_weights_that_are_loaded_after_local_steps_were_made_are_no_change_that_
         made = model()
         if not late:
             made.load_state_dict(loaded)
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.25), every=2, comm=comm, **settings)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.25), every=2, comm=comm, **settings)
         if late:
             made.load_state_dict(loaded)
         return [*train(steps, range(6)), flat(list(made.parameters()))]
@@ -624,7 +629,7 @@ def test_weights_that_are_loaded_after_local_steps_were_made_are_no_change_that_
 def test_buffers_of_a_model_that_is_loaded_are_evaluated_with_its_weights() -> None:
     def body(comm: LocalComm) -> None:
         made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        steps = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, comm=comm)
+        steps = LocalTraining(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=2, comm=comm)
         loaded = {name: each + 2 for name, each in made.state_dict().items()}
         made.load_state_dict(loaded)
         with steps.averaged():
@@ -670,7 +675,7 @@ def test_what_an_optimizer_inside_another_one_or_a_compiled_step_has_changed_was
             sgd.step()
 
         take = {"wrapped": optimizer.step, "inside": two_phase.second_step, "compiled": compiled}.get(how, sgd.step)
-        steps = LocalSteps(made, optimizer, Dense(), every=2, comm=comm)
+        steps = LocalTraining(made, optimizer, Dense(), every=2, comm=comm)
         seen = set[str]()
         for step in range(4):
             learn(made, comm.rank, step)
@@ -719,7 +724,7 @@ def test_the_own_gradient_is_clipped_at_the_factor_times_the_norm() -> None:
     def body(comm: LocalComm) -> None:
         for given, wanted in ((None, 2.0), (1.5, 1.5)):
             made = nn.Linear(1, 1, bias=False)
-            steps = LocalSteps(
+            steps = LocalTraining(
                 made, torch.optim.SGD(made.parameters(), 1.0), Dense(), every=1, comm=comm, clip_factor=given
             )
             made.weight.grad = torch.full((1, 1), 8.0)
@@ -738,7 +743,7 @@ def test_the_measured_factor_is_1_for_alike_gradients_2_for_the_noise_of_4_ranks
     def body(comm: LocalComm) -> float:
         made = nn.Linear(40, 50)
         optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
-        steps = LocalSteps(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
+        steps = LocalTraining(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
         assert steps.clip_factor == 2.0
         for step in range(60):
             for i, each in enumerate(made.parameters()):
@@ -751,7 +756,7 @@ def test_the_measured_factor_is_1_for_alike_gradients_2_for_the_noise_of_4_ranks
             reports = steps.step()
             assert all(report.sent == report.cost for report in reports)
         steps.close()
-        again = LocalSteps(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
+        again = LocalTraining(made, optimizer, Dense(), every=2, comm=comm, clip_factor="measured")
         again.load_state_dict(steps.state_dict())
         assert again.clip_factor == steps.clip_factor == again.stats()["clip_factor"]
         return steps.clip_factor
@@ -763,9 +768,11 @@ def test_the_measured_factor_is_1_for_alike_gradients_2_for_the_noise_of_4_ranks
 
 
 def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
-    def make(comm: Comm, made: nn.Module | None = None, **settings: Any) -> LocalSteps:
+    def make(comm: Comm, made: nn.Module | None = None, **settings: Any) -> LocalTraining:
         made = nn.Linear(2, 2) if made is None else made
-        return LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), Dense(), **{"every": 4, **settings}, comm=comm)
+        return LocalTraining(
+            made, torch.optim.SGD(made.parameters(), 1.0), Dense(), **{"every": 4, **settings}, comm=comm
+        )
 
     def body(comm: LocalComm) -> None:
         cases: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -786,7 +793,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
         made.bias.requires_grad_(False)
         steps = make(comm, made, every=1)
         made.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="bias had no gradient when LocalSteps was made"):
+        with pytest.raises(RuntimeError, match="bias had no gradient when this handle was made"):
             steps.step()
 
     LocalWorld(1).run(body)
@@ -809,7 +816,7 @@ def test_ranks_with_other_settings_are_found_before_anything_is_sent(setting: st
             other = {"every": 5, "scheme": TopK(0.25), "outer": OuterSGD(0.5), "model": nn.Linear(2, 2, bias=False)}
             given |= {setting: {**other, "rate": 2.0}[setting]}
         made, scheme = given.pop("model"), given.pop("scheme")
-        LocalSteps(made, torch.optim.SGD(made.parameters(), given.pop("rate", 1.0)), scheme, **given, comm=comm)
+        LocalTraining(made, torch.optim.SGD(made.parameters(), given.pop("rate", 1.0)), scheme, **given, comm=comm)
 
     with pytest.raises(RuntimeError, match="ranks must agree, but rank . has " + named):
         LocalWorld(2).run(body)
@@ -842,10 +849,12 @@ def test_a_state_of_another_model_or_other_fragments_changes_nothing() -> None:
                 other.load_state_dict(state)
             assert torch.equal(flat(list(other.model.parameters())), before)
         made = nn.Linear(2, 2)
-        small = LocalSteps(made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.25), every=2, comm=comm, fragments=2)
+        small = LocalTraining(
+            made, torch.optim.SGD(made.parameters(), 1.0), TopK(0.25), every=2, comm=comm, fragments=2
+        )
         with pytest.raises(ValueError, match=r"it has a parameter '0.weight', which this model has not"):
             small.load_state_dict(state)
-        with pytest.raises(ValueError, match="the state of LocalSteps needs 'local_steps'"):
+        with pytest.raises(ValueError, match="the state of LocalTraining needs 'local_steps'"):
             steps.load_state_dict({key: value for key, value in state.items() if key != "local_steps"})
 
     LocalWorld(1).run(body)

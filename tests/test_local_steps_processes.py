@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from helpers.distributed import HANG_S, case, run
-from sparsync import Bucket, Dense, LocalSteps, LocalWorld, OuterSGD, Report, TopK
+from sparsync import Bucket, Dense, LocalWorld, OuterSGD, Report, TopK
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 
 pytestmark = pytest.mark.distributed
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -28,21 +29,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(rank: int, settings: dict[str, Any], comm: Comm | None = None) -> LocalSteps:
+def made(rank: int, settings: dict[str, Any], comm: Comm | None = None) -> LocalTraining:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    return LocalSteps(model, optimizer, TopK(0.25), comm=comm, timeout_s=120.0, **{"every": 4, **settings})
+    return LocalTraining(model, optimizer, TopK(0.25), comm=comm, timeout_s=120.0, **{"every": 4, **settings})
 
 
-def fit(steps: LocalSteps, span: range) -> list[Tensor]:
+def fit(steps: LocalTraining, span: range) -> list[Tensor]:
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
         steps.model(torch.randn(8, 6, generator=generator)).square().sum().backward()
         steps.optimizers[0].step()
         steps.optimizers[0].zero_grad()
         steps.step()
-    return [each.clone() for each in steps.model.state_dict().values()]
+    return [each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())]
 
 
 def in_processes(folder: Path) -> dict[str, list[Tensor]]:
@@ -116,7 +117,9 @@ def failing(delay: int, before: bool) -> list[str]:
     model = nn.ParameterDict({"a": torch.zeros(8), "b": torch.zeros(8)})
     scheme, rank, seen = TopK(0.25) if before else FailsAtSecondExchange(0.25), dist.get_rank(), []
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    steps = LocalSteps(model, optimizer, scheme, every=2, keep=0.0, delay=delay, bucket_mb=32 / 2**20, timeout_s=120.0)
+    steps = LocalTraining(
+        model, optimizer, scheme, every=2, keep=0.0, delay=delay, bucket_mb=32 / 2**20, timeout_s=120.0
+    )
     learnt = torch.zeros(16)
     for step in range(8):
         for each in model.values():
@@ -149,7 +152,7 @@ def test_when_an_exchange_fails_it_does_on_all_ranks_and_the_next_one_makes_good
     assert run(failing, 2, delay=delay, before=before) == [[f"{step} {kind}"] for kind in kinds]
 
 
-def raised(steps: LocalSteps, step: int) -> str:
+def raised(steps: LocalTraining, step: int) -> str:
     try:
         fit(steps, range(step, step + 1))
     except (MemoryError, RuntimeError) as error:
@@ -217,7 +220,8 @@ import threading
 import torch
 import torch.distributed as dist
 from torch import nn
-from sparsync import Dense, LocalSteps
+from sparsync import Dense
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime import dispatcher
 
 class Waits(Dense):
@@ -229,7 +233,7 @@ dispatcher.EXIT_S = 0.1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 1.0)
-steps = LocalSteps(model, optimizer, Waits(), every=1, delay=1)
+steps = LocalTraining(model, optimizer, Waits(), every=1, delay=1)
 model(torch.ones(1, 4)).sum().backward()  # what has changed on no rank is not exchanged
 optimizer.step()
 steps.step()
@@ -243,9 +247,9 @@ def test_a_process_ends_while_an_exchange_is_on_its_way() -> None:
 
 
 def refusals() -> None:
-    def make(model: nn.Module, scheme: Any = None, **settings: Any) -> LocalSteps:
+    def make(model: nn.Module, scheme: Any = None, **settings: Any) -> LocalTraining:
         optimizer = settings.pop("optimizer", None) or torch.optim.SGD(nn.Linear(2, 2).parameters(), 1.0)
-        return LocalSteps(model, optimizer, scheme or Dense(), timeout_s=120.0, **{"every": 4, **settings})
+        return LocalTraining(model, optimizer, scheme or Dense(), timeout_s=120.0, **{"every": 4, **settings})
 
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     cases: list[tuple[Any, str]] = [
@@ -276,7 +280,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused_on_all_ranks() -> None
 
 def uneven() -> str:
     model = nn.Linear(2, 2)
-    steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1.0), Dense(), every=1, timeout_s=5.0)
+    steps = LocalTraining(model, torch.optim.SGD(model.parameters(), 1.0), Dense(), every=1, timeout_s=5.0)
     try:
         for _ in range(2 + dist.get_rank()):
             steps.step()

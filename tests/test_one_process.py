@@ -8,8 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers.third_party import LineFit
-from sparsync import Dense, LocalSteps, Report, TopK
+from sparsync import Dense, Report, TopK
 from sparsync.core import Bucket, Comm
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
 
@@ -32,9 +33,9 @@ def plain(steps: int = STEPS) -> float:
     return workload.quality(*workload.evaluate(model, 0, 1))
 
 
-def averaging(every: int) -> Callable[[nn.Module, Optimizer, Comm], LocalSteps]:
-    def make(model: nn.Module, optimizer: Optimizer, comm: Comm) -> LocalSteps:
-        return LocalSteps(model, optimizer, Dense(), every=every, keep=0.0, clip_factor=2.0, comm=comm)
+def averaging(every: int) -> Callable[[nn.Module, Optimizer, Comm], LocalTraining]:
+    def make(model: nn.Module, optimizer: Optimizer, comm: Comm) -> LocalTraining:
+        return LocalTraining(model, optimizer, Dense(), every=every, keep=0.0, clip_factor=2.0, comm=comm)
 
     return make
 

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import AdamWSteps, Dense, GradientReducer, LocalSteps, LocalWorld, TopK
+from sparsync import AdamWSteps, Dense, GradientReducer, LocalWorld, TopK
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 
 pytestmark = pytest.mark.distributed
 
@@ -31,14 +32,14 @@ def adamw(model: nn.Module) -> Made:
 
 
 def local(model: nn.Module) -> Made:
-    return LocalSteps(model, torch.optim.SGD(model.parameters()), Dense(), every=2)
+    return LocalTraining(model, torch.optim.SGD(model.parameters()), Dense(), every=2)
 
 
 MAKE: dict[str, Callable[[nn.Module], Made]] = {
     "sparsync.attach": lambda model: sparsync.attach(model, Dense()),
     "sparsync.GradientReducer": lambda model: GradientReducer(model, Dense()),
     "sparsync.AdamWSteps": adamw,
-    "sparsync.LocalSteps": local,
+    "LocalTraining": local,
 }
 
 
@@ -100,7 +101,7 @@ def the_optimizer_of_closed_steps() -> None:
     optimizer.step()
     assert steps.stats()["steps"] == 1
     steps.close()
-    LocalSteps(model, optimizer, Dense(), every=2).step()
+    LocalTraining(model, optimizer, Dense(), every=2).step()
     optimizer.step()
 
 
@@ -138,8 +139,8 @@ def test_both_axes_of_an_fsdp2_model_are_attached_to_but_nothing_else_trains_it_
 def test_each_rank_of_a_local_world_trains_a_model_of_its_own() -> None:
     def body(comm: Comm) -> None:
         model = bare()
-        steps = LocalSteps(model, torch.optim.SGD(model.parameters()), TopK(0.5), every=1, comm=comm)
-        with pytest.raises(ValueError, match=r"sparsync\.LocalSteps trains '0\.weight' of this model already"):
+        steps = LocalTraining(model, torch.optim.SGD(model.parameters()), TopK(0.5), every=1, comm=comm)
+        with pytest.raises(ValueError, match=r"LocalTraining trains '0\.weight' of this model already"):
             AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm)
         steps.close()
         AdamWSteps(model, torch.optim.AdamW(model.parameters()), TopK(0.5), comm=comm).step()

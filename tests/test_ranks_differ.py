@@ -24,7 +24,6 @@ from sparsync import (
     Dense,
     GradientReducer,
     GroupComm,
-    LocalSteps,
     MiCRO,
     OkTopk,
     SkipReduce,
@@ -33,6 +32,7 @@ from sparsync import (
 )
 from sparsync.base.scheme import Scheme
 from sparsync.core import generator, laid_out
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.connection import Connection
 from sparsync.runtime.handle import Handle
 from sparsync.schemes import ExDyna
@@ -265,7 +265,7 @@ def behind(integration: str, every: int = 0, rates: Sequence[Any] = (0.1, 0.2), 
         optimizer = torch.optim.AdamW(groups)
         handle: Any = AdamWSteps(bare, optimizer, scheme, **options)
     elif integration in ("LocalSteps", "delay"):
-        handle = LocalSteps(bare, optimizer, scheme, every=1, delay=int(integration == "delay"), **options)
+        handle = LocalTraining(bare, optimizer, scheme, every=1, delay=int(integration == "delay"), **options)
     elif integration == "GradientReducer":
         handle = GradientReducer(bare, scheme, optimizer=optimizer, **options)
     else:
@@ -278,10 +278,10 @@ def behind(integration: str, every: int = 0, rates: Sequence[Any] = (0.1, 0.2), 
             handle.reduce()
         if integration != "AdamWSteps":
             optimizer.step()
-        if isinstance(handle, (AdamWSteps, LocalSteps)):
+        if isinstance(handle, (AdamWSteps, LocalTraining)):
             handle.step()
 
-    if isinstance(handle, (AdamWSteps, LocalSteps)):
+    if isinstance(handle, (AdamWSteps, LocalTraining)):
         weights = [entry.span.of(each.common) for each in handle._weights.buckets for entry in each.layout]
     else:
         weights = [getattr(each.detach(), "to_local", each.detach)() for each in bare.parameters()]
@@ -372,7 +372,7 @@ def test_weights_that_differ_are_an_error_that_names_them_at_the_next_check_and_
             if name in ("shard, 4", "GradientReducer, 0"):
                 assert differ == [], name  # each rank has a shard of its own; never
                 continue
-            # LocalSteps counts steps from 1 on. With delay the error comes a step later, and another exchange is on its way by then.
+            # LocalTraining counts steps from 1 on. With delay the error comes a step later, and another exchange is on its way by then.
             assert differ == {"LocalSteps, 4": [3, 4, 5, 6], "delay, 4": [4, 6]}.get(name, [4, 5, 6]), name
             for number in differ:
                 here, there = (re.search(_WEIGHTS.format(rank), errors[number - 2]) for rank in (0, 1))
@@ -395,7 +395,7 @@ def loaded_weights() -> dict[str, list[str]]:
                     trained.model.load_state_dict({"0.weight": torch.full((4, 4), load), "1.weight": torch.eye(4)})
                 errors = [trained.error() for _ in range(2)]  # with delay the error comes a step later
                 found.setdefault(integration, []).append(errors[integration == "delay"])
-            assert isinstance(trained.handle, (AdamWSteps, LocalSteps))
+            assert isinstance(trained.handle, (AdamWSteps, LocalTraining))
             with trained.handle.averaged():
                 assert bool((next(trained.model.parameters()) - 5.0).abs().max() < 1.0)
     return found

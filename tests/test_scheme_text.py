@@ -14,6 +14,7 @@ import sparsync
 from helpers import distributed
 from sparsync.base.registry import check_names_no_code
 from sparsync.base.scheme_text import COMMAND_LINE, NOTE, VARIABLE, scheme_of_environment
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync_lab import workloads
 from sparsync_lab.launch.settings import LaunchSettings
 from sparsync_lab.launch.variables import variables
@@ -200,7 +201,7 @@ def attached_in_each_way() -> list[object]:
         found: list[object] = [handle.scheme]
     with sparsync.GradientReducer(nn.Linear(4, 2)) as reducer:
         found.append(reducer.scheme)
-    with sparsync.LocalSteps(bare, torch.optim.SGD(bare.parameters(), lr=0.1), every=2) as local_steps:
+    with LocalTraining(bare, torch.optim.SGD(bare.parameters(), lr=0.1), every=2) as local_steps:
         found.append(local_steps.scheme)
     with sparsync.AdamWSteps(bare, torch.optim.AdamW(bare.parameters(), lr=0.1)) as adamw_steps:
         found.append(adamw_steps.scheme)

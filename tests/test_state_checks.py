@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import sparsync
 from helpers.distributed import case, run
 from helpers.stepped import Stepped
-from sparsync import AdamWSteps, GradientReducer, LocalSteps, LocalWorld, OuterSGD, TopK
+from sparsync import AdamWSteps, GradientReducer, LocalWorld, OuterSGD, TopK
 from sparsync.attached import checkpoint
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 
 
@@ -39,12 +40,12 @@ def adamw(comm: Comm) -> AdamWSteps:
     return steps
 
 
-def local(comm: Comm) -> LocalSteps:
+def local(comm: Comm) -> LocalTraining:
     """With an exchange on its way, whose sketches are measured."""
     made = model()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.25, momentum=0.5)
     options: Any = {"every": 2, "delay": 1, "fragments": 2, "outer": OuterSGD(), "clip_factor": "measured", "keep": 0.5}
-    steps = LocalSteps(made, optimizer, TopK(0.25), comm=comm, **options)
+    steps = LocalTraining(made, optimizer, TopK(0.25), comm=comm, **options)
     for step in range(4):
         learn(made, comm.rank, step)
         steps.clip_grad_norm_(1e9)
@@ -216,7 +217,7 @@ def bare_handle(kind: str, comm: Comm) -> Handle:
     if kind == "adamw_steps":
         return AdamWSteps(made, torch.optim.AdamW(made.parameters()), TopK(0.1), comm=comm)
     if kind == "local_steps":
-        return LocalSteps(made, torch.optim.SGD(made.parameters()), TopK(0.1), comm=comm, every=1)
+        return LocalTraining(made, torch.optim.SGD(made.parameters()), TopK(0.1), comm=comm, every=1)
     return Stepped(comm)
 
 

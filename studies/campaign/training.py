@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from sparsync import GroupComm, Scheme, schemes
 from sparsync.core import generator
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 from studies.campaign.trials import ALL, SCHEMES, Trial
 
@@ -251,7 +252,7 @@ class ModelTraining:
     def _local_steps(self) -> None:
         self.optimizer = self._sgd()
         delay = int(self.trial.integration.endswith("_delayed"))
-        steps = sparsync.LocalSteps(self.model, self.optimizer, self.scheme, every=2, delay=delay, **self._options)
+        steps = LocalTraining(self.model, self.optimizer, self.scheme, every=2, delay=delay, **self._options)
         self.handle, self._after, self._finish, self.common = steps, steps.step, steps.flush, steps.averaged
 
     def _adamw_steps(self) -> None:

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparsync
 from helpers.fsdp_training import SHAPES, Net, backward, everywhere, inputs, made, mean, on, same, saved
 from invariants.world import same_bits
-from sparsync import AdamWSteps, Bucket, Dense, LocalSteps, MiCRO, Report, TopK
+from sparsync import AdamWSteps, Bucket, Dense, MiCRO, Report, TopK
 from sparsync.attached.fsdp2_units import recovery
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 
 
@@ -94,7 +95,7 @@ def failed() -> str:
 
 def local_steps() -> str:
     return _trained(
-        lambda model: LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), TopK(0.25), every=2, keep=0.0)
+        lambda model: LocalTraining(model, torch.optim.SGD(model.parameters(), 0.1), TopK(0.25), every=2, keep=0.0)
     )
 
 
@@ -112,7 +113,7 @@ def _trained(steps_of: Callable[[nn.Module], Any]) -> str:
     for _ in range(4):
         model.zero_grad()
         model(torch.randn(4, 16, generator=generator)).square().mean().backward()
-        if isinstance(steps, LocalSteps):
+        if isinstance(steps, LocalTraining):
             steps.optimizers[0].step()
         steps.step()
     assert not torch.equal(model.weight, before)

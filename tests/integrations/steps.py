@@ -30,13 +30,14 @@ from integrations.situations import (
 )
 from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import AdamWSteps, LocalSteps, LocalWorld
+from sparsync import AdamWSteps, LocalWorld
 from sparsync.attached import checkpoint
 from sparsync.core import Comm
+from sparsync.exchanges.local_steps import LocalTraining
 from test_ddp import UNUSED, used
 
 BUCKET_MB = 2e-3  # four buckets of the model
-EVERY = 2  # steps between two exchanges of LocalSteps
+EVERY = 2  # steps between two exchanges of LocalTraining
 LEFT = 2  # the step from which on no rank has a gradient of the parameters that are LATE
 LATE = ("block2.weight", "block5.bias")
 NEVER = ("embed.weight", UNUSED)
@@ -75,7 +76,7 @@ class SteppedTraining:
                 {"bucket_mb": BUCKET_MB, "comm": comm, "group": group, "timeout_s": TIMEOUT_S} | settings
             )
 
-    def made(self, settings: dict[str, Any]) -> AdamWSteps | LocalSteps:
+    def made(self, settings: dict[str, Any]) -> AdamWSteps | LocalTraining:
         raise NotImplementedError
 
     def take(self, scaler: GradScaler | None = None) -> None:
@@ -120,13 +121,13 @@ class ByAdamW(SteppedTraining):
 
 
 class Locally(SteppedTraining):
-    def made(self, settings: dict[str, Any]) -> LocalSteps:
+    def made(self, settings: dict[str, Any]) -> LocalTraining:
         self.optimizer: Optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=0.125)  # torch's AdamW takes no sparse gradients
             if isinstance(self.model, Words)
             else torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5, eps=1e-3)  # not 0 in float16
         )
-        return LocalSteps(self.model, self.optimizer, self.scheme, **{"every": EVERY, **settings})
+        return LocalTraining(self.model, self.optimizer, self.scheme, **{"every": EVERY, **settings})
 
     def take(self, scaler: GradScaler | None = None) -> None:
         if scaler is None:
@@ -289,7 +290,7 @@ def unlucky(id: str, make: Make) -> list[Tensor | Failure]:
     scheme: Any = Unlucky(training.scheme)
     # Past the setter, which takes schemes.
     training.steps._scheme = scheme
-    if isinstance(training.steps, LocalSteps):
+    if isinstance(training.steps, LocalTraining):
         training.steps._exchanger._scheme = scheme
     return failing(
         lambda step: training.step(training.model.inputs(training.rank, step)),

@@ -1,8 +1,8 @@
 """Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
-changes of their weights every few steps, as `sparsync.LocalSteps` does with these settings. Or "adamw_steps(keep=0.5)/": the scheme
-reduces AdamW steps, as `sparsync.AdamWSteps` does. The names in `recipes` stand for such combinations of published systems.
+changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "adamw_steps(keep=0.5)/": the scheme
+reduces AdamW steps, as with `sparsync.Steps`. The names in `recipes` stand for such combinations of published systems.
 """
 
 import inspect
@@ -31,8 +31,8 @@ _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of Out
 class SchemeChoice:
     """One scheme: its label in tables, its name as `sparsync.schemes.get` takes it, and its settings.
 
-    `local`: the settings of the `steps` around it, LocalSteps or AdamWSteps, of which `outer_rate` and `outer_momentum` are those of the
-    outer SGD; None where the scheme reduces gradients.
+    `local`: the settings of the `steps` around it, those of LocalSteps or Steps, of which `outer_rate` and `outer_momentum` are those of
+    the outer SGD; None where the scheme reduces gradients.
     """
 
     label: str
@@ -174,7 +174,8 @@ def _parse_method(text: str, density: float, skip: int | float | None, also: Map
 
 
 def _class(steps: str) -> Any:  # Any: the class
-    return getattr(import_module("sparsync"), STEPS[steps])
+    home = import_module(f"sparsync.exchanges.{steps}")
+    return home.LocalTraining if steps == "local_steps" else home.AdamWSteps
 
 
 def _parse_scheme(

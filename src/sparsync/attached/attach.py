@@ -1,23 +1,23 @@
-"""The integration for models that torch has wrapped: DistributedDataParallel, or fully_shard."""
+"""The one way in: `attach` finds the integration for a model, wrapped by torch or bare, and for what it is to exchange."""
 
 from dataclasses import replace
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from sparsync.attached import ddp
 from sparsync.attached.doctor import doctor, has_replicas
+from sparsync.attached.manual import GradientReducer, must_reduce
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.attached.steps import attach as attach_steps
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
-from sparsync.exchanges.choice import Exchange, choose
-from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
 from sparsync.runtime.findings import Axis, given_or_default, is_fsdp2, warn_of
-from sparsync.runtime.handle import Options
+from sparsync.runtime.handle import Gradients, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 from sparsync.runtime.ownership import check_free
 from sparsync.runtime.parameter_names import inside_wrappers
@@ -31,15 +31,15 @@ def attach(
     exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     scaler: GradScaler | None = None,
     follow_rates: bool = True,
     timeout_s: float = 300.0,
     join_mb: float | None = None,
     dense_below: int | None = None,
     check_weights_every: int | None = None,
-) -> AttachedHandle | AdamWSteps:
-    """Make `model` exchange its gradients, or the steps of its optimizer, with `scheme`; return the handle to reports and state.
+) -> AttachedHandle | AdamWSteps | LocalTraining | GradientReducer:
+    """Make `model` exchange gradients, steps of its optimizer or weight changes with `scheme`; return the handle to reports and state.
 
     Call it on every rank that reduces, each with its own instance of the scheme and the same settings. An instance holds the residuals of
     one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only. `doctor` lists
@@ -50,17 +50,19 @@ def attach(
     until a checkpoint is loaded on all of them.
 
     Args:
-        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; for steps a bare
-            module, too.
+        model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
+            bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
         scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
-        exchange: `Gradients()`, or `Steps()` of an Adam or AdamW, see there; the training loop is the same. None: steps under
-            DistributedDataParallel and of bare modules where `optimizer` is one of these and the scheme sends fewer than 4 bits an element,
-            gradients otherwise. `handle.exchange` says which.
+        exchange: `Gradients()`; `Steps()` of an Adam or AdamW; or `LocalSteps(every=...)`, weight changes every few steps; see there. The
+            training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the scheme
+            sends fewer than 4 bits an element, gradients otherwise. `handle.exchange` says which.
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
-        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`. With gradients it makes residuals follow
-            gradient clipping; warns if it does not suit the scheme. Ranks compare its settings before each bucket.
-        scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks.
+        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`. Of local steps also several, of which each
+            has stepped when the step counts. With gradients it makes residuals follow gradient clipping; warns if it does not suit the
+            scheme. Ranks compare its settings before each bucket.
+        scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks. Local steps need
+            none: each rank's own scaler may skip a step.
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
         timeout_s: seconds that a rank waits for the others.
         join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
@@ -73,7 +75,7 @@ def attach(
         The handle. It reduces until `close()` or `detach()`.
 
     Raises:
-        TypeError: for another kind of model, or anything but a Scheme.
+        TypeError: for a model that torch's FullyShardedDataParallel wraps, or anything but a Scheme.
         ValueError: for an argument that does not go with this kind of model, for a model that another handle reduces, and for a scheme
             that another handle uses or that holds another model's residuals.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
@@ -87,13 +89,8 @@ def attach(
     model = inside_wrappers(model)
     fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
-    steps = isinstance(chosen, Steps)
-    if not (fsdp or wrapped or steps):
-        raise TypeError(
-            f"attach takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; "
-            "wrap it, pass the Adam or AdamW whose steps shall be exchanged, or reduce the bare module with sparsync.GradientReducer"
-        )
-    if (fsdp or steps) and (join_mb is not None or dense_below is not None):
+    steps = not isinstance(chosen, Gradients)
+    if (steps or not wrapped) and (join_mb is not None or dense_below is not None):
         raise ValueError(
             "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here"
         )
@@ -108,20 +105,22 @@ def attach(
     if replicate is not None:  # a shard axis has another form of the scheme
         check_free(scheme, model)
     for finding in doctor(
-        model, scheme, exchange=chosen, replicate=replicate, parameters=parameters, optimizer=optimizer
+        model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=optimizer
     ):
         if finding.refused:
             raise finding.refused(str(finding))
         warn_of(finding)
-    if isinstance(chosen, Steps):
+    if not isinstance(chosen, Gradients):
         assert optimizer is not None  # as `choose` has checked
         if check_weights_every is not None:
             chosen = replace(chosen, check_weights_every=check_weights_every)
         return attach_steps(model, called, scheme, optimizer, chosen, replicate, scaler, timeout_s)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
-    options = Options(optimizer, scaler, follow_rates, timeout_s, every)
+    options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
         return ddp.attach(model, scheme, options, join_mb, dense_below)
+    if not fsdp:
+        return must_reduce(model, scheme, options)
     from sparsync.attached import fsdp2  # loads torch's FSDP
 
     return fsdp2.attach(model, scheme, options, replicate, parameters)

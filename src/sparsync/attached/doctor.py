@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from sparsync.attached.ddp import HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange, choose
-from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.local_options import LocalSteps
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
+from sparsync.runtime.handle import Gradients
 from sparsync.runtime.parameter_names import inside_wrappers, named_parameters
 from sparsync.wire import Values
 
@@ -24,32 +24,38 @@ def doctor(
     exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 
     Pass the `optimizer` that will apply the gradients, even if residuals need not follow its rates: some schemes do harm under Adam, others
     need SGD without momentum. The other arguments are as for `attach`.
-    Raises TypeError for a model that is neither DistributedDataParallel nor FSDP2's, and for anything but a Scheme.
+    Raises TypeError for anything but a Scheme.
     """
     scheme = findings.given_or_default(scheme)
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
-    steps = isinstance(
-        choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate)), Steps
-    )
-    if isinstance(model, DistributedDataParallel):
-        found = [*_ddp(model, scheme), *([] if steps else findings.optimizers(optimizer, scheme))]
+    chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
+    reduced_for = the_one(optimizer) if isinstance(chosen, Gradients) else None
+    if fsdp and isinstance(chosen, LocalSteps):
+        what = "local steps need the whole model on each rank, and FSDP2 shards it"
+        cure = (
+            "exchange steps over an axis of replicas, or gradients: exchange=sparsync.Steps() or sparsync.Gradients()"
+        )
+        found = [Finding(what, cure, ValueError)]
     elif fsdp:
         from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
 
-        found = fsdp2_doctor.examine(model, scheme, replicate, None if steps else optimizer, parameters)
-    elif steps:
-        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
+        found = fsdp2_doctor.examine(model, scheme, replicate, reduced_for, parameters)
+    elif isinstance(model, DistributedDataParallel):
+        found = [*_ddp(model, scheme), *findings.optimizers(reduced_for, scheme)]
     else:
-        raise TypeError(
-            f"doctor takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; wrap it first"
-        )
+        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
+        found += findings.optimizers(reduced_for, scheme)
+        if exchange is None and isinstance(chosen, Gradients):
+            what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
+            cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
+            found.append(Finding(what, cure))
     return sorted(found, key=lambda finding: finding.refused is None)
 
 

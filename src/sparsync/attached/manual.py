@@ -1,6 +1,8 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
+import weakref
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
@@ -31,7 +34,8 @@ _MOST = 2**31 - 1  # elements of a bucket: positions in it are int32
 class GradientReducer(Handle):
     """Reduces the gradients of a bare model with `scheme` whenever `reduce` is called.
 
-    For models that neither DistributedDataParallel nor FSDP2 wraps. Save it with `sparsync.checkpoint`, or by `state_dict` on each rank.
+    For models that neither DistributedDataParallel nor FSDP2 wraps; `sparsync.attach` makes it too. Save it with `sparsync.checkpoint`,
+    or by `state_dict` on each rank.
     Collective over the ranks of `group`: make it on all of them, each with its own instance of the scheme and the same settings.
 
     Args:
@@ -81,6 +85,7 @@ class GradientReducer(Handle):
         comparison = options.comparison(names, partial(trained, model))
         comm = options.connected(group, scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
+        self.reduced = False  # since an optimizer has stepped
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -108,7 +113,13 @@ class GradientReducer(Handle):
             self._rescaler.rescale()
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
         self._reports += reports
+        self.reduced = True
         return reports
+
+    def detach(self) -> None:
+        """Leave the model's gradients alone from here on. Reports and state stay readable; the scheme cannot be changed any more."""
+        self._detached = True
+        self.close()
 
     def _buckets(self) -> dict[str, dict[str, nn.Parameter]]:
         """Return the trained parameters by bucket: of one type, on one device, at most 2^31 - 1 elements, the same on every rank."""
@@ -141,6 +152,37 @@ class GradientReducer(Handle):
                 mean = each.span.of(bucket.grad).view(parameter.shape)
                 _write(parameter, mean.to_sparse(1) if key.startswith(_SPARSE) else mean)
         return report
+
+
+def must_reduce(model: nn.Module, scheme: Scheme, options: Options) -> GradientReducer:
+    """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
+    made = GradientReducer(model, scheme, **vars(options))
+    made.origin = "sparsync.attach"
+    hook = register_optimizer_step_pre_hook(partial(_refuse_unreduced, weakref.ref(made)))
+    weakref.finalize(made, hook.remove)
+    return made
+
+
+def _refuse_unreduced(
+    reducer: "weakref.ref[GradientReducer]",
+    optimizer: Optimizer,
+    args: tuple[Any, ...],  # Any: those of `step`, the optimizer first
+    kwargs: dict[str, Any],
+) -> None:
+    found = reducer()
+    if found is None or found.closed or len(args) > 1 or kwargs.get("closure") is not None:  # a closure reduces
+        return
+    own = {id(each) for _, each in trained(found.model)}
+    if not any(
+        id(each) in own for group in optimizer.param_groups for each in group["params"] if each.grad is not None
+    ):
+        return
+    if not found.reduced:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} would step with this rank's own gradients: call handle.reduce() after the backward pass, before "
+            "clipping; or wrap the model by DistributedDataParallel before attach, which then reduces by itself"
+        )
+    found.reduced = False
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""The integration that exchanges the steps of an optimizer: for DistributedDataParallel, FSDP2 with replicas, and bare modules."""
+"""The integration that exchanges steps or weight changes: for DistributedDataParallel, FSDP2 with replicas, and bare modules."""
 
 import logging
 import weakref
@@ -14,7 +14,11 @@ from torch.optim import Adam, Optimizer
 from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps, check_optimizer
+from sparsync.exchanges.choice import Optimizers, the_one
 from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, Finding, innermost, is_fsdp2, warn_of
@@ -25,7 +29,7 @@ _LOG = logging.getLogger("sparsync")
 class OwnGradients:
     """What DDP's hook has in the place of a handle that reduces: it hands back each bucket, with this rank's own gradients."""
 
-    def __init__(self, handle: AdamWSteps, model: DistributedDataParallel) -> None:
+    def __init__(self, handle: StepMethod, model: DistributedDataParallel) -> None:
         self._handle, self._model = handle, weakref.ref(model)
 
     @property
@@ -56,18 +60,37 @@ def attach(
     model: nn.Module,
     called: nn.Module,
     scheme: Scheme,
-    optimizer: Optimizer,
-    exchange: Steps,
+    optimizer: Optimizers,
+    exchange: Steps | LocalSteps,
     replicate: Axis | None,
     scaler: GradScaler | None,
     timeout_s: float,
-) -> AdamWSteps:
-    """Have the steps of `optimizer` for `model` exchanged, and return the handle. See `attach.attach`.
+) -> AdamWSteps | LocalTraining:
+    """Have the steps of `optimizer` for `model` exchanged, or what these change; return the handle. See `attach.attach`.
 
     `called` is `model`, or what torch.compile or Fabric made of it. Under DistributedDataParallel each rank keeps its own gradients: the
     hook hands back every bucket.
     """
-    inner = innermost(optimizer)
+    inner = None if isinstance(exchange, LocalSteps) else _examined(the_one(optimizer))
+    replica, group = _replica(model, called, replicate)
+    options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
+    options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
+    if inner is not None:
+        handle, what = AdamWSteps(replica.module, inner, scheme, scaler=scaler, **options), "the steps"
+    else:
+        handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **options)), "the weight changes"
+    handle.origin = "sparsync.attach"
+    if isinstance(model, DistributedDataParallel):
+        _keep_own_gradients(model, handle)
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    kinds = " and ".join(type(innermost(each)).__name__ for each in given)
+    _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)
+    return handle
+
+
+def _examined(optimizer: Optimizer | None) -> Adam:
+    """Return the Adam whose steps can be exchanged, or raise as `check_optimizer`; warn where it has stepped before."""
+    inner = optimizer and innermost(optimizer)
     check_optimizer(inner)
     assert isinstance(inner, Adam)  # which was checked
     if any(inner.state.values()):
@@ -77,15 +100,14 @@ def attach(
                 "attach before the first step, and load a checkpoint of the handle",
             )
         )
-    replica, group = _replica(model, called, replicate)
-    options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
-    handle = AdamWSteps(
-        replica.module, inner, scheme, group=group, timeout_s=timeout_s, scaler=scaler, replica=replica, **options
-    )
-    handle.origin = "sparsync.attach"
-    if isinstance(model, DistributedDataParallel):
-        _keep_own_gradients(model, handle)
-    _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)
+    return inner
+
+
+def _local(handle: LocalTraining) -> LocalTraining:
+    """Have the optimizers' own `step` count, and warn of those that do not tell of it."""
+    if silent := handle.count_with_optimizers():
+        what = f"{' and '.join(silent)} calls no hooks of torch.optim.Optimizer, so nothing tells of its steps"
+        warn_of(Finding(what, "call handle.step() after all optimizers have stepped, on every rank"))
     return handle
 
 
@@ -106,10 +128,22 @@ def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tup
     return Replica(model.module, [called, model]), model.process_group
 
 
-def _keep_own_gradients(model: DistributedDataParallel, handle: AdamWSteps) -> None:
+def _keep_own_gradients(model: DistributedDataParallel, handle: StepMethod) -> None:
     """Have the hook of `model` hand back each rank's own gradients until `handle` is detached."""
     hook = registered_hook(model) or HookState(model.process_group)
     own = OwnGradients(handle, model)
     register(model, hook)
     hook.handle = own
-    handle.on_detach = partial(hook.release, own)
+    broadcasts = model.broadcast_buffers
+    handle.on_detach = partial(_give_back, weakref.ref(model), hook, own, broadcasts)
+    if isinstance(handle, LocalTraining):  # it exchanges buffers itself, and seldom
+        # HACK: DDP has this as an argument only. Price: an attribute that may change with torch; a test counts what is broadcast.
+        model.broadcast_buffers = False
+
+
+def _give_back(
+    reference: "weakref.ref[DistributedDataParallel]", hook: HookState, own: OwnGradients, broadcasts: bool
+) -> None:
+    hook.release(own)
+    if (model := reference()) is not None:
+        model.broadcast_buffers = broadcasts

@@ -31,7 +31,10 @@ VARIABLE = "SPARSYNC_SCHEME"
 COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
 DEFAULT = "dense"  # where the variable is not set
-STEPS = {"local_steps": "LocalSteps", "adamw_steps": "AdamWSteps"}  # what may stand around a scheme, and its class
+STEPS = {
+    "local_steps": "LocalSteps",
+    "adamw_steps": "Steps",
+}  # what may stand around a scheme, and what attach takes for it
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name
@@ -54,8 +57,8 @@ def scheme(text: str) -> "Scheme":
     if steps is not None:
         meant = "" if around == text else f", which is {around},"
         raise ValueError(
-            f"{text!r}{meant} is a scheme and the steps around it, and only a scheme can be given here; make "
-            f"sparsync.{STEPS[steps]}(model, optimizer, scheme, ...) in the training loop, with the scheme behind the slash"
+            f"{text!r}{meant} is a scheme and the steps around it, and only a scheme is asked for; pass the one behind the slash to "
+            f"sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.{STEPS[steps]}(...))"
         )
     if "," in text:
         raise ValueError(f"one scheme is asked for, got {text!r}; name one, and join several values of a setting by +")

@@ -1,10 +1,13 @@
-"""What `attach` exchanges: gradients, or the steps of the optimizer; and which of the two where nobody says."""
+"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; and which of these where nobody says."""
+
+from collections.abc import Sequence
 
 from torch.optim import Adam, Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import check_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.local_options import LocalSteps
 from sparsync.runtime.findings import innermost
 from sparsync.runtime.handle import Gradients
 
@@ -16,20 +19,30 @@ _TRAINERS_OPTIMIZERS = (
 )  # which pass on to the one inside
 
 
-Exchange = Gradients | Steps
+Exchange = Gradients | Steps | LocalSteps
+Optimizers = Optimizer | Sequence[Optimizer]
 
 
-def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizer | None, steps_possible: bool) -> Exchange:
+def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | None, steps_possible: bool) -> Exchange:
     """Return `exchange`, or where it is None what suits the scheme and the optimizer.
 
     Steps for Adam and AdamW with a scheme that sends fewer than 4 bits an element, because Adam divides by second moments, which are wrong
     where gradients are compressed so far; gradients else, and where no optimizer is given or steps are not possible.
-    Raises TypeError for anything else, and ValueError for steps where they are not possible.
+    Raises TypeError for anything else, and ValueError for steps where they are not possible, and for several optimizers where one is
+    taken.
     """
+    if isinstance(exchange, LocalSteps):
+        if optimizer is None:
+            raise ValueError(
+                "with local steps each rank steps its own optimizer, which is counted; pass it, or several: "
+                "attach(model, scheme, exchange=sparsync.LocalSteps(...), optimizer=optimizer)"
+            )
+        return exchange
+    optimizer = the_one(optimizer)
     if exchange is None:
         return Steps() if optimizer is not None and steps_possible and _wants_steps(scheme, optimizer) else Gradients()
     if not isinstance(exchange, Exchange):
-        raise TypeError(f"exchange must be sparsync.Gradients() or sparsync.Steps(), got {exchange!r}")
+        raise TypeError(f"exchange must be sparsync.Gradients(), Steps() or LocalSteps(every=...), got {exchange!r}")
     if isinstance(exchange, Steps) and optimizer is None:
         raise ValueError("the steps of an optimizer are exchanged; pass it: attach(model, scheme, optimizer=optimizer)")
     if isinstance(exchange, Steps) and not steps_possible:
@@ -38,6 +51,18 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizer | Non
             "TwoShot(density=1.0, values='int4') for AdamW"
         )
     return exchange
+
+
+def the_one(optimizer: Optimizers | None) -> Optimizer | None:
+    """Return the only optimizer. Raises ValueError for several."""
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    if len(optimizer) != 1:
+        raise ValueError(
+            f"gradients and steps are exchanged for one optimizer, got {len(optimizer)}; leave them out, or exchange weight changes with "
+            "exchange=sparsync.LocalSteps(every=...)"
+        )
+    return optimizer[0]
 
 
 def _wants_steps(scheme: Scheme, optimizer: Optimizer) -> bool:

@@ -189,7 +189,6 @@ class ExchangedSteps(StepMethod):
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
-        self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(optimizer, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
@@ -224,24 +223,7 @@ class ExchangedSteps(StepMethod):
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
         self._taken.release()
         self._divisor.release()
-        if self._shown is not None:
-            self._shown.release()
         super().close()
-
-    def detach(self) -> None:
-        """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
-        if self.on_detach is not None:
-            self.on_detach()
-        self._detached = True
-        self.close()
-
-    def _check_own(self) -> None:
-        if self._shown is not None:
-            self._shown.show(common=False)
-        super()._check_own()
-
-    def _may_show(self) -> bool:
-        return not self._averaging
 
     def _adopt(self) -> list[str]:
         """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
@@ -329,8 +311,6 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def stats(self) -> dict[str, int | float]:
-        if self._shown is not None:
-            self._shown.show(common=False)
         found = super().stats()
         return {**found, "exchanges": found["steps"] - found["skipped"]}
 

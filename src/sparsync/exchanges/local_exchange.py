@@ -15,7 +15,7 @@ from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.group import GroupComm, Origin
 from sparsync.core import Bucket, Comm, Cost, Report
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
-from sparsync.exchanges.local_options import LocalStepsOptions, MakeOptimizer
+from sparsync.exchanges.local_options import LocalSteps, MakeOptimizer
 from sparsync.exchanges.sketch import LENGTH, ClipFactor
 from sparsync.exchanges.weights import WeightBucket, Weights, by_name, copied_by_name
 from sparsync.kernels import operations as kernels
@@ -79,7 +79,7 @@ class PendingExchange:
         return finite, {name: state for bucket, change in pairs for name, state in _states(bucket, change)}
 
     def write_own(self, mixing: float | None) -> None:
-        """Write the new own weights; what was learnt since the exchange was sent stays, see `LocalSteps.step`."""
+        """Write the new own weights; what was learnt since the exchange was sent stays, see `LocalTraining.step`."""
         for bucket, held, before in zip(self.buckets, self.held, self.own, strict=True):
             weights, begun = kept(bucket, held), bucket.start
             if not self.background and mixing is None:
@@ -122,7 +122,7 @@ class PendingExchange:
         }
 
 
-def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as LocalSteps saves them
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as LocalTraining saves them
     """Return one state for all ranks, without own weights: the common weights have moved by the mean of what each rank had learnt."""
     common = {}
     for name, weights in states[0]["common"].items():
@@ -171,7 +171,7 @@ class Exchanger:
         connection: Connection,
         scheme: Scheme,
         comm: Comm,
-        options: LocalStepsOptions,
+        options: LocalSteps,
         weights: Weights,
         model: nn.Module,
     ) -> None:

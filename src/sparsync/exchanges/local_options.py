@@ -1,4 +1,4 @@
-"""The options of LocalSteps, and DiLoCo's outer optimizer."""
+"""What `attach` takes to exchange weight changes every few steps: LocalSteps, and DiLoCo's outer optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,10 @@ class OuterSGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStepsOptions(StepOptions):
-    """The options of LocalSteps, the same on all ranks. Raises ValueError for a value out of range.
+class LocalSteps(StepOptions):
+    """Exchange weight changes every few steps: what `sparsync.attach(..., exchange=LocalSteps(every=32))` takes, the same on all ranks.
+
+    For every optimizer, and for several. Raises ValueError for a value out of range.
 
     Args:
         every: the steps between two exchanges, H.
@@ -40,10 +42,10 @@ class LocalStepsOptions(StepOptions):
         outer: None, `OuterSGD(...)`, or a function that makes a torch optimizer of a list of parameters, here the common weights.
         fragments: parts of the parameters, exchanged in turn at steps spread evenly over `every`.
         delay: in [0, every], the steps after which the result is applied; computing goes on meanwhile.
-        mixing: how a delayed result is combined with the current weights, see `step`.
+        mixing: how a delayed result is combined with the current weights, see `LocalTraining.step`.
         buffers: "broadcast": each exchange sets them to those of rank 0, as under DistributedDataParallel. "mean": floating ones to their
             mean over ranks, others to those of rank 0. "own": they stay as they are.
-        clip_factor: see the property of this name.
+        clip_factor: of `handle.clip_grad_norm_`; see the property of this name.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, made with the next exchange of the first
             fragment, 0: never.

@@ -5,9 +5,8 @@ sparse exchange with error feedback (2508.15706). The bytes of an exchange are t
 """
 
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -20,17 +19,18 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
-from sparsync.exchanges.local_options import MEASURED, LocalStepsOptions
+from sparsync.exchanges.local_options import MEASURED, LocalSteps
+from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
-from sparsync.exchanges.training_loop import Replica
-from sparsync.runtime.findings import with_inner
+from sparsync.exchanges.training_loop import Replica, ShownWeights
+from sparsync.runtime.findings import innermost
 from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
 
 
-class LocalSteps(StepMethod, options=LocalStepsOptions):
+class LocalTraining(StepMethod, options=LocalSteps):
     """Let each rank train `model` with its own `optimizer`, and exchange what was learnt with `scheme` every `every` steps.
 
         D = start - W                   the change of a rank's own weights W since the last exchange, with the sign of a gradient
@@ -38,8 +38,10 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         A = A - mean                    the common weights, the same bits on all ranks; or a step of `outer`
         W = start = A - keep * unsent   unsent: what this rank's residual holds
 
-    The model is not wrapped: `loss.backward(); optimizer.step(); steps.step()`. Rank 0's parameters and buffers are copied to all ranks
-    here. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit parameters are rounded to 16 bits.
+    `sparsync.attach` makes it, for wrapped models too, and returns it as the handle: the optimizers' own `step` then counts. Make it
+    yourself to pass `comm`, and call `step` after the optimizers'. Rank 0's parameters and buffers are copied to all ranks here. `close`
+    leaves the common weights in the model; call `flush` before, or what was learnt since the last exchange is lost. Common weights are
+    float32, or float64 for float64 parameters; own weights of 16-bit parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
     Memory, in vectors of all trained parameters: the common weights; one more where own weights differ from them after an exchange; the
     state of `outer` and of the scheme; and during an exchange the change, the own weights and what is held back.
@@ -49,9 +51,10 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         optimizer: one or several. Ranks compare their settings in each exchange, so a rank that has run out of data still steps its
             schedule.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-        options: those of LocalStepsOptions: `every`, `keep`, `outer`, `fragments`, `delay` and more.
+        options: those of LocalSteps: `every`, `keep`, `outer`, `fragments`, `delay` and more.
         group, comm: the ranks; or a communicator in place of a group, such as that of a `LocalWorld`.
         timeout_s: seconds; a rank that waits longer for the others gives up.
+        replica: of a model that is wrapped; `sparsync.attach` passes it. None: `model` itself.
 
     Raises:
         TypeError: for a model that DistributedDataParallel or FSDP wraps, and for anything but a Scheme.
@@ -59,7 +62,7 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         RuntimeError: when a rank is missing, or has other settings or other parameters.
     """
 
-    origin = "sparsync.LocalSteps"
+    origin = "LocalTraining"
     integration = "local_steps"
 
     def __init__(
@@ -71,21 +74,24 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
         timeout_s: float = 300.0,
-        **options: Any,  # Any: the fields of LocalStepsOptions
+        replica: Replica | None = None,
+        **options: Any,  # Any: the fields of LocalSteps
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-        self.options = self.exchange = given = LocalStepsOptions(**options)
-        super().__init__(Replica(model), self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
+        self.options = self.exchange = given = LocalSteps(**options)
+        replica = Replica(model) if replica is None else replica
+        super().__init__(replica, self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)
         self._optimized = False  # an optimizer has stepped since the last `step`: other weights are what was learnt
-        for each in self.optimizers:
-            _before_step(each, self)
+        self._counts = False  # the optimizers' own `step` counts
         self._exchanger = Exchanger(self._connection, self._scheme, self._comm, given, self._weights, model)
         self._drops = [0] * given.fragments  # of each, since its last exchange that was not dropped
         self._failed = False  # an exchange, of which the next one is to compare the weights
         self._totals = {"exchanges": 0, "dropped": 0, **self._totals}
         self._sketch: Tensor | None = None  # of the own gradient, for the next exchange of the first fragment
+        self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
+        self._shown = self._in_model = ShownWeights(replica, self._weights, self._adopt, self._may_show)
 
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each exchanged bucket, none between exchanges.
@@ -102,8 +108,23 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         to the weights after the last one, and that rank resets non-finite optimizer state. 5 drops in a row raise RuntimeError.
         A failed exchange raises on all ranks, with `delay` when it is due. Weights stay, and the next one sends what it did not. After an
         error while a rank applies it, all ranks raise from the next exchange on, until a checkpoint is loaded on all of them.
-        Raises RuntimeError, on all ranks, where ranks have made different numbers of steps.
+        Raises RuntimeError, on all ranks, where ranks have made different numbers of steps; and where the optimizers' own `step` counts.
         """
+        if self._counts:
+            raise RuntimeError(
+                "optimizer.step() counts the steps of this handle, and step() would count another one; leave it out"
+            )
+        return self._take_step()
+
+    def count_with_optimizers(self) -> list[str]:
+        """Have the optimizers' own `step` do what `step` does, when each has stepped; return the kinds of those that do not tell.
+
+        Where there is one of these, `step` is to be called as before.
+        """
+        self._counts = not self._watched.unseen
+        return self._watched.unseen
+
+    def _take_step(self) -> list[Report]:
         self._check_own()
         self._step += 1
         done = self._step + 1
@@ -131,7 +152,23 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
 
     def close(self) -> None:
         self._exchanger.stop()
+        self._watched.release()
         super().close()
+        # What a state is to have from here on: nothing that was learnt since the last exchange.
+        self._optimized = False
+        for bucket in self._weights.buckets:
+            bucket.start = bucket.common
+        for exchange in self._exchanger.pending.values():
+            exchange.own = [each.own() for each in exchange.buckets]
+
+    def detach(self) -> None:
+        """Have the model train as before `attach`, from the common weights. Call it on all ranks, between two steps.
+
+        The optimizers begin with new moments, because those of each rank are its own.
+        """
+        for each in self.optimizers:
+            innermost(each).state.clear()
+        super().detach()
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's own gradient at `clip_factor * max_norm`, on all ranks or on none; `max_norm` is for the mean gradient."""
@@ -258,37 +295,44 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
             _tell_drop(exchange, self._drops[fragment])
         return exchange.reports
 
+    def _before_optimizer(self) -> None:
+        """Have own weights in the model, and look for others that were set from outside, before an optimizer changes them."""
+        self._check_own()
+        self._optimized = True
+
+    def _after_optimizers(self) -> None:
+        if self._counts:
+            self._take_step()
+
     def _adopt(self) -> list[str]:
-        changed = [] if self._optimized else self._weights.adopt_changed()
-        self._adopted.update(changed)
+        """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back.
+
+        These are the ones after the last exchange, unless they were put aside: what was learnt since was overwritten.
+        """
+        own_shown = not self._in_model.common
+        if self._optimized and own_shown:
+            return []
+        changed = self._weights.changed()
+        others = [name for name in changed if not self._weights.shows_common(name)]
+        if others:
+            self._weights.adopt(others)
+            self._adopted.update(others)
+            self._in_model.take(others)
         with torch.no_grad():
-            for exchange in self._exchanger.pending.values() if changed else ():
+            if own_shown and len(others) < len(changed):
+                for bucket in self._weights.buckets:
+                    bucket.write(bucket.start, frozenset(bucket.parameters).difference(changed))
+                self._weights.note_written()
+            for exchange in self._exchanger.pending.values() if own_shown or others else ():
                 for bucket, own in zip(exchange.buckets, exchange.own, strict=True):
-                    bucket.copy_own_(own, changed)
-        if len(changed) == len(self._weights.trained):  # a whole model, with its buffers
+                    bucket.copy_own_(own, changed if own_shown else others)
+        if others and len(changed) == len(self._weights.trained):  # a whole model, with its buffers
             self._exchanger.buffers.take(self.model.buffers())
-        return changed
+        return others
 
     def _note_written(self) -> None:
         self._weights.note_written()
         self._optimized = False
-
-
-def _before_step(optimizer: Optimizer, steps: LocalSteps) -> None:
-    """Look for weights that were set from outside before `optimizer`, or one inside it, changes them."""
-    owner = weakref.ref(steps)
-
-    def find(*_: object) -> None:
-        found = owner()
-        if found is not None and not found.closed and not found._averaging:
-            found._adopt()
-            found._optimized = True
-
-    # Any: torch types what it returns as a function of named arguments
-    not_compiled: Any = torch.compiler.disable(find)
-    for each in with_inner(optimizer):
-        with suppress(AttributeError):  # an Optimizer by name only, without hooks
-            each.register_step_pre_hook(not_compiled)
 
 
 def _restart(optimizers: Sequence[Optimizer]) -> None:
@@ -311,5 +355,5 @@ def _tell_drop(exchange: PendingExchange, times: int) -> None:
     warnings.warn(
         f"the exchange before step {exchange.due} was dropped, {found}; all ranks returned to the weights after the last one. "
         "If this happens again, lower the learning rate or clip gradients",
-        stacklevel=4,
+        stacklevel=5,
     )

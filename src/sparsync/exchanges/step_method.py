@@ -1,4 +1,4 @@
-"""The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalSteps.
+"""The base of all step methods, which exchange what optimizers do to the weights: AdamWSteps and LocalTraining.
 
 Here: common and own weights, `averaged`, clipping, weights that are set from outside, failures, and what all of them save. A method
 decides what is exchanged and when. The model is never wrapped.
@@ -6,7 +6,7 @@ decides what is exchanged and when. The model is never wrapped.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
-from sparsync.exchanges.training_loop import Replica
+from sparsync.exchanges.training_loop import Replica, ShownWeights
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
 from sparsync.runtime.findings import given_or_default
@@ -96,7 +96,7 @@ class StepMethod(Handle):
         names = {id(each): name for name, each in replica.owned.items()}
         comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
-        lines = [f"{type(self).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
+        lines = [f"{type(options).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
         fingerprint = "\n".join([*lines, *comparison.settings.read()[1]])
         if comm is None:
             comm = GroupComm.private(group, timeout_s, fingerprint)
@@ -109,6 +109,8 @@ class StepMethod(Handle):
         self._comm, self._keep = comm, options.keep
         self._totals = {"bytes_sent": 0}
         self._averaging = False  # `averaged` has the common weights in the model
+        self._shown: ShownWeights | None = None  # where own weights differ from the common ones
+        self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
         drive(replica.owned.items(), self, replica.axis)
 
     @abstractmethod
@@ -147,6 +149,8 @@ class StepMethod(Handle):
         `bytes_sent`: by this rank. `bits`: sent for each trained parameter and step. `drift`: the distance of this rank's own weights
         from the common ones. `clip_factor`: see there.
         """
+        if self._shown is not None:
+            self._shown.show(common=False)
         steps = self._step + 1
         bits = 8 * self._totals["bytes_sent"] / (self._weights.elements * steps) if steps else 0.0
         more = {"bits": bits, "drift": self._weights.drift(), "clip_factor": self.clip_factor}
@@ -172,6 +176,19 @@ class StepMethod(Handle):
         self._check_own()
         super().load_state_dict(state)
 
+    def close(self) -> None:
+        """Leave the common weights in the model, and give back connections and threads; see Handle."""
+        if self._shown is not None:
+            self._shown.release()
+        super().close()
+
+    def detach(self) -> None:
+        """Have the model train as it did before `attach`, from the common weights. Call it on all ranks, between two steps."""
+        if self.on_detach is not None:
+            self.on_detach()
+        self._detached = True
+        self.close()
+
     def _check(self, state: State) -> None:
         saved, path = state_from(state, self.integration, type(self).__name__), f"state[{self.integration!r}]"
         check_alike(path, saved, {"common": dict(self._weights.common()), "totals": self._totals})
@@ -196,7 +213,12 @@ class StepMethod(Handle):
         """Raise RuntimeError inside `averaged`; elsewhere adopt weights that were set from outside."""
         if self._averaging:
             raise RuntimeError("the common weights are in the model; leave `with steps.averaged()` first")
+        if self._shown is not None:
+            self._shown.show(common=False)
         self._adopt()
+
+    def _may_show(self) -> bool:
+        return not self._averaging
 
     def _adopt(self) -> list[str]:
         """Take weights that were set from outside for the common ones, and return their names."""
@@ -206,12 +228,12 @@ class StepMethod(Handle):
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
-        known, what = {id(each) for each in self._replica.owned.values()}, type(self).__name__
+        known = {id(each) for each in self._replica.owned.values()}
         if all(id(each) in known for each in self.model.parameters() if each.requires_grad):
             return
         thawed = [name for name, each in trained(self.model) if id(each) not in known]
         raise RuntimeError(
-            f"{', '.join(thawed)} had no gradient when {what} was made, or was not there, and is trained now; make a new {what}"
+            f"{', '.join(thawed)} had no gradient when this handle was made, or was not there, and is trained now; make a new one"
         )
 
     def _count(self, reports: Sequence[Report]) -> None:

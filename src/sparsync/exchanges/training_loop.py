@@ -23,7 +23,12 @@ from sparsync.runtime.findings import innermost, is_fsdp2
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
-_SUPPORTS_SCALING = "_step_supports_amp_scaling"
+SUPPORTS_SCALING = "_step_supports_amp_scaling"
+
+Hidden = list[tuple[nn.Parameter, Tensor]]
+Arguments = tuple[
+    tuple[Any, ...], dict[str, Any]
+]  # Any: as torch's hooks have those of `optimizer.step`, itself the first
 
 
 class Replica:
@@ -118,14 +123,14 @@ class TakenOptimizer:
 
     def __init__(self, optimizer: Optimizer, take_step: Callable[[], bool], scaler: GradScaler | None = None) -> None:
         self._optimizer, self._take_step, self._scaler = optimizer, take_step, scaler
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._hidden: Hidden = []
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
         weakref.finalize(self, another.remove)
-        setattr(optimizer, _SUPPORTS_SCALING, True)
+        setattr(optimizer, SUPPORTS_SCALING, True)
         self.hold_state()
 
     def hold_state(self) -> None:
@@ -147,27 +152,22 @@ class TakenOptimizer:
         """Let the optimizer take its own steps from here on."""
         for hook in self._hooks:
             hook.remove()
-        vars(self._optimizer).pop(_SUPPORTS_SCALING, None)
+        vars(self._optimizer).pop(SUPPORTS_SCALING, None)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: as torch's hooks have them
+    ) -> Arguments:  # Any: see Arguments
         args, kwargs = _with_closure_called(args, kwargs)
         self._unscale()
         skipped = self._take_step()
         if skipped and self._scaler is not None and self._scaler.is_enabled():
             self._tell_scaler(self._scaler)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+        self._hidden = hide_gradients(optimizer)
         return args, kwargs
 
     def _after(self, *_: object) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        put_back(self._hidden)
+        self._hidden = []
 
     def _unscale(self) -> None:
         """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
@@ -178,13 +178,7 @@ class TakenOptimizer:
                 "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
                 "sparsync.attach(..., scaler=scaler)"
             )
-        scale = getattr(self._optimizer, "grad_scale", None)
-        if scale is None:
-            return
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
+        unscale_(self._optimizer)
 
     def _tell_scaler(self, scaler: GradScaler) -> None:
         """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
@@ -349,15 +343,53 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _with_closure_called(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: those of `optimizer.step`
+def hide_gradients(optimizer: Optimizer) -> Hidden:
+    """Take the gradients of an optimizer's parameters away, so that its step moves none of them; return what `put_back` takes."""
+    hidden = [
+        (each, each.grad) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
+    ]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    return hidden
+
+
+def put_back(hidden: Hidden) -> None:
+    """Give parameters their gradients again."""
+    for parameter, gradient in hidden:
+        parameter.grad = gradient
+
+
+def unscale_(optimizer: Optimizer) -> None:
+    """Divide the gradients by the loss scale that a scaler has left with the optimizer, if any."""
+    if (scale := getattr(optimizer, "grad_scale", None)) is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
+
+
+def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:  # Any: see Arguments
     """Call the closure among the arguments of `step`, which makes the gradients, and put one that returns its loss in its place."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
+    return with_closure(args, kwargs, lambda: loss)
+
+
+def closure_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:  # Any: see Arguments; the loss
+    """Return the closure among the arguments of `step`, which makes the gradients, if there is one."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> Arguments:  # Any: as in `closure_of`
+    """Return the arguments of `step` with another closure."""
     if len(args) > 1:
-        return (args[0], lambda: loss, *args[2:]), kwargs
-    return args, {**kwargs, "closure": lambda: loss}
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}

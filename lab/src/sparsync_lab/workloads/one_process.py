@@ -29,7 +29,7 @@ Reduce = Callable[[int, list[Tensor], float], Tensor]
 
 
 class LocalTraining(Protocol):
-    """What is used of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
+    """What is used of the handle of `sparsync.LocalSteps`: the training of one rank by itself, and the exchange of what it has learnt."""
 
     replaces_optimizer: bool  # its `step` takes the optimizer's step too
 

@@ -1,0 +1,436 @@
+"""`attach` with local steps: the loop of plain torch, under DistributedDataParallel and without it, gives the same bits."""
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import Dense, Gradients, LocalSteps, OuterSGD, TopK, TwoShot
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.exchanges.local_steps import LocalTraining
+
+pytestmark = pytest.mark.distributed
+
+P, STEPS, HALVES, EVERY = 2, 10, 2, 3
+
+
+def bare_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 7))
+
+
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(8, 20, generator=source), torch.randn(8, 7, generator=source)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+
+class Training:
+    """A loop as plain torch has it, with clipping, a schedule and accumulation; only `attach` was added."""
+
+    def __init__(
+        self,
+        wrapped: bool,
+        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        comm: LocalComm | None = None,
+        **options: Any,
+    ) -> None:
+        self.bare = bare_model()
+        self.rank = dist.get_rank() if comm is None else comm.rank
+        self.model: Any = DistributedDataParallel(self.bare) if wrapped else self.bare  # Any: of either kind
+        self.optimizer = make(self.model)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        scheme, options = TwoShot(density=0.1, values="int4"), {"every": EVERY, **options}
+        self.handle: Any = (  # Any: of either kind
+            sparsync.attach(self.model, scheme, exchange=LocalSteps(**options), optimizer=self.optimizer)
+            if comm is None
+            else LocalTraining(self.model, self.optimizer, scheme, comm=comm, **options)
+        )
+        self.counts = comm is None
+
+    def step(self, number: int) -> float:
+        loss = torch.zeros(())
+        for half in range(HALVES):
+            x, y = batch(self.rank, HALVES * number + half)
+            waits = isinstance(self.model, DistributedDataParallel) and half < HALVES - 1
+            with self.model.no_sync() if waits else nullcontext():
+                loss = (self.model(x) - y).square().mean() / HALVES
+                loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        if not self.counts:
+            self.handle.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def own(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self.bare.parameters()]
+
+    def common(self) -> list[Tensor]:
+        with self.handle.averaged():
+            return self.own()
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def on_all_ranks(x: Tensor) -> bool:
+    every = [torch.empty_like(x) for _ in range(P)]
+    dist.all_gather(every, x.detach().contiguous())
+    return all(torch.equal(each, x) for each in every)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "diloco": {"make": sgd, "outer": OuterSGD(), "keep": 0.0},
+    "delayed": {"fragments": 2, "delay": 2, "every": 4},
+}
+
+
+def trained_both_ways() -> dict[str, list[Tensor]]:
+    found = {}
+    for name, settings in SETTINGS.items():
+        with case(name):
+            bare, wrapped = Training(wrapped=False, **settings), Training(wrapped=True, **settings)
+            for number in range(STEPS):
+                assert bare.step(number) == wrapped.step(number)
+            assert same(bare.own(), wrapped.own()) and same(bare.common(), wrapped.common())
+            assert same(list(bare.bare.buffers()), list(wrapped.bare.buffers()))
+            assert on_all_ranks(torch.cat([each.flatten() for each in wrapped.common()]))
+            assert not on_all_ranks(torch.cat([each.flatten() for each in wrapped.own()]))
+            assert wrapped.handle.stats()["steps"] == STEPS
+            assert wrapped.handle.stats()["exchanges"] > 0
+            assert isinstance(wrapped.handle.exchange, LocalSteps)
+            found[name] = [*wrapped.own(), *wrapped.common()]
+    return found
+
+
+def test_the_loop_of_plain_torch_gives_the_bits_of_steps_that_are_counted_by_hand_under_ddp_and_without_it() -> None:
+    ranks = run(trained_both_ways, P)
+    for name, settings in SETTINGS.items():
+
+        def body(comm: LocalComm, settings: dict[str, Any] = settings) -> list[Tensor]:
+            training = Training(False, comm=comm, **settings)
+            for number in range(STEPS):
+                training.step(number)
+            return [*training.own(), *training.common()]
+
+        for ours, theirs in zip(ranks, LocalWorld(P).run(body), strict=True):
+            assert same(ours[name], theirs), name
+
+
+def evaluated_and_saved() -> None:
+    training = Training(wrapped=True)
+    for number in range(EVERY + 1):
+        training.step(number)
+    common, own = training.common(), training.own()
+    assert not same(common, own)
+    with case("state_dict has the common weights"):
+        saved = training.model.state_dict()
+        assert same(common, [saved[f"module.{name}"] for name, _ in training.bare.named_parameters()])
+        assert same(own, training.own())
+    with case("evaluation has them too, and training its own ones afterwards"):
+        training.model.eval()
+        with torch.no_grad():
+            training.model(batch(0, 0)[0])
+        assert same(common, training.own())
+        training.model.train()
+        training.model(batch(0, 0)[0])
+        assert same(own, training.own())
+    with case("an optimizer steps its own weights after an evaluation"):
+        whole = Training(wrapped=False)
+        for number in range(EVERY + 1):
+            whole.step(number)
+        for each in (whole, training):
+            each.bare.get_parameter("0.weight").grad = torch.ones(33, 20)
+        training.model.eval()
+        with torch.no_grad():
+            training.model(batch(0, 0)[0])
+        training.model.train()
+        for each in (whole, training):
+            each.optimizer.step()
+        assert same(whole.own(), training.own())
+    with case("loading the common weights changes nothing that is common"):
+        training.bare.load_state_dict(training.bare.state_dict())
+        assert same(common, training.common())
+        training.step(EVERY + 2)
+    with case("what is loaded during evaluation is what is trained"):
+        training.model.eval()
+        with torch.no_grad():
+            training.model(batch(0, 0)[0])
+        loaded = {name: each + 1 for name, each in training.bare.state_dict().items()}
+        training.bare.load_state_dict(loaded)
+        wanted = [loaded[name] for name, _ in training.bare.named_parameters()]
+        assert same(training.common(), wanted)
+        training.model.train()
+        training.model(batch(0, 0)[0])
+        assert same(training.own(), wanted)
+        for number in range(EVERY):
+            training.step(number)
+    with case("detaching leaves the common weights"):
+        common = training.common()
+        training.step(0)
+        training.handle.detach()
+        assert same(common, training.own())
+        training.step(4)  # plain DDP
+        assert on_all_ranks(torch.cat([each.flatten() for each in training.own()]))
+        assert not same(common, training.own())
+        assert training.model.broadcast_buffers
+    with case("so does dropping the handle"):
+        training = Training(wrapped=False)
+        training.step(0)
+        bare, common = training.bare, training.common()
+        del training
+        gc.collect()
+        assert same(common, [each.detach() for each in bare.parameters()])
+
+
+def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:
+    run(evaluated_and_saved, P)
+
+
+def scaled(unscales: bool, passed: bool) -> list[list[Tensor]]:
+    """Train with a loss scale, and an infinity on one rank in one step; return own and common weights of each step."""
+    model = bare_model()
+    optimizer, scaler = sgd(model), GradScaler("cpu", init_scale=2.0**6, growth_interval=100)
+    handle: Any = sparsync.attach(
+        model, Dense(), exchange=LocalSteps(every=2), optimizer=optimizer, scaler=scaler if passed else None
+    )
+    seen = []
+    for number in range(4):
+        x, y = batch(dist.get_rank(), number)
+        before = [each.detach().clone() for each in model.parameters()]
+        loss = (model(x) - y).square().mean() * (torch.inf if number == 2 and dist.get_rank() == 1 else 1.0)
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all((each.grad is not None) for each in model.parameters())
+        optimizer.zero_grad()
+        own = [each.detach().clone() for each in model.parameters()]
+        with handle.averaged():
+            seen += [own, [each.detach().clone() for each in model.parameters()]]
+        assert same(before, own) == (number == 2 and dist.get_rank() == 1)
+        assert on_all_ranks(torch.cat([each.flatten() for each in seen[-1]]))
+    assert handle.stats()["steps"] == 4
+    assert handle.stats()["exchanges"] == 2
+    assert scaler.get_scale() == (32.0 if dist.get_rank() == 1 else 64.0)
+    return seen
+
+
+def loss_scaled() -> None:
+    one, *others = scaled(True, True), scaled(False, True), scaled(True, False), scaled(False, False)
+    for other in others:
+        assert all(map(same, one, other))
+
+
+def test_a_step_that_a_loss_scaler_skips_on_one_rank_counts_there_too() -> None:
+    run(loss_scaled, P)
+
+
+def resumed(folder: Path) -> None:
+    for name, settings in SETTINGS.items():
+        with case(name):
+            whole, first, second = (Training(wrapped, **settings) for wrapped in (True, True, False))
+            for number in range(STEPS):
+                whole.step(number)
+            for number in range(5):
+                first.step(number)
+            sparsync.checkpoint.save(first.handle, folder / name)
+            dist.barrier()
+            second.bare.load_state_dict(first.bare.state_dict())
+            second.schedule.load_state_dict(first.schedule.state_dict())
+            sparsync.checkpoint.load(second.handle, folder / name)
+            for number in range(5, STEPS):
+                second.step(number)
+            assert same(whole.own(), second.own()) and same(whole.common(), second.common())
+
+
+def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    run(resumed, P, folder=tmp_path)
+
+
+def several_optimizers() -> None:
+    with case("a step counts when all have stepped"):
+        model = bare_model()
+        weights = [each for each in model.parameters() if each.dim() == 2]
+        rest = [each for each in model.parameters() if each.dim() < 2]
+        first, second = torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(rest)
+        handle: Any = sparsync.attach(model, Dense(), exchange=LocalSteps(every=1), optimizer=[first, second])
+        for number in range(3):
+            x, y = batch(dist.get_rank(), number)
+            (model(x) - y).square().mean().backward()
+            for _ in range(1 + number):  # one of them may step more often
+                first.step()
+            with torch.no_grad():
+                model(x)  # the common weights, and own ones again
+            assert handle.stats()["steps"] == number
+            second.step()
+            assert handle.stats()["steps"] == number + 1
+            assert on_all_ranks(torch.cat([each.flatten() for each in model.parameters()]))
+        handle.detach()
+    with case("an optimizer with a closure"):
+        losses = []
+        for closes in (False, True):
+            training = Training(wrapped=False, make=sgd)
+            for number in range(EVERY):
+                x, y = batch(dist.get_rank(), number)
+
+                def closure(training: Training = training, x: Tensor = x, y: Tensor = y) -> Tensor:
+                    training.optimizer.zero_grad()
+                    loss = (training.model(x) - y).square().mean()
+                    loss.backward()
+                    with torch.no_grad():
+                        training.model(x)  # a metric, which must not be what is stepped
+                    return loss
+
+                if closes:
+                    losses.append(float(training.optimizer.step(closure) or 0.0))
+                else:
+                    losses.append(float(closure()))
+                    training.optimizer.step()
+            assert training.handle.stats()["exchanges"] == 1
+        assert losses[:EVERY] == losses[EVERY:]
+    with case("an optimizer whose step raises"):
+        training = Training(wrapped=False, every=1)
+        training.step(0)
+        with pytest.raises(ZeroDivisionError):
+            training.optimizer.step(lambda: 1 / 0)
+        assert training.handle.stats()["steps"] == 1
+        training.step(1)
+        assert training.handle.stats()["steps"] == 2
+
+
+def test_a_step_of_several_optimizers_counts_once() -> None:
+    run(several_optimizers, P)
+
+
+def refused() -> None:
+    model, exchange = bare_model(), LocalSteps(every=2)
+    with case("a step by hand, too"):
+        training = Training(wrapped=False)
+        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) counts the steps of this handle"):
+            training.handle.step()
+    with (
+        case("no optimizer"),
+        pytest.raises(ValueError, match=r"pass it, or several: attach\(model, scheme, exchange=sparsync\.Local"),
+    ):
+        sparsync.attach(model, TopK(0.1), exchange=exchange)
+    with (
+        case("no optimizer of torch's"),
+        pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or several"),
+    ):
+        sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=[])
+    with case("several optimizers and steps"):
+        several = [sgd(model), sgd(model)]
+        for other in (None, Gradients()):
+            with pytest.raises(ValueError, match=r"for one optimizer, got 2.*sparsync\.LocalSteps\(every=\.\.\.\)"):
+                sparsync.attach(model, TopK(0.1), exchange=other, optimizer=several)
+    with case("arguments of gradients"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
+        sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=sgd(model), join_mb=1.0)
+    with case("FSDP2"):
+        sharded = fully_shard(bare_model())
+        with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):
+            sparsync.attach(sharded, TopK(0.1), exchange=exchange, optimizer=sgd(sharded))
+    with case("an optimizer without hooks"):
+        bare = bare_model()
+
+        class Silent(torch.optim.Optimizer):
+            def __init__(self) -> None:
+                self.param_groups = [{"params": list(bare.parameters()), "lr": 0.1}]
+
+        with pytest.warns(UserWarning, match=r"Silent calls no hooks.*call handle\.step\(\) after"):
+            handle: Any = sparsync.attach(bare, TopK(0.1), exchange=exchange, optimizer=Silent())
+        handle.step()
+        assert handle.stats()["steps"] == 1
+    with case("closed, and not detached"):
+        training = Training(wrapped=True)
+        training.handle.close()
+        with pytest.raises(RuntimeError, match=r"this handle was closed.*call detach\(\) instead"):
+            training.model(batch(0, 0)[0]).sum().backward()
+    with case("the log says what is exchanged"):
+        told: list[str] = []
+        logger, watch = logging.getLogger("sparsync"), logging.Handler()
+        watch.emit = lambda record: told.append(record.getMessage())
+        logger.setLevel(logging.INFO)
+        logger.addHandler(watch)
+        Training(wrapped=False)
+        logger.removeHandler(watch)
+        assert told[0].startswith("the weight changes of AdamW are exchanged by TwoShot(")
+        assert "LocalSteps(" in told[0] and "every=3" in told[0]
+
+
+def test_what_local_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
+    run(refused, P)
+
+
+def no_traffic_between_exchanges() -> None:
+    training = Training(wrapped=True)
+    training.step(0)
+    training.step(1)  # DDP has made its buckets
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if dist.get_rank() == 0:  # alone: nobody is waited for, not even for buffers
+            for number in range(2 * EVERY):
+                training.model(batch(0, number)[0]).sum().backward()
+    dist.barrier()
+
+
+def test_under_ddp_nothing_is_sent_between_two_exchanges() -> None:
+    run(no_traffic_between_exchanges, P, within_s=60)
+
+
+def bare_gradients() -> None:
+    def trained(wrapped: bool) -> list[Tensor]:
+        bare = nn.Sequential(nn.Linear(20, 33), nn.Linear(33, 7))
+        nn.utils.vector_to_parameters(torch.linspace(-1, 1, 931), bare.parameters())
+        model: Any = DistributedDataParallel(bare) if wrapped else bare
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle: Any = sparsync.attach(model, Dense(), exchange=Gradients(), optimizer=optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            x, y = batch(dist.get_rank(), number)
+            (model(x) - y).square().mean().backward()
+            if not wrapped:
+                with pytest.raises(
+                    RuntimeError, match=r"SGD would step with this rank's own gradients: call handle\.r"
+                ):
+                    optimizer.step()
+                handle.reduce()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        handle.detach()
+        optimizer.step()
+        return [each.detach() for each in bare.parameters()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    with pytest.warns(UserWarning, match=r"gradients stay as they are; wrap it; or call handle\.reduce\(\)"):
+        sparsync.attach(bare_model(), TopK(0.1))
+
+
+def test_gradients_of_a_bare_module_are_reduced_by_a_call_and_an_optimizer_does_not_step_without() -> None:
+    run(bare_gradients, P)
