@@ -912,8 +912,8 @@ def test_an_optimizer_that_steps_in_the_backward_pass_and_leaves_no_gradient_is_
 @pytest.mark.parametrize(
     ("setting", "other", "named"),
     [
-        ("keep", 0.0, "AdamWSteps(keep=0.5)"),
-        ("block", 4, "AdamWSteps(block=8)"),
+        ("keep", 0.0, "Steps(keep=0.5)"),
+        ("block", 4, "Steps(block=8)"),
         ("scheme", TopK(0.25), "TopK(density=0.5)"),
         ("lr", 0.2, "lr=0.1 in parameter group 0 of AdamW"),
         ("eps", 1e-6, "eps=1e-08 in parameter group 0 of AdamW"),

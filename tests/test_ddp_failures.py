@@ -268,12 +268,9 @@ def change_the_rate() -> None:
 def refusals() -> None:
     """attach refuses what it cannot serve, and says why."""
     plain = nn.Linear(3, 3)
-    with pytest.raises(
-        TypeError,
-        match=r"attach takes a model wrapped by DistributedDataParallel or fully_shard, got Linear; wrap it",
-    ):
-        sparsync.attach(plain, Dense())  # pyright: ignore[reportArgumentType]
     ddp = DistributedDataParallel(plain)
+    with pytest.raises(TypeError, match=r"wrapped by DistributedDataParallel, which .* pass the bare module"):
+        sparsync.attach(nn.Sequential(ddp), Dense())
     with pytest.raises(
         TypeError, match=r"scheme must be an instance of sparsync\.Scheme such as TopK\(density=0\.01\), got 'topk'"
     ):

@@ -64,5 +64,6 @@ def test_ranks_whose_settings_or_models_differ_name_only_what_does(
         return str(error.value)
 
     first, second = LocalWorld(2).run(body)
-    assert wanted.format(kind.__name__, kind.__name__) in first
+    options = "LocalSteps" if kind is LocalTraining else "Steps"
+    assert wanted.format(options, options) in first
     assert "rank 1 has" in second and "density" not in first + second

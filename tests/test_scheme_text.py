@@ -59,8 +59,8 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
             r"'sparsync.schemes:PerParameter' cannot be made: .*missing .*see `sparsync schemes sparsync.schemes:PerParameter`",
         ),
         ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
-        ("local_steps(every=4)/topk", r"sparsync\.LocalSteps\(model, optimizer, scheme"),
-        ("adamw_steps/topk", r"sparsync\.AdamWSteps\(model, optimizer, scheme"),
+        ("local_steps(every=4)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.LocalSteps\("),
+        ("adamw_steps/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("diloco", r"'diloco', which is local_steps\(every=50.*sparsync\.LocalSteps"),
     ],
 )

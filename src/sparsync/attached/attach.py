@@ -104,8 +104,10 @@ def attach(
         )
     if replicate is not None:  # a shard axis has another form of the scheme
         check_free(scheme, model)
+    by_call = not (fsdp or wrapped or steps)  # what the reducer warns of by itself is left to it
+    examined = None if by_call else optimizer
     for finding in doctor(
-        model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=optimizer
+        model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=examined
     ):
         if finding.refused:
             raise finding.refused(str(finding))
@@ -119,7 +121,7 @@ def attach(
     options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
         return ddp.attach(model, scheme, options, join_mb, dense_below)
-    if not fsdp:
+    if by_call:
         return must_reduce(model, scheme, options)
     from sparsync.attached import fsdp2  # loads torch's FSDP
 

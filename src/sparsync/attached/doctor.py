@@ -10,6 +10,7 @@ from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
 from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.training_loop import check_bare
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.handle import Gradients
@@ -30,7 +31,7 @@ def doctor(
 
     Pass the `optimizer` that will apply the gradients, even if residuals need not follow its rates: some schemes do harm under Adam, others
     need SGD without momentum. The other arguments are as for `attach`.
-    Raises TypeError for anything but a Scheme.
+    Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a Scheme.
     """
     scheme = findings.given_or_default(scheme)
     model = inside_wrappers(model)
@@ -50,6 +51,7 @@ def doctor(
     elif isinstance(model, DistributedDataParallel):
         found = [*_ddp(model, scheme), *findings.optimizers(reduced_for, scheme)]
     else:
+        check_bare(model)
         found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
         found += findings.optimizers(reduced_for, scheme)
         if exchange is None and isinstance(chosen, Gradients):

@@ -324,23 +324,28 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
-    for module in model.modules():
-        if isinstance(module, wrappers) or is_fsdp2(module):
-            raise TypeError(
-                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step; local steps need the whole "
-                "model on each rank: pass the bare module"
-            )
+    check_bare(model)
     found = dict(trained(model))
     if not found:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
     for name, each in found.items():
         if not each.is_floating_point():
-            raise TypeError(f"{name} is {each.dtype}; local steps exchange floating parameters, freeze it")
+            raise TypeError(f"{name} is {each.dtype}; only floating parameters are exchanged, freeze it")
         if hasattr(each, "to_local"):
-            raise TypeError(f"{name} is a DTensor; local steps need the whole model on each rank")
+            raise TypeError(f"{name} is a DTensor; steps and weight changes need the whole model on each rank")
     return found
+
+
+def check_bare(model: nn.Module) -> None:
+    """Raise TypeError for a model that is wrapped or sharded, in parts or whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
+    for module in model.modules():
+        if isinstance(module, wrappers) or is_fsdp2(module):
+            raise TypeError(
+                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step, and here each rank needs the "
+                "whole model as it is: pass the bare module"
+            )
 
 
 def hide_gradients(optimizer: Optimizer) -> Hidden:
