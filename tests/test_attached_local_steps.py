@@ -3,6 +3,7 @@
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -199,12 +200,14 @@ def evaluated_and_saved() -> None:
         assert not same(common, training.own())
         assert training.model.broadcast_buffers
     with case("so does dropping the handle"):
-        training = Training(wrapped=False)
-        training.step(0)
-        bare, common = training.bare, training.common()
-        del training
-        gc.collect()
-        assert same(common, [each.detach() for each in bare.parameters()])
+        for wrapped in (False, True):
+            training = Training(wrapped)
+            training.step(0)
+            bare, common, model = training.bare, training.common(), weakref.ref(training.model)
+            del training
+            gc.collect()
+            assert same(common, [each.detach() for each in bare.parameters()])
+            assert (model() is None) == wrapped
 
 
 def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:

@@ -7,13 +7,13 @@ handle = sparsync.adapters.accelerate.attach(accelerator, model, sparsync.MiCRO(
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange
+from sparsync.exchanges.choice import Exchange, Optimizers
+from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
@@ -26,7 +26,7 @@ def attach(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     timeout_s: float = 300.0,
     check_weights_every: int = CHECK_WEIGHTS_EVERY,
@@ -56,9 +56,31 @@ def attach(
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         checkpoint.save(handle, folder)
 
+    last = _LoadedLast(handle) if isinstance(handle, LocalTraining) else None
+
     def load(models: list[nn.Module], folder: str) -> None:
-        checkpoint.load(handle, folder)
+        if last is None:
+            checkpoint.load(handle, folder)
+        else:
+            last.folder = folder
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+    if last is not None:
+        accelerator.register_for_checkpointing(last)
     return handle
+
+
+class _LoadedLast:
+    """Loads the state of local steps after Accelerate has loaded the main process's weights and optimizers on all ranks."""
+
+    folder = ""  # of the state that is being loaded
+
+    def __init__(self, handle: LocalTraining) -> None:
+        self._handle = handle
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        checkpoint.load(self._handle, self.folder)

@@ -17,6 +17,7 @@ from sparsync.attached import checkpoint as states
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange
+from sparsync.exchanges.local_options import LocalSteps
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
@@ -69,9 +70,10 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             )
         if self.handle is not None:
             self.handle.close()  # of the last fit, whose DDP model is gone
-        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        several = len(trainer.optimizers) > 1 and not isinstance(self._options["exchange"], LocalSteps)
+        optimizers = None if several else trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
-        self.handle = attach(ddp, self.scheme, optimizer=optimizer, scaler=scaler, **self._options)
+        self.handle = attach(ddp, self.scheme, optimizer=optimizers, scaler=scaler, **self._options)
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

@@ -11,13 +11,12 @@ from typing import Any
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange
+from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
@@ -29,7 +28,7 @@ def prepare_model(
     model: nn.Module,
     scheme: Scheme | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     scaler: GradScaler | None = None,
     exchange: Exchange | None = None,
     timeout_s: float = 300.0,

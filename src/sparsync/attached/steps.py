@@ -30,11 +30,12 @@ class OwnGradients:
     """What DDP's hook has in the place of a handle that reduces: it hands back each bucket, with this rank's own gradients."""
 
     def __init__(self, handle: StepMethod, model: DistributedDataParallel) -> None:
-        self._handle, self._model = handle, weakref.ref(model)
+        # Weakly: DDP's reducer, where no cycle is found, holds this. The optimizer holds the handle.
+        self._handle, self._model = weakref.ref(handle), weakref.ref(model)
 
     @property
     def closed(self) -> bool:
-        return self._handle.closed
+        return (handle := self._handle()) is None or handle.closed
 
     def submit(self, bucket: GradBucket) -> Promised:
         """Return the future of the bucket itself."""
