@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from helpers.adapter_training import as_torchrun, examples, network
 from helpers.distributed import run
-from sparsync import LocalSteps, TwoShot
+from sparsync import LocalSteps, TwoShot, attach, checkpoint
 from sparsync.exchanges.local_steps import LocalTraining
 
 pytestmark = pytest.mark.distributed
@@ -45,13 +45,13 @@ def same(one: Found, other: Found) -> bool:
 def by_accelerate(folder: Path) -> Any:
     from accelerate import Accelerator
 
-    from sparsync.adapters.accelerate import attach
+    from sparsync.adapters.accelerate import attach as attach_prepared
 
     def trained(steps: range, save: bool = False, load: bool = False) -> tuple[Found, Found]:
         accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), network()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
         prepared, optimizer, loader = accelerator.prepare(model, adamw, examples(STEPS * ACCUMULATED))
-        handle = attach(accelerator, prepared, scheme(), optimizer=optimizer, **OPTIONS)
+        handle = attach_prepared(accelerator, prepared, scheme(), optimizer=optimizer, **OPTIONS)
         if load:
             accelerator.load_state(str(folder))
         for number, (x, y) in enumerate(loader):
@@ -119,13 +119,43 @@ def by_lightning(folder: Path) -> Any:
     return whole, trained(2, folder / "1.ckpt")
 
 
+def by_fabric(folder: Path) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    def trained(steps: range, save: bool = False, load: bool = False) -> tuple[Found, Found]:
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        module = network()
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+        handle = attach(model, scheme(), optimizer=optimizer, **OPTIONS)
+        if load:
+            checkpoint.load(handle, folder)
+        for number, (x, y) in enumerate(fabric.setup_dataloaders(examples(STEPS))):
+            if number in steps:
+                fabric.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        if save:
+            checkpoint.save(handle, folder)
+            fabric.barrier()
+        return seen(module, handle)
+
+    as_torchrun()
+    whole = trained(range(STEPS))
+    trained(range(HALF), save=True)
+    return whole, trained(range(HALF, STEPS), load=True)
+
+
 def by_transformers(folder: Path) -> Any:
-    from sparsync.adapters.trainer import attach
+    from sparsync.adapters.trainer import attach as attach_trainer
     from test_adapter_trainer import trainer_of
 
     def trained(where: Path, goes_on_from: str | None = None) -> tuple[Found, Found]:
         trainer = trainer_of(where)
-        callback = attach(trainer, scheme(), resume_from=goes_on_from, **OPTIONS)
+        callback = attach_trainer(trainer, scheme(), resume_from=goes_on_from, **OPTIONS)
         trainer.train(resume_from_checkpoint=goes_on_from)
         assert trainer.model is not None
         return seen(trainer.model, callback.handle)
@@ -136,7 +166,12 @@ def by_transformers(folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("package", "train"),
-    [("accelerate", by_accelerate), ("lightning", by_lightning), ("transformers", by_transformers)],
+    [
+        ("accelerate", by_accelerate),
+        ("lightning", by_lightning),
+        ("lightning", by_fabric),
+        ("transformers", by_transformers),
+    ],
 )
 def test_a_trainer_exchanges_weight_changes_and_goes_on_to_the_same_bits(
     package: str, train: Callable[[Path], Any], tmp_path: Path

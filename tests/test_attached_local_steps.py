@@ -214,10 +214,11 @@ def test_what_is_evaluated_or_saved_are_the_common_weights() -> None:
     run(evaluated_and_saved, P)
 
 
-def scaled(unscales: bool, passed: bool) -> list[list[Tensor]]:
+def scaled(unscales: bool, passed: bool, fused: bool = False) -> list[list[Tensor]]:
     """Train with a loss scale, and an infinity on one rank in one step; return own and common weights of each step."""
     model = bare_model()
-    optimizer, scaler = sgd(model), GradScaler("cpu", init_scale=2.0**6, growth_interval=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=100)
     handle: Any = sparsync.attach(
         model, Dense(), exchange=LocalSteps(every=2), optimizer=optimizer, scaler=scaler if passed else None
     )
@@ -248,6 +249,7 @@ def loss_scaled() -> None:
     one, *others = scaled(True, True), scaled(False, True), scaled(True, False), scaled(False, False)
     for other in others:
         assert all(map(same, one, other))
+    scaled(False, False, fused=True)  # which divides by itself
 
 
 def test_a_step_that_a_loss_scaler_skips_on_one_rank_counts_there_too() -> None:
@@ -317,6 +319,15 @@ def several_optimizers() -> None:
                     training.optimizer.step()
             assert training.handle.stats()["exchanges"] == 1
         assert losses[:EVERY] == losses[EVERY:]
+    with case("a compiled model"):
+        plain, compiled = Training(wrapped=True), Training(wrapped=True)
+        compiled.model = torch.compile(compiled.model, backend="eager")
+        for number in range(EVERY + 1):
+            assert plain.step(number) == compiled.step(number)
+        compiled.model.eval()
+        with torch.no_grad():
+            compiled.model(batch(0, 0)[0])
+        assert same(compiled.own(), plain.common())
     with case("an optimizer whose step raises"):
         training = Training(wrapped=False, every=1)
         training.step(0)
@@ -433,6 +444,7 @@ def bare_gradients() -> None:
         assert torch.allclose(one, other, atol=1e-6)
     with pytest.warns(UserWarning, match=r"gradients stay as they are; wrap it; or call handle\.reduce\(\)"):
         sparsync.attach(bare_model(), TopK(0.1))
+    dist.barrier()  # a process that ends while another one still connects would be missed
 
 
 def test_gradients_of_a_bare_module_are_reduced_by_a_call_and_an_optimizer_does_not_step_without() -> None:
