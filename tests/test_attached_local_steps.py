@@ -304,18 +304,18 @@ def several_optimizers() -> None:
             for number in range(EVERY):
                 x, y = batch(dist.get_rank(), number)
 
-                def closure(training: Training = training, x: Tensor = x, y: Tensor = y) -> Tensor:
+                def closure(training: Training = training, x: Tensor = x, y: Tensor = y) -> float:
                     training.optimizer.zero_grad()
                     loss = (training.model(x) - y).square().mean()
                     loss.backward()
                     with torch.no_grad():
                         training.model(x)  # a metric, which must not be what is stepped
-                    return loss
+                    return float(loss)
 
                 if closes:
                     losses.append(float(training.optimizer.step(closure) or 0.0))
                 else:
-                    losses.append(float(closure()))
+                    losses.append(closure())
                     training.optimizer.step()
             assert training.handle.stats()["exchanges"] == 1
         assert losses[:EVERY] == losses[EVERY:]
@@ -366,7 +366,7 @@ def refused() -> None:
     with case("arguments of gradients"), pytest.raises(ValueError, match="join_mb and dense_below are about gradients"):
         sparsync.attach(model, TopK(0.1), exchange=exchange, optimizer=sgd(model), join_mb=1.0)
     with case("FSDP2"):
-        sharded = fully_shard(bare_model())
+        sharded: Any = fully_shard(bare_model())
         with pytest.raises(ValueError, match=r"whole model on each rank, and FSDP2 shards it; exchange steps"):
             sparsync.attach(sharded, TopK(0.1), exchange=exchange, optimizer=sgd(sharded))
     with case("an optimizer without hooks"):
