@@ -424,8 +424,10 @@ def refusals() -> None:
     refused("call detach() on the other handle", net, Dense(), RuntimeError)
     on(single, Dense(), replicate=mesh["replicate"])
     refused("a module already has an all-reduce hook", single, Dense(), RuntimeError, replicate=mesh["replicate"])
-    with pytest.raises(TypeError, match="wrapped by DistributedDataParallel or fully_shard, got Linear"):
-        sparsync.doctor(nn.Linear(2, 2), Dense())
+    (bare,) = sparsync.doctor(nn.Linear(2, 2), Dense())
+    assert bare.refused is None and "gradients stay as they are; wrap it; or call handle.reduce()" in str(bare)
+    with pytest.raises(TypeError, match=r"wrapped by FSDP.*pass the bare module"):
+        sparsync.doctor(nn.Sequential(net), Dense())
     with pytest.warns(UserWarning, match=r"protect='\*\.bais' matches no parameter"):
         on(made(), SkipReduce(protect=["*.bais"]))
     apart = made(mesh["shard"])
