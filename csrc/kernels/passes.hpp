@@ -2,6 +2,7 @@
 // Everything is in an unnamed namespace, so that no other file runs what was compiled for this one's instructions.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "kernels.hpp"
@@ -251,7 +252,49 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-constexpr Passes table{add, select, select_rows, select_number, add_select, max_magnitude, plain};
+void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
+    const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
+    const Vec::F scales = Vec::all(scale);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        const Vec::F gradient = Vec::load(g + i), square = Vec::multiply(Vec::multiply(gradient, gradient), rest2);
+        const Vec::F moment = Vec::add(Vec::multiply(Vec::load(v + i), beta2), square);
+        Vec::store(v + i, moment);
+        const Vec::F length = Vec::add(Vec::root(Vec::multiply(moment, scales)), eps);
+        Vec::store(g + i, Vec::divide(Vec::multiply(gradient, rate), length));
+    }
+    for (; i < n; ++i) {
+        const float square = g[i] * g[i] * step.rest2;
+        v[i] = v[i] * step.beta2 + square;
+        g[i] = g[i] * step.rate / (std::sqrt(v[i] * scale) + step.eps);
+    }
+}
+
+void adam_step(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step) {
+    for (int64_t i = 0; i < n;) {
+        const int64_t number = (start + i) / block, stop = (number + 1) * block - start, length = (stop < n ? stop : n) - i;
+        adam_step_of_block(g + i, v + i, scale[number], length, step);
+        i += length;
+    }
+}
+
+void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumStep step) {
+    const Vec::F beta1 = Vec::all(step.beta1), rest1 = Vec::all(step.rest1), decay = Vec::all(step.decay);
+    const Vec::F lengths = Vec::all(step.length);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        const Vec::F moment = Vec::add(Vec::multiply(Vec::load(m + i), beta1), Vec::multiply(Vec::load(mean + i), rest1));
+        Vec::store(m + i, moment);
+        Vec::store(a + i, Vec::subtract(Vec::multiply(Vec::load(a + i), decay), Vec::multiply(moment, lengths)));
+    }
+    for (; i < n; ++i) {
+        m[i] = m[i] * step.beta1 + mean[i] * step.rest1;
+        a[i] = a[i] * step.decay - m[i] * step.length;
+    }
+}
+
+constexpr Passes table{add,           select, select_rows, select_number, add_select,
+                       max_magnitude, plain,  adam_step,   momentum_step};
 
 }  // namespace
 }  // namespace sparsync
