@@ -488,18 +488,15 @@ class ExchangedSteps(StepMethod):
         """Return the parameters of a bucket that take part in this step."""
         return [entry for entry in bucket.layout if entry.name not in self._idle]
 
-    def _counted(self, place: int, key: str) -> list[tuple[Span, int]]:
-        """Add one to the count of each parameter that takes part; return the spans of equal counts, and these."""
-        taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
+    def _counted(self, place: int, key: str, values: Sequence[float]) -> list[tuple[Span, tuple[int, float]]]:
+        """Add one to the count of each parameter that takes part; return the spans of equal counts and `values`, and these.
+
+        `values` are those of each parameter group.
+        """
+        taking, counts, groups = self._taking(self._weights.buckets[place]), self._counts[key], self._groups
         for entry in taking:
             counts[entry.name] += 1
-        return _runs(taking, counts.__getitem__)
-
-    def _scale_(self, place: int, flat: Tensor, factors: Sequence[float]) -> None:
-        """Multiply what takes part of `flat` [n] by the factor of each element's parameter group."""
-        for span, number in _runs(self._taking(self._weights.buckets[place]), self._groups.__getitem__):
-            if factors[number] != 1.0:
-                span.of(flat).mul_(factors[number])
+        return _runs(taking, lambda name: (counts[name], values[groups[name]]))
 
     def _values(self, key: str) -> list[float]:
         """Return a setting, a number or a tensor with one, of each parameter group."""
@@ -529,12 +526,15 @@ class ExchangedSteps(StepMethod):
 def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> list[tuple[Span, Value]]:
     """Return the spans of adjacent parameters that have the same value, and that value."""
     found: list[tuple[Span, Value]] = []
+    start = stop = 0
+    current: list[Value] = []  # the value of the parameters from start to stop
     for entry in layout:
-        value, start = value_of(entry.name), entry.span.start
-        if found and found[-1][0].stop == start and found[-1][1] == value:
-            start = found.pop()[0].start
-        found.append((Span(start, entry.span.stop), value))
-    return found
+        value = value_of(entry.name)
+        if current != [value] or entry.span.start != stop:
+            found += [(Span(start, stop), each) for each in current]
+            current, start = [value], entry.span.start
+        stop = entry.span.stop
+    return found + [(Span(start, stop), each) for each in current]
 
 
 def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
