@@ -362,6 +362,30 @@ void bind_steps(nb::module_ &m) {
         });
         return nb::object(nb::none());
     });
+    m.def("write_less_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
+                            double share) {
+        const Tensor from = read(weights), less = read(unsent);
+        if (!from.is(Element::float32) || !less.is(Element::float32)) return not_taken();
+        expect_equal(from.length, less.length, "weights and what is unsent");
+        std::vector<Tensor> written;
+        std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+        for (const nb::handle each : nb::borrow<nb::sequence>(targets)) {
+            written.push_back(read(each));
+            if (written.back().nbytes < 0 || written.back().element != Element::float32) return not_taken();
+            held.push_back(nb::borrow(each));
+        }
+        expect_equal(static_cast<int64_t>(starts.size()), static_cast<int64_t>(written.size()), "targets and their places");
+        for (size_t i = 0; i < written.size(); ++i)
+            if (starts[i] < 0 || starts[i] + written[i].nbytes / 4 > from.length)
+                throw nb::value_error(("a target must lie in [0, " + std::to_string(from.length) + "), got one from " +
+                                       std::to_string(starts[i]) + " on").c_str());
+        unlocked([&] {
+            for (size_t i = 0; i < written.size(); ++i)
+                level().passes->less(written[i].as<float>(), from.as<float>() + starts[i], less.as<float>() + starts[i],
+                                     written[i].nbytes / 4, static_cast<float>(share));
+        });
+        return nb::object(nb::none());
+    });
     m.def("digests", [](nb::handle tensors) {
         std::vector<Tensor> contents;
         std::vector<nb::object> held;  // whoever drops the sequence meanwhile

@@ -98,17 +98,14 @@ Tensor read(nb::handle tensor) {
     }
     if (seen.device.type != kCpu) return found;
     found.nbytes = contiguous_bytes(seen);
-    if (seen.ndim != 1) {
-        found.data = static_cast<char *>(seen.data) + seen.byte_offset;
-        return found;
-    }
+    found.element = element_of(seen.dtype);
+    found.data = static_cast<char *>(seen.data) + seen.byte_offset;
+    if (seen.ndim != 1) return found;
     found.length = seen.shape[0];
     if (!seen.data && found.length > 0)  // a fake tensor, or one whose storage was resized to nothing
         throw nb::value_error(("kernels take tensors with memory, got one of " + std::to_string(found.length) +
                                " elements without any; fill its storage first").c_str());
     const bool contiguous = found.length <= 1 || !seen.strides || seen.strides[0] == 1;
-    found.element = element_of(seen.dtype);
-    found.data = static_cast<char *>(seen.data) + seen.byte_offset;
     found.plain = contiguous && found.length < int64_t{1} << 31;
     return found;
 }

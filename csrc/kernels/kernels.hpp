@@ -53,6 +53,8 @@ struct Passes {
     void (*plain)(const float *a, float *b, int64_t n);
     // Element i has the scale of its block, scale[(start + i) / block].
     void (*adam_step)(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step);
+    // to = weights - share unsent, each operation rounded.
+    void (*less)(float *to, const float *weights, const float *unsent, int64_t n, float share);
     void (*momentum_step)(float *a, float *m, const float *mean, int64_t n, MomentumStep step);
 };
 

@@ -293,8 +293,16 @@ void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumSte
     }
 }
 
+void less(float *to, const float *weights, const float *unsent, int64_t n, float share) {
+    const Vec::F shares = Vec::all(share);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth)
+        Vec::store(to + i, Vec::subtract(Vec::load(weights + i), Vec::multiply(Vec::load(unsent + i), shares)));
+    for (; i < n; ++i) to[i] = weights[i] - unsent[i] * share;
+}
+
 constexpr Passes table{add,           select, select_rows, select_number, add_select,
-                       max_magnitude, plain,  adam_step,   momentum_step};
+                       max_magnitude, plain,  adam_step,   less,          momentum_step};
 
 }  // namespace
 }  // namespace sparsync

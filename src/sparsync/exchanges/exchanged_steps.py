@@ -426,12 +426,16 @@ class ExchangedSteps(StepMethod):
         blocks = bucket.common.new_empty(-(-n // block), block)
         flat = blocks.view(-1)
         flat[n:].zero_()
+        parts: list[Tensor] = []
         for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
-            part = entry.span.of(flat).view(parameter.shape)
             gradient = None if entry.name in self._idle else parameter.grad
-            part.zero_() if gradient is None else part.copy_(gradient.to_dense())
-            if (factor := self._divisor.undone(entry.name)) != 1:
-                part.mul_(factor)
+            if gradient is None:
+                gradient = torch.zeros((), dtype=flat.dtype, device=flat.device).expand(len(entry.span))
+            parts.append(gradient.to_dense().reshape(-1))
+        torch.cat(parts, out=flat[:n])
+        for span, factor in _runs(bucket.layout, self._divisor.undone):
+            if factor != 1:
+                span.of(flat).mul_(factor)
         return blocks
 
     def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
@@ -479,8 +483,10 @@ class ExchangedSteps(StepMethod):
         idle = self._idle if idle is None else idle
         for bucket in self._weights.buckets:
             unsent = bucket.unsent(self._scheme, self._comm, idle) if self._keep else None
-            common = bucket.common
-            bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), idle)
+            if unsent is None:
+                bucket.write(bucket.common, idle)
+            else:
+                bucket.write_less(unsent, self._keep, idle)
         self._replica.written()
         self._weights.note_written()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
@@ -95,6 +96,13 @@ class WeightBucket:
                 parameter.detach().copy_(entry.span.of(weights).view(parameter.shape))
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
+
+    def write_less(self, unsent: Tensor, share: float, idle: Collection[str]) -> None:
+        """Make the common weights less `share` times `unsent` [n] the own ones, except for idle parameters."""
+        taking = [(entry.span.start, self.parameters[entry.name]) for entry in self.layout if entry.name not in idle]
+        parameters = [parameter.detach() for _, parameter in taking]
+        kernels.write_less_(parameters, [start for start, _ in taking], self.common, unsent, share)
+        increment_version(parameters)  # which a kernel does not
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
         """Return `values` [n] as the bucket that a scheme reduces."""

@@ -140,6 +140,16 @@ def momentum_step_(
     run("momentum_step_", weights, momentum, mean, beta1, decay, length)
 
 
+def write_less_(
+    targets: Sequence[Tensor], starts: Sequence[int], weights: Vector, unsent: Vector, share: float
+) -> None:
+    """Write weights - share unsent to `targets`, of any types and shapes; each has its elements from its start on.
+
+    Raises ValueError where a target does not lie in `weights`.
+    """
+    run("write_less_", targets, starts, weights, unsent, share)
+
+
 def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
     """Return a digest of the bits in each tensor, of any types and shapes, int64 on the device of the first.
 

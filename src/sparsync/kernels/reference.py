@@ -108,6 +108,14 @@ def momentum_step_(
     weights.mul_(decay).sub_(momentum * length)
 
 
+def write_less_(
+    targets: Sequence[Tensor], starts: Sequence[int], weights: Tensor, unsent: Tensor, share: float
+) -> None:
+    for target, start in zip(targets, starts, strict=True):
+        span = Span(start, start + target.numel())
+        target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
+
+
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     found = [_digest(each.detach()) for each in tensors]
     return torch.stack([each.to(found[0].device) for each in found])
