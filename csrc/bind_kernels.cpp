@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -334,7 +335,57 @@ void bind_passes(nb::module_ &m) {
     });
 }
 
+// Tensors of any shape, contiguous, each with its place in a vector.
+struct Placed {
+    std::vector<Tensor> tensors;
+    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+    const std::vector<int64_t> &starts;
+    bool taken = true;
+
+    Placed(nb::handle sequence, const std::vector<int64_t> &at) : starts(at) {
+        for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
+            tensors.push_back(read(each));
+            held.push_back(nb::borrow(each));
+            taken = taken && tensors.back().nbytes >= 0;
+        }
+        expect_equal(static_cast<int64_t>(starts.size()), static_cast<int64_t>(tensors.size()), "tensors and their places");
+    }
+
+    bool are(Element element) const {
+        return std::all_of(tensors.begin(), tensors.end(), [=](const Tensor &each) { return each.element == element; });
+    }
+
+    int64_t count(size_t i) const { return tensors[i].nbytes / (tensors[i].element == Element::float32 ? 4 : 2); }
+
+    // Raises ValueError where one does not lie in [0, n).
+    void expect_inside(int64_t n) const {
+        for (size_t i = 0; i < tensors.size(); ++i)
+            if (starts[i] < 0 || count(i) > n || starts[i] > n - count(i))
+                throw nb::value_error((std::to_string(count(i)) + " elements from " + std::to_string(starts[i]) +
+                                       " on do not lie in [0, " + std::to_string(n) + ")").c_str());
+    }
+};
+
 void bind_steps(nb::module_ &m) {
+    m.def("collect_", [](nb::handle out, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors) {
+        const Tensor to = read(out);
+        const Placed from(tensors, starts);
+        const bool float32 = from.are(Element::float32);
+        if (!to.is(Element::float32) || !from.taken) return not_taken();
+        if (!float32 && !from.are(Element::bfloat16) && !from.are(Element::float16)) return not_taken();
+        expect_equal(static_cast<int64_t>(factors.size()), static_cast<int64_t>(starts.size()), "tensors and factors");
+        from.expect_inside(to.length);
+        const double squares = unlocked([&] {
+            double total = 0.0;
+            for (size_t i = 0; i < starts.size(); ++i) {
+                const Gradient typed = gradient(from.tensors[i]);
+                total += level().passes->scaled(to.as<float>() + starts[i], typed.data, typed.type, from.count(i),
+                                                static_cast<float>(factors[i]));
+            }
+            return total;
+        });
+        return nb::object(nb::bool_(squares <= static_cast<double>(std::numeric_limits<float>::max())));
+    });
     m.def("adam_step_", [](nb::handle grad, nb::handle square, nb::handle scale, int64_t start, int64_t block, double beta2,
                            double eps, double rate) {
         const Tensor g = read(grad), v = read(square), scales = read(scale);
@@ -367,22 +418,13 @@ void bind_steps(nb::module_ &m) {
         const Tensor from = read(weights), less = read(unsent);
         if (!from.is(Element::float32) || !less.is(Element::float32)) return not_taken();
         expect_equal(from.length, less.length, "weights and what is unsent");
-        std::vector<Tensor> written;
-        std::vector<nb::object> held;  // whoever drops the sequence meanwhile
-        for (const nb::handle each : nb::borrow<nb::sequence>(targets)) {
-            written.push_back(read(each));
-            if (written.back().nbytes < 0 || written.back().element != Element::float32) return not_taken();
-            held.push_back(nb::borrow(each));
-        }
-        expect_equal(static_cast<int64_t>(starts.size()), static_cast<int64_t>(written.size()), "targets and their places");
-        for (size_t i = 0; i < written.size(); ++i)
-            if (starts[i] < 0 || starts[i] + written[i].nbytes / 4 > from.length)
-                throw nb::value_error(("a target must lie in [0, " + std::to_string(from.length) + "), got one from " +
-                                       std::to_string(starts[i]) + " on").c_str());
+        const Placed written(targets, starts);
+        if (!written.taken || !written.are(Element::float32)) return not_taken();
+        written.expect_inside(from.length);
         unlocked([&] {
-            for (size_t i = 0; i < written.size(); ++i)
-                level().passes->less(written[i].as<float>(), from.as<float>() + starts[i], less.as<float>() + starts[i],
-                                     written[i].nbytes / 4, static_cast<float>(share));
+            for (size_t i = 0; i < starts.size(); ++i)
+                level().passes->less(written.tensors[i].as<float>(), from.as<float>() + starts[i], less.as<float>() + starts[i],
+                                     written.count(i), static_cast<float>(share));
         });
         return nb::object(nb::none());
     });

@@ -51,6 +51,8 @@ struct Passes {
     uint32_t (*max_magnitude)(const float *x, int64_t n);
     // b += a: reads and writes 12 bytes an element and does nothing else; what the other passes are measured against.
     void (*plain)(const float *a, float *b, int64_t n);
+    // out = factor * grad; the sum of squares of out, which is not finite where one of its elements is not.
+    double (*scaled)(float *out, const void *grad, Type type, int64_t n, float factor);
     // Element i has the scale of its block, scale[(start + i) / block].
     void (*adam_step)(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step);
     // to = weights - share unsent, each operation rounded.

@@ -33,6 +33,7 @@ int32_t number_of(float value) {
 // The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
 constexpr int64_t kAhead = 1024;
 constexpr uintptr_t kLine = 64;
+constexpr int64_t kChunk = 4096;  // elements whose squares are added in float32
 
 template <class T>
 void fetch(const T *p, int64_t elements) {
@@ -252,6 +253,32 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
+double scaled(float *out, const void *grad, Type type, int64_t n, float factor) {
+    return with_type(grad, type, [=](auto source) {
+        const Vec::F factors = Vec::all(factor);
+        double total = 0.0;
+        int64_t i = 0;
+        while (i < n) {
+            Vec::F sums[4] = {Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f)};
+            const int64_t stop = n - i > kChunk ? i + kChunk : n;
+            for (; i + 4 * Vec::kWidth <= stop; i += 4 * Vec::kWidth)
+                for (int v = 0; v < 4; ++v) {
+                    const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
+                    Vec::store(out + i + v * Vec::kWidth, value);
+                    sums[v] = Vec::add(sums[v], Vec::multiply(value, value));
+                }
+            for (; i < stop; ++i) {
+                out[i] = source.one(i) * factor;
+                total += static_cast<double>(out[i]) * static_cast<double>(out[i]);
+            }
+            float lanes[Vec::kWidth];
+            Vec::store(lanes, Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
+            for (const float lane : lanes) total += static_cast<double>(lane);
+        }
+        return total;
+    });
+}
+
 void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
     const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
     const Vec::F scales = Vec::all(scale);
@@ -302,7 +329,7 @@ void less(float *to, const float *weights, const float *unsent, int64_t n, float
 }
 
 constexpr Passes table{add,           select, select_rows, select_number, add_select,
-                       max_magnitude, plain,  adam_step,   less,          momentum_step};
+                       max_magnitude, plain,  scaled,      adam_step,     less,       momentum_step};
 
 }  // namespace
 }  // namespace sparsync

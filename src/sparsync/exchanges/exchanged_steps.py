@@ -285,13 +285,14 @@ class ExchangedSteps(StepMethod):
             self._idle = self._idle_now()
             reports, means = self._exchanged()
         self._count(reports)
+        skipped = means is None
         with self._applying():
-            for place, mean in enumerate(means or ()):
-                self._move(place, mean)
+            for place in range(len(means or ())):
+                self._move(place, means.pop(0))  # which frees it: writing own weights takes as much
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
-        self._tell_skipped(means is None)
+        self._tell_skipped(skipped)
         return reports
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
@@ -406,9 +407,9 @@ class ExchangedSteps(StepMethod):
 
     def _exchanged(self) -> tuple[list[Report], list[Tensor] | None]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        gradients = [self._gradient(each) for each in self._weights.buckets]
-        # A host sync. False also where squares overflow, which would stay in the second moments.
-        finite = self._replica.agreed(all(bool(each.view(-1).dot(each.view(-1)).isfinite()) for each in gradients))
+        gradients, each_finite = zip(*map(self._gradient, self._weights.buckets), strict=True)
+        # False also where squares overflow, which would stay in the second moments.
+        finite = self._replica.agreed(all(each_finite))
         first: list[Report] = []
         if self._comm.size > 1 and self._ratios.due(self._step):
             first.append(self._measured(gradients, finite))
@@ -420,23 +421,21 @@ class ExchangedSteps(StepMethod):
         reports, means, skipped = self._reduced(steps)
         return [*first, *reports], None if skipped else means
 
-    def _gradient(self, bucket: WeightBucket) -> Tensor:
-        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block]."""
+    def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
+        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
         n, block = len(bucket.common), self._ratios.block
         blocks = bucket.common.new_empty(-(-n // block), block)
         flat = blocks.view(-1)
         flat[n:].zero_()
-        parts: list[Tensor] = []
+        gradients, starts, factors = list[Tensor](), list[int](), list[float]()
         for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
-            gradient = None if entry.name in self._idle else parameter.grad
-            if gradient is None:
-                gradient = torch.zeros((), dtype=flat.dtype, device=flat.device).expand(len(entry.span))
-            parts.append(gradient.to_dense().reshape(-1))
-        torch.cat(parts, out=flat[:n])
-        for span, factor in _runs(bucket.layout, self._divisor.undone):
-            if factor != 1:
-                span.of(flat).mul_(factor)
-        return blocks
+            if parameter.grad is None or entry.name in self._idle:
+                entry.span.of(flat).zero_()
+                continue
+            gradients.append(parameter.grad.to_dense())
+            starts.append(entry.span.start)
+            factors.append(self._divisor.undone(entry.name))
+        return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
 
     def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
         """Measure the ratio. With NaN or Inf on any rank, nothing changes and the report's "overflow" is True."""

@@ -112,6 +112,15 @@ def divide_rows_(x: Vector, rows: Rows, divisor: float) -> None:
     run("divide_rows_", x, rows, divisor)
 
 
+def collect_(out: Vector, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
+    """Write each of `tensors`, of any shapes, times its factor to `out`, from its start on.
+
+    Returns whether the sum of their squares is a finite number of the type of `out`, which it is not with NaN or Inf. Raises ValueError
+    where one does not lie in `out`.
+    """
+    return run("collect_", out, tensors, starts, factors)
+
+
 def adam_step_(
     grad: Vector,
     square: Vector,

@@ -90,6 +90,15 @@ def divide_rows_(x: Tensor, rows: Rows, divisor: float) -> None:
     put_(x, at, gather(x, at) / divisor)
 
 
+def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
+    squares = torch.zeros((), dtype=torch.float64, device=out.device)
+    for each, start, factor in zip(tensors, starts, factors, strict=True):
+        part = Span(start, start + each.numel()).of(out)
+        part.copy_(each.reshape(-1)).mul_(factor)
+        squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return bool(squares <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
+
+
 def adam_step_(
     grad: Tensor, square: Tensor, scale: Tensor, start: int, block: int, beta2: float, eps: float, rate: float
 ) -> None:
