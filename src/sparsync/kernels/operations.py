@@ -107,7 +107,7 @@ def argtopk(magnitude: Vector, k: int) -> Positions:
     return run("argtopk", magnitude, k)
 
 
-def divide_rows_(x: Vector, rows: Rows, divisor: float) -> None:
+def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
     """Divide the elements of `x` in rows, no two of which are the same. Raises IndexError for rows outside of `x`."""
     run("divide_rows_", x, rows, divisor)
 

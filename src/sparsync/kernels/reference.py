@@ -85,7 +85,7 @@ def of_rows(x: Tensor, rows: Rows) -> Tensor:
     return gather(x, at)
 
 
-def divide_rows_(x: Tensor, rows: Rows, divisor: float) -> None:
+def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
     at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
     put_(x, at, gather(x, at) / divisor)
 
