@@ -1,35 +1,40 @@
 """What a step costs its own process: processor time and memory of AdamWSteps beside torch's AdamW, on gradients that are given.
 
     python -m studies bench steps [--ranks 1,2,4 --width 128 --layers 5 --density 0.07 --values sign --profile] [--json -]
+    python -m studies bench steps --memory --width 512 [--ranks 1,4 --bucket-mb 25]
 
-The parameters are those of a GPT; the defaults have 1 M. Ranks are threads of one process, of which one runs at a time, and torch computes
-with one thread. So the seconds of rank 0's thread are all that a step computes, and none that it waits. The cases are interleaved, in
-changing order; `ratio` is the median over rounds of a case's seconds to those of torch's fused AdamW in the same round. `backward_s` is
-what forward and backward pass take longer than without the handle. `settled` and `peak` are bytes per parameter that torch has allocated
-for a case, besides weights and gradients, after three steps and at most. One JSON line a case.
+The parameters are those of a GPT; the defaults have 1 M, a width of 512 has 16 M. One JSON line a case. Torch computes with one thread.
+
+Time: ranks are threads of one process, of which one runs at a time, so the seconds of rank 0's thread are all that a step computes, and
+none that it waits. The cases are interleaved, in changing order; `ratio` is the median over rounds of a case's seconds to those of torch's
+fused AdamW in the same round. `backward_s` is what forward and backward pass take longer than without the handle.
+
+Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per parameter of rank 0, as Linux counts them, after some steps
+and at most, besides weights and gradients; the C library is told to give back at once what is freed. With few parameters they are noise.
 """
 
 import argparse
 import cProfile
+import gc
 import json
+import os
 import pstats
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import sparsync
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import generator
+from sparsync.core import Comm, generator
 from sparsync_lab.workloads.gpt import Decoder
 from studies.bench.interleave import interleaved
 from studies.bench.output import destination, write
@@ -79,7 +84,10 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []  # Any: JSON
     for ranks in map(int, options.ranks.split(",")):
-        rows += LocalWorld(ranks).run(lambda comm: _measured(comm, options))[0]
+        if options.memory:
+            rows += _memory(options, ranks)
+        else:
+            rows += LocalWorld(ranks).run(lambda comm: _measured(comm, options))[0]
     write(rows, options.json)
 
 
@@ -97,71 +105,92 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=sparsync.Steps().bucket_mb)
     add("--rounds", type=int, default=24, help="in which every case is measured once (default: 24)")
     add("--profile", action="store_true", help="also print where a step of AdamWSteps spends its time")
+    add("--memory", action="store_true", help="measure memory in place of time")
     add("--json", type=destination, default="-", help="file for the JSON lines, - for standard output")
     return parser.parse_args(arguments)
 
 
 def _measured(comm: LocalComm, options: argparse.Namespace) -> list[dict[str, Any]]:  # Any: JSON
-    like = Decoder(65, 64, options.width, options.layers, 4)
-    elements = sum(each.numel() for each in like.parameters())
-
-    def made(name: str) -> StepCase:
-        model = Given(like, comm.rank)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=name == FUSED)
-        if name != OURS:
-            return StepCase(name, model, adamw.step)
-        scheme = sparsync.TwoShot(density=options.density, values=options.values)
-        steps = {"keep": options.keep, "bucket_mb": options.bucket_mb}
-        return StepCase(name, model, sparsync.AdamWSteps(model, adamw, scheme, comm=comm, **steps).step)
-
-    memory = [_bytes(partial(made, name), comm) for name in (FUSED, DEFAULT, OURS)]
-    cases = [made(name) for name in (FUSED, DEFAULT, OURS)]
+    like = _gpt(options)
+    cases = [_case(name, Given(like, comm.rank), options, comm) for name in (FUSED, DEFAULT, OURS)]
     found = interleaved(cases, lambda case, number: case.measured(number), options.rounds, WARMUP)
     if options.profile:
         _print_profile(cases[-1], comm)
     rows: list[dict[str, Any]] = []
-    for case, seconds, (settled, peak) in zip(cases, found, memory, strict=True):
+    for case, seconds in zip(cases, found, strict=True):
         pairs = list(zip(seconds, found[0], strict=True))
-        rows.append(
-            {
-                "case": case.name,
-                "ranks": comm.size,
-                "elements": elements,
-                "step_s": statistics.median(step for _, step in seconds),
-                "ratio": statistics.median(step / base for (_, step), (_, base) in pairs),
-                "backward_s": statistics.median(passes - base for (passes, _), (base, _) in pairs),
-                "settled": settled / elements,
-                "peak": peak / elements,
-                **{name: getattr(options, name) for name in ("density", "values", "keep", "bucket_mb", "rounds")},
-            }
-        )
+        measured = {
+            "step_s": statistics.median(step for _, step in seconds),
+            "ratio": statistics.median(step / base for (_, step), (_, base) in pairs),
+            "backward_s": statistics.median(passes - base for (passes, _), (base, _) in pairs),
+        }
+        rows.append(_row(case.name, comm.size, like, measured, options))
     return rows
 
 
-def _bytes(make: Callable[[], StepCase], comm: LocalComm) -> tuple[int, int]:
-    """Return the bytes that this thread has allocated for a case after three steps, and at most, without model and gradients."""
-    if comm.rank:  # torch watches one thread
-        _three_steps(make)
-        return 0, 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        case = _three_steps(make)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((each for each in events if each["name"] == "[memory]"), key=lambda each: each["ts"])
-    held = list(accumulate(each["args"]["Bytes"] for each in changes))
-    own = sum(each.nbytes for each in case.model.parameters()) * (2 + GRADIENTS)
-    return held[-1] - own, max(held) - own
+def _gpt(options: argparse.Namespace) -> nn.Module:
+    return Decoder(65, 64, options.width, options.layers, 4)
 
 
-def _three_steps(make: Callable[[], StepCase]) -> StepCase:
-    """Return a new case after three steps with the same gradients, which are still there."""
-    case = make()
-    case.model(0).backward()
-    for _ in range(3):
+def _case(name: str, model: Given, options: argparse.Namespace, comm: Comm | None) -> StepCase:
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=name == FUSED)
+    if name != OURS:
+        return StepCase(name, model, adamw.step)
+    scheme = sparsync.TwoShot(density=options.density, values=options.values)
+    steps = {"keep": options.keep, "bucket_mb": options.bucket_mb}
+    return StepCase(name, model, sparsync.AdamWSteps(model, adamw, scheme, comm=comm, **steps).step)
+
+
+def _row(
+    name: str, ranks: int, like: nn.Module, measured: Mapping[str, float], options: argparse.Namespace
+) -> dict[str, Any]:  # Any: JSON
+    elements = sum(each.numel() for each in like.parameters())
+    settings = {each: getattr(options, each) for each in ("density", "values", "keep", "bucket_mb", "rounds")}
+    return {"case": name, "ranks": ranks, "elements": elements, **measured, **settings}
+
+
+def _memory(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:  # Any: JSON
+    """Measure the memory of each case in fresh processes."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read as a process starts
+    rows: list[dict[str, Any]] = []
+    for name in (FUSED, DEFAULT, OURS):
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "bytes.json"
+            arguments = (ranks, name, options, f"file://{folder}/store", result)
+            torch.multiprocessing.spawn(_memory_of_rank, arguments, ranks)
+            rows.append(_row(name, ranks, _gpt(options), json.loads(result.read_text()), options))
+    return rows
+
+
+def _memory_of_rank(rank: int, ranks: int, name: str, options: argparse.Namespace, store: str, result: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    # A small one first, for the modules that it loads.
+    small = _case(name, Given(nn.Linear(64, 64), rank), options, None)
+    small.model(0).backward()
+    small.step()
+    model = Given(_gpt(options), rank)
+    model(0).backward()
+    gc.collect()
+    without = _resident("VmRSS")
+    case = _case(name, model, options, None)
+    for _ in range(WARMUP):
         case.step()
-    return case
+    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on
+    for _ in range(WARMUP):
+        case.step()
+    settled, peak = _resident("VmRSS") - without, _resident("VmHWM") - without
+    if rank == 0:
+        elements = sum(each.numel() for each in model.parameters())
+        result.write_text(json.dumps({"settled": settled / elements, "peak": peak / elements}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _resident(key: str) -> int:
+    """Return the bytes of this process that are in memory now, or were at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])
 
 
 def _print_profile(case: StepCase, comm: LocalComm) -> None:

@@ -8,7 +8,7 @@ parameters take part, the measured ratio, skipped steps, and the state.
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
-from sparsync.exchanges.weights import WeightBucket
+from sparsync.exchanges.weights import Part, WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward
@@ -101,33 +101,24 @@ class BlockRatios:
         """
         return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
 
-    def spread(self, of_blocks: Tensor, span: Span) -> Tensor:
-        """Return the value in `of_blocks` [blocks] for each element of a span."""
-        first = span.start // self.block
-        elements = of_blocks[first : -(-span.stop // self.block)].repeat_interleave(self.block)
-        return Span(span.start - first * self.block, span.stop - first * self.block).of(elements)
+    def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
+        """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""
+        signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
+        signs = (2 * signs - 1).to(blocks)
+        sums = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
+        return torch.cat(sums), torch.linalg.vector_norm(blocks, dim=1).square_()
 
-    def sums(self, gradients: Sequence[Tensor], keys: Sequence[str], step: int) -> Tensor:
-        """Return the sketch of each block, [blocks of all]; `gradients` are [blocks, block], and their keys and `step` give the signs."""
-        signed = []
-        for blocks, key in zip(gradients, keys, strict=True):
-            signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
-            signs = (2 * signs - 1).to(blocks)
-            parts = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
-            signed.append(torch.cat(parts).to(gradients[0].device))
-        return torch.cat(signed)
-
-    def observe(self, of_mean: Tensor, gradients: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
-        """Add a measurement: `of_mean` has the squares of the ranks' mean `sums`. Blocks without an element of `taking` stay."""
+    def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
+        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
-        found = of_mean.split([len(each) for each in gradients])
-        for i, (mean, blocks, spans) in enumerate(zip(found, gradients, taking, strict=True)):
+        found = of_mean.split([len(each) for each in of_own])
+        for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
             weights = torch.zeros_like(self.of_own[i])
             for span in spans:
                 weights[span.start // self.block : -(-span.stop // self.block)] = weight
             self.of_mean[i].lerp_(mean.to(weights), weights)
-            self.of_own[i].lerp_(torch.linalg.vector_norm(blocks, dim=1).square_(), weights)
+            self.of_own[i].lerp_(own, weights)
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
@@ -153,6 +144,33 @@ class BlockRatios:
         for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
             mean.copy_(one["mean"]) if fits else mean.zero_()
             own.copy_(one["own"]) if fits else own.zero_()
+
+
+class FewNonzero(Bucket):
+    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
+        self._like, self._kept = bucket.grad.new_empty(0), kernels.select_ge(bucket.grad, 0.0)
+
+    @property
+    def grad(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        whole = self._like.new_zeros(self._kept.length)
+        kernels.put_(whole, self._kept.index, self._kept.value)
+        return whole
+
+
+@dataclass
+class _Mean:
+    """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
+
+    n: int
+    part: Part
+    bucket: Bucket | None = None
+
+    def whole(self) -> Tensor | None:
+        """Return it as a vector, [n]; None where nothing was reduced."""
+        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
 
 
 class ExchangedSteps(StepMethod):
@@ -287,13 +305,18 @@ class ExchangedSteps(StepMethod):
         self._count(reports)
         skipped = means is None
         with self._applying():
-            for place in range(len(means or ())):
-                self._move(place, means.pop(0))  # which frees it: writing own weights takes as much
+            for place in range(len(self._weights.buckets) if means else 0):
+                self._apply(place, means.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)
         return reports
+
+    def _apply(self, place: int, mean: "_Mean") -> None:
+        """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
+        if (whole := mean.whole()) is not None:
+            self._move(place, whole)
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
@@ -320,12 +343,13 @@ class ExchangedSteps(StepMethod):
             return []
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
         with self._connection.step():
-            nothing = [torch.zeros_like(each.common) for each in self._weights.buckets]
-            reports, means, _ = self._reduced(nothing, send_all=True)
+            common = [each.common for each in self._weights.buckets]
+            reports, means, _ = self._reduced(lambda place: torch.zeros_like(common[place]), send_all=True)
         self._count(reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, means, strict=True):
-                bucket.common.sub_(mean)
+                if (whole := mean.whole()) is not None:
+                    bucket.common.sub_(whole)
             self._write_own()
         return reports
 
@@ -405,20 +429,24 @@ class ExchangedSteps(StepMethod):
         own = [name for name in trained if named[name].grad is not None]
         return frozenset(named) - self._connection.any_of(own, trained, self._step)
 
-    def _exchanged(self) -> tuple[list[Report], list[Tensor] | None]:
+    def _exchanged(self) -> tuple[list[Report], "list[_Mean] | None"]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        gradients, each_finite = zip(*map(self._gradient, self._weights.buckets), strict=True)
+        buckets, first = self._weights.buckets, list[Report]()
+        ahead = [self._gradient(buckets[0])]
         # False also where squares overflow, which would stay in the second moments.
-        finite = self._replica.agreed(all(each_finite))
-        first: list[Report] = []
+        finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
         if self._comm.size > 1 and self._ratios.due(self._step):
-            first.append(self._measured(gradients, finite))
+            first.append(self._measured(finite, ahead[0][0]))
             if first[0].details["overflow"]:
                 return first, None
-        steps = [each.view(-1)[: len(of.common)] for each, of in zip(gradients, self._weights.buckets, strict=True)]
-        for place, step in enumerate(steps):
-            self._to_step_(place, step) if finite else step.fill_(torch.nan)
-        reports, means, skipped = self._reduced(steps)
+
+        def step_of(place: int) -> Tensor:
+            blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
+            step = blocks.view(-1)[: len(buckets[place].common)]
+            self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
+            return step
+
+        reports, means, skipped = self._reduced(step_of)
         return [*first, *reports], None if skipped else means
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
@@ -437,44 +465,66 @@ class ExchangedSteps(StepMethod):
             factors.append(self._divisor.undone(entry.name))
         return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
 
-    def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
-        """Measure the ratio. With NaN or Inf on any rank, nothing changes and the report's "overflow" is True."""
-        sums = self._ratios.sums(gradients, self._keys, self._step)
+    def _measured(self, finite: bool, ahead: Tensor) -> Report:
+        """Measure the ratio; `ahead` is the gradient of the first bucket, as `_gradient` has it.
+
+        With NaN or Inf on any rank, nothing changes and the report's "overflow" is True.
+        """
+        buckets, ratios = self._weights.buckets, self._ratios
+        sketches = [ratios.sketch(ahead, buckets[0].key, self._step)]
+        sketches += [ratios.sketch(self._gradient(each)[0], each.key, self._step) for each in buckets[1:]]
+        sums = torch.cat([each.to(sketches[0][0].device) for each, _ in sketches])
         if not finite:
             sums.fill_(torch.nan)
         report = self._connection.reduce(Bucket("ratio", sums, self._step), MeanOfSketches())
         of_mean = sums.square()
         overflow = not kernels.all_finite(of_mean)
         if not overflow:
-            taking = [[entry.span for entry in self._taking(each)] for each in self._weights.buckets]
-            self._ratios.observe(of_mean, gradients, taking)
+            taking = [[entry.span for entry in self._taking(each)] for each in buckets]
+            ratios.observe(of_mean, [own for _, own in sketches], taking)
         return replace(report, details={**report.details, "overflow": overflow})
 
-    def _reduced(self, values: Sequence[Tensor], send_all: bool = False) -> tuple[list[Report], list[Tensor], bool]:
-        """Return the reports, the mean over ranks of each of `values`, zero where idle, and whether any holds NaN or Inf."""
-        sent: list[Bucket] = []
+    def _reduced(
+        self, own: Callable[[int], Tensor], send_all: bool = False
+    ) -> tuple[list[Report], "list[_Mean]", bool]:
+        """Return the reports, the mean over ranks of `own` of each bucket, and whether any holds NaN or Inf.
+
+        `own` makes the vector of a bucket when it is that one's turn.
+        """
+        means: list[_Mean] = []
         reports: list[Report] = []
-        means: list[Tensor] = []
         skipped = False
         try:
-            for bucket, own in zip(self._weights.buckets, values, strict=True):
-                part = bucket.part(self._idle)
-                if not part.layout:
-                    means.append(torch.zeros_like(own))
-                    continue
-                mean = part.bucket(own, self._step + send_all)
-                if send_all:
-                    mean.key = f"unsent/{mean.key}"  # another exchange than that of a step
-                reports.append(self._connection.reduce(mean, self._scheme, send_all=send_all))
-                sent.append(mean)
-                means.append(part.whole(mean.grad, len(own)))
-                skipped |= overflowed(reports[-1], mean.grad)
+            for place, bucket in enumerate(self._weights.buckets):
+                means.append(_Mean(len(bucket.common), bucket.part(self._idle)))
+                if report := self._reduce(means[-1], own(place), send_all):
+                    reports.append(report)
+                    skipped |= bool(report.details["overflow"])
         except BaseException:
             # After an overflow it has returned already, see Rollback.
-            for each in sent if self._scheme.has_residual and not skipped and not send_all else ():
-                self._scheme.rollback(each)
+            for each in means if self._scheme.has_residual and not skipped and not send_all else ():
+                if each.bucket is not None:
+                    self._scheme.rollback(each.bucket)
             raise
         return reports, means, skipped
+
+    def _reduce(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
+        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
+        if not mean.part.layout:
+            return None
+        bucket, scheme = mean.part.bucket(own, self._step + send_all), self._scheme
+        if send_all:
+            bucket.key = f"unsent/{bucket.key}"  # another exchange than that of a step
+        few = scheme.leaves_out and scheme.has_residual and not send_all and len(self._weights.buckets) > 1
+        held: list[Bucket] = []
+
+        def written() -> Bucket:
+            held.append(FewNonzero(bucket) if few else bucket)
+            return held[0]
+
+        report = self._connection.reduce(bucket, scheme, written, send_all=send_all)
+        mean.bucket = held[0] if held else bucket
+        return replace(report, details={**report.details, "overflow": overflowed(report, bucket.grad)})
 
     @torch.no_grad()
     def _write_own(self, idle: frozenset[str] | None = None) -> None:
@@ -540,6 +590,13 @@ def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> 
             current, start = [value], entry.span.start
         stop = entry.span.stop
     return found + [(Span(start, stop), each) for each in current]
+
+
+def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:
+    """Return whether the norm of the gradients is finite. A host sync."""
+    taking = [each for bucket in buckets for name, each in bucket.parameters.items() if name not in idle]
+    gradients = [each.grad.to_dense() for each in taking if each.grad is not None]
+    return bool(nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
 
 
 def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:

@@ -321,4 +321,3 @@ def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-

@@ -139,9 +139,7 @@ def adam_step_(
     run("adam_step_", grad, square, scale, start, block, beta2, eps, rate)
 
 
-def momentum_step_(
-    weights: Vector, momentum: Vector, mean: Vector, beta1: float, decay: float, length: float
-) -> None:
+def momentum_step_(weights: Vector, momentum: Vector, mean: Vector, beta1: float, decay: float, length: float) -> None:
     """Add `mean` to `momentum`, and move `weights` by it.
 
     In place, momentum = beta1 momentum + (1 - beta1) mean, and weights = decay weights - length momentum.

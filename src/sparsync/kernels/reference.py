@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
 
-
 _COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
@@ -110,9 +109,7 @@ def adam_step_(
     grad.mul_(rate).div_(root.add_(eps))
 
 
-def momentum_step_(
-    weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float, decay: float, length: float
-) -> None:
+def momentum_step_(weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float, decay: float, length: float) -> None:
     momentum.mul_(beta1).add_(mean * (1 - beta1))
     weights.mul_(decay).sub_(momentum * length)
 
