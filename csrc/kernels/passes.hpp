@@ -261,12 +261,15 @@ double scaled(float *out, const void *grad, Type type, int64_t n, float factor) 
         while (i < n) {
             Vec::F sums[4] = {Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f)};
             const int64_t stop = n - i > kChunk ? i + kChunk : n;
-            for (; i + 4 * Vec::kWidth <= stop; i += 4 * Vec::kWidth)
+            for (; i + 4 * Vec::kWidth <= stop; i += 4 * Vec::kWidth) {
+                source.ahead(i, 4 * Vec::kWidth);
+                fetch(out + i, 4 * Vec::kWidth);
                 for (int v = 0; v < 4; ++v) {
                     const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
                     Vec::store(out + i + v * Vec::kWidth, value);
                     sums[v] = Vec::add(sums[v], Vec::multiply(value, value));
                 }
+            }
             for (; i < stop; ++i) {
                 out[i] = source.one(i) * factor;
                 total += static_cast<double>(out[i]) * static_cast<double>(out[i]);
@@ -282,6 +285,8 @@ double scaled(float *out, const void *grad, Type type, int64_t n, float factor) 
 void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
     const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
     const Vec::F scales = Vec::all(scale);
+    fetch(g, n);
+    fetch(v, n);
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
         const Vec::F gradient = Vec::load(g + i), square = Vec::multiply(Vec::multiply(gradient, gradient), rest2);
@@ -310,6 +315,9 @@ void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumSte
     const Vec::F lengths = Vec::all(step.length);
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        fetch(a + i, Vec::kWidth);
+        fetch(m + i, Vec::kWidth);
+        fetch(mean + i, Vec::kWidth);
         const Vec::F moment = Vec::add(Vec::multiply(Vec::load(m + i), beta1), Vec::multiply(Vec::load(mean + i), rest1));
         Vec::store(m + i, moment);
         Vec::store(a + i, Vec::subtract(Vec::multiply(Vec::load(a + i), decay), Vec::multiply(moment, lengths)));
@@ -323,8 +331,12 @@ void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumSte
 void less(float *to, const float *weights, const float *unsent, int64_t n, float share) {
     const Vec::F shares = Vec::all(share);
     int64_t i = 0;
-    for (; i + Vec::kWidth <= n; i += Vec::kWidth)
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        fetch(to + i, Vec::kWidth);
+        fetch(weights + i, Vec::kWidth);
+        fetch(unsent + i, Vec::kWidth);
         Vec::store(to + i, Vec::subtract(Vec::load(weights + i), Vec::multiply(Vec::load(unsent + i), shares)));
+    }
     for (; i < n; ++i) to[i] = weights[i] - unsent[i] * share;
 }
 
