@@ -425,10 +425,10 @@ def test_what_is_collected_and_written_is_the_reference(kind: str, dtype: torch.
         finite = operations.collect_(out, parts, [0, n + 1], [1.0, 1.7])
         assert finite == reference.collect_(expected, parts, [0, n + 1], [1.0, 1.7])
         assert torch.equal(bits(out), bits(expected))
-        weights = [made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)]
+        weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
         found, others = [each.clone() for each in parts], [each.clone() for each in parts]
-        operations.write_less_(found, [1, n + 1], *weights, 0.35)
-        reference.write_less_(others, [1, n + 1], *weights, 0.35)
+        operations.write_less_(found, [1, n + 1], weights, unsent, 0.35)
+        reference.write_less_(others, [1, n + 1], weights, unsent, 0.35)
         assert all(map(torch.equal, found, others))
     with pytest.raises(ValueError, match=r"2 elements from 2 on do not lie in \[0, 3\)"):
         operations.collect_(torch.zeros(3), [torch.zeros(2)], [2], [1.0])

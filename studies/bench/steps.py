@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import sparsync
 from sparsync.comm.local import LocalComm, LocalWorld
@@ -157,7 +158,7 @@ def _memory(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:  #
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "bytes.json"
             arguments = (ranks, name, options, f"file://{folder}/store", result)
-            torch.multiprocessing.spawn(_memory_of_rank, arguments, ranks)
+            spawn(_memory_of_rank, arguments, ranks)
             rows.append(_row(name, ranks, _gpt(options), json.loads(result.read_text()), options))
     return rows
 

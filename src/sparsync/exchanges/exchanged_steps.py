@@ -305,8 +305,9 @@ class ExchangedSteps(StepMethod):
         self._count(reports)
         skipped = means is None
         with self._applying():
-            for place in range(len(self._weights.buckets) if means else 0):
-                self._apply(place, means.pop(0))
+            to_apply = means or []
+            for place in range(len(to_apply)):
+                self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
