@@ -40,8 +40,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
     parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
-    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step the
-    gradient once more, and its largest bucket twice.
+    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
+    bucket's gradient, and of the others the mean step where it is sparse.
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
