@@ -12,11 +12,13 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/core.hpp"
+#include "kernels/digest.hpp"
 #include "kernels/level.hpp"
 #include "kernels/move.hpp"
 #include "kernels/sparse.hpp"
@@ -333,6 +335,115 @@ void bind_passes(nb::module_ &m) {
     });
 }
 
+// Tensors of any shape, contiguous, each with its place in a vector.
+struct Placed {
+    std::vector<Tensor> tensors;
+    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+    const std::vector<int64_t> &starts;
+    bool taken = true;
+
+    Placed(nb::handle sequence, const std::vector<int64_t> &at) : starts(at) {
+        for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
+            tensors.push_back(read(each));
+            held.push_back(nb::borrow(each));
+            taken = taken && tensors.back().nbytes >= 0;
+        }
+        expect_equal(static_cast<int64_t>(starts.size()), static_cast<int64_t>(tensors.size()), "tensors and their places");
+    }
+
+    bool are(Element element) const {
+        return std::all_of(tensors.begin(), tensors.end(), [=](const Tensor &each) { return each.element == element; });
+    }
+
+    int64_t count(size_t i) const { return tensors[i].nbytes / (tensors[i].element == Element::float32 ? 4 : 2); }
+
+    // Raises ValueError where one does not lie in [0, n).
+    void expect_inside(int64_t n) const {
+        for (size_t i = 0; i < tensors.size(); ++i)
+            if (starts[i] < 0 || count(i) > n || starts[i] > n - count(i))
+                throw nb::value_error((std::to_string(count(i)) + " elements from " + std::to_string(starts[i]) +
+                                       " on do not lie in [0, " + std::to_string(n) + ")").c_str());
+    }
+};
+
+void bind_steps(nb::module_ &m) {
+    m.def("collect_", [](nb::handle out, nb::handle tensors, const std::vector<int64_t> &starts, const std::vector<double> &factors) {
+        const Tensor to = read(out);
+        const Placed from(tensors, starts);
+        const bool float32 = from.are(Element::float32);
+        if (!to.is(Element::float32) || !from.taken) return not_taken();
+        if (!float32 && !from.are(Element::bfloat16) && !from.are(Element::float16)) return not_taken();
+        expect_equal(static_cast<int64_t>(factors.size()), static_cast<int64_t>(starts.size()), "tensors and factors");
+        from.expect_inside(to.length);
+        const double squares = unlocked([&] {
+            double total = 0.0;
+            for (size_t i = 0; i < starts.size(); ++i) {
+                const Gradient typed = gradient(from.tensors[i]);
+                total += level().passes->scaled(to.as<float>() + starts[i], typed.data, typed.type, from.count(i),
+                                                static_cast<float>(factors[i]));
+            }
+            return total;
+        });
+        return nb::object(nb::bool_(squares <= static_cast<double>(std::numeric_limits<float>::max())));
+    });
+    m.def("adam_step_", [](nb::handle grad, nb::handle square, nb::handle scale, int64_t start, int64_t block, double beta2,
+                           double eps, double rate) {
+        const Tensor g = read(grad), v = read(square), scales = read(scale);
+        if (!g.is(Element::float32) || !v.is(Element::float32) || !scales.is(Element::float32)) return not_taken();
+        expect_equal(g.length, v.length, "gradient and second moments");
+        if (start < 0 || block < 1 || (g.length && (start + g.length - 1) / block >= scales.length))
+            throw nb::value_error(("elements " + std::to_string(start) + " to " + std::to_string(start + g.length) +
+                                   " do not lie in " + std::to_string(scales.length) + " blocks of " + std::to_string(block)).c_str());
+        const AdamStep step{static_cast<float>(beta2), static_cast<float>(1.0 - beta2), static_cast<float>(eps),
+                            static_cast<float>(rate)};
+        unlocked([&] {
+            level().passes->adam_step(g.as<float>(), v.as<float>(), scales.as<float>(), start, block, g.length, step);
+        });
+        return nb::object(nb::none());
+    });
+    m.def("momentum_step_", [](nb::handle weights, nb::handle momentum, nb::handle mean, double beta1, double decay, double length) {
+        const Tensor a = read(weights), moment = read(momentum), from = read(mean);
+        if (!a.is(Element::float32) || !moment.is(Element::float32) || !from.is(Element::float32)) return not_taken();
+        expect_equal(a.length, moment.length, "weights and momentum");
+        expect_equal(a.length, from.length, "weights and mean");
+        const MomentumStep step{static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(decay),
+                                static_cast<float>(length)};
+        unlocked([&] {
+            level().passes->momentum_step(a.as<float>(), moment.as<float>(), from.as<float>(), a.length, step);
+        });
+        return nb::object(nb::none());
+    });
+    m.def("write_less_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
+                            double share) {
+        const Tensor from = read(weights), less = read(unsent);
+        if (!from.is(Element::float32) || !less.is(Element::float32)) return not_taken();
+        expect_equal(from.length, less.length, "weights and what is unsent");
+        const Placed written(targets, starts);
+        if (!written.taken || !written.are(Element::float32)) return not_taken();
+        written.expect_inside(from.length);
+        unlocked([&] {
+            for (size_t i = 0; i < starts.size(); ++i)
+                level().passes->less(written.tensors[i].as<float>(), from.as<float>() + starts[i], less.as<float>() + starts[i],
+                                     written.count(i), static_cast<float>(share));
+        });
+        return nb::object(nb::none());
+    });
+    m.def("digests", [](nb::handle tensors) {
+        std::vector<Tensor> contents;
+        std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+        for (const nb::handle each : nb::borrow<nb::sequence>(tensors)) {
+            contents.push_back(read(each));
+            if (contents.back().nbytes < 0) return not_taken();
+            held.push_back(nb::borrow(each));
+        }
+        const Made found = make(static_cast<int64_t>(contents.size()), Element::int64);
+        unlocked([&] {
+            for (size_t i = 0; i < contents.size(); ++i) found.as<int64_t>()[i] = digest(contents[i].data, contents[i].nbytes);
+        });
+        return found.object;
+    });
+}
+
 void bind_selection(nb::module_ &m) {
     m.def("select_ge", [](nb::handle x, double threshold) {
         const Tensor vector = read(x);
@@ -462,6 +573,15 @@ void bind_sparse(nb::module_ &m) {
         }
         return position.object;
     });
+    m.def("divide_rows_", [](nb::handle x, nb::handle rows, double divisor) {
+        const Tensor vector = read(x);
+        const Read region(rows);
+        if (!vector.is(Element::float32) || !region.taken()) return not_taken();
+        region.expect_enough();
+        region.expect_inside(vector.length);
+        unlocked([&] { divide_rows(vector.as<float>(), region.rows, static_cast<float>(divisor)); });
+        return nb::object(nb::none());
+    });
     m.def("merge", [](nb::handle parts) { return merged(parts, false); });
     m.def("coalesce", [](nb::handle parts) { return merged(parts, true); });
     m.def("split", split_at);
@@ -487,6 +607,7 @@ void bind_kernels(nb::module_ &m) {
         if (!set_level(name)) throw nb::value_error(("this machine has no kernels for " + name).c_str());
     });
     bind_passes(m);
+    bind_steps(m);
     bind_selection(m);
     bind_positions(m);
     bind_sparse(m);

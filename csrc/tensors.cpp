@@ -67,6 +67,17 @@ Element element_of(DLDataType type) {
     return Element::other;
 }
 
+// -1 where the elements are not one after the other, or there is no memory.
+int64_t contiguous_bytes(const DLTensor &tensor) {
+    int64_t count = 1;
+    for (int32_t i = tensor.ndim; i-- > 0;) {
+        if (tensor.strides && tensor.shape[i] > 1 && tensor.strides[i] != count) return -1;
+        count *= tensor.shape[i];
+    }
+    if (!tensor.data && count > 0) return -1;
+    return tensor.dtype.bits % 8 ? -1 : count * tensor.dtype.bits / 8 * tensor.dtype.lanes;
+}
+
 void raise(void *, const char *, const char *message) {
     const nb::gil_scoped_acquire held;
     PyErr_SetString(PyExc_RuntimeError, message);
@@ -85,14 +96,16 @@ Tensor read(nb::handle tensor) {
         PyErr_Clear();
         return found;
     }
-    if (seen.device.type != kCpu || seen.ndim != 1) return found;
+    if (seen.device.type != kCpu) return found;
+    found.nbytes = contiguous_bytes(seen);
+    found.element = element_of(seen.dtype);
+    found.data = static_cast<char *>(seen.data) + seen.byte_offset;
+    if (seen.ndim != 1) return found;
     found.length = seen.shape[0];
     if (!seen.data && found.length > 0)  // a fake tensor, or one whose storage was resized to nothing
         throw nb::value_error(("kernels take tensors with memory, got one of " + std::to_string(found.length) +
                                " elements without any; fill its storage first").c_str());
     const bool contiguous = found.length <= 1 || !seen.strides || seen.strides[0] == 1;
-    found.element = element_of(seen.dtype);
-    found.data = static_cast<char *>(seen.data) + seen.byte_offset;
     found.plain = contiguous && found.length < int64_t{1} << 31;
     return found;
 }

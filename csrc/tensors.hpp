@@ -20,6 +20,7 @@ struct Tensor {
     int64_t length = 0;
     Element element = Element::other;
     bool plain = false;  // one-dimensional, contiguous, in this machine's memory, and of less than 2^31 elements
+    int64_t nbytes = -1;  // of a contiguous tensor of any shape in this machine's memory; -1 of any other
 
     bool is(Element wanted) const { return plain && element == wanted; }
     bool is_gradient() const {

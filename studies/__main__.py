@@ -54,7 +54,7 @@ def _commands() -> dict[str, Command]:
         "bench": (
             _bench,
             _add_bench_options,
-            "measure buckets, collectives, kernels, overlap or codecs beside alternatives and the physical limit",
+            "measure buckets, collectives, kernels, overlap, steps or codecs beside alternatives and the physical limit",
             "python -m studies bench kernels",
         ),
         "campaign": (
@@ -77,7 +77,7 @@ def _part(name: str, about: str) -> Command:
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
-    subjects = ("buckets", "collectives", "kernels", "overlap", "wire")
+    subjects = ("buckets", "collectives", "kernels", "overlap", "steps", "wire")
     parser.add_argument("subject", choices=subjects, help="what to measure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `python -m studies bench SUBJECT --help`")
 

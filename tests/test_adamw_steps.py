@@ -1015,3 +1015,38 @@ def test_one_bit_an_element_fits_a_line_as_all_of_them_do() -> None:
     )
     assert dense < 0.1
     assert one_bit < 2 * dense + 0.01
+
+
+@pytest.mark.filterwarnings("ignore:step 4 of LastOverflows was skipped")
+@pytest.mark.parametrize("name", ["two_shot", "micro"])
+def test_buckets_that_were_reduced_before_one_that_overflows_return_to_the_residuals(name: str) -> None:
+    class LastOverflows(AdamWSteps):
+        made: list[Tensor]  # this rank's steps; none before the last one
+
+        def _to_step_(self, place: int, gradient: Tensor) -> None:
+            super()._to_step_(place, gradient)
+            if hasattr(self, "made"):
+                self.made.append(gradient.clone())
+                if place == len(self._weights.buckets) - 1:
+                    gradient.fill_(torch.inf)
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor]:
+        scheme, network = SCHEMES[name](), model()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.25, betas=(0.5, 0.95))
+        steps = LastOverflows(network, optimizer, scheme, comm=comm, bucket_mb=2e-4)
+        few = len(steps._weights.buckets[-1].common)
+
+        def held() -> Tensor:
+            return flat(scheme.state_dict()["residual"][each] for each, _ in network.named_parameters())[:-few]
+
+        train(steps, range(4))
+        before, moved, steps.made = held(), common(steps), []
+        for parameter in network.parameters():
+            parameter.grad = torch.full_like(parameter, comm.rank + 1)
+        steps.step()
+        assert torch.equal(common(steps), moved)
+        return before, flat(steps.made[:-1]), held()
+
+    before, own, after = (torch.stack(each).sum(0) for each in zip(*LocalWorld(P).run(body), strict=True))
+    assert bool(own.any())
+    assert torch.allclose(after, before + own, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse
-from sparsync.kernels import cuda, reference, value_reference
+from sparsync.kernels import cuda, operations, reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
@@ -317,3 +317,20 @@ def test_every_kernel_compiles_for_a_gpu_with_wide_loads_and_exact_arithmetic(tm
             # Those of the sum, of which a thread has 8 elements; none of the selection.
             assert row["wide_stores"] in (0, 2), row
             assert row["shared_nbytes"] < 1024, row  # elements stay with the thread that loaded them
+
+
+@pytest.mark.parametrize("kind", ["normal", "special"])
+def test_steps_of_adam_and_of_momentum_are_the_reference(kind: str) -> None:
+    for n, start in ((0, 0), (1, 63), (BLOCK + 5, 37)):
+        grad, square, scale = made(kind, n), made("normal", n, 1).abs(), made("normal", (start + n) // 64 + 1, 2).abs()
+        expected = grad.clone(), square.clone()
+        operations.adam_step_(grad, square, scale, start, 64, 0.95, 1e-8, 3e-4)
+        reference.adam_step_(*expected, scale, start, 64, 0.95, 1e-8, 3e-4)
+        assert torch.equal(bits(grad), bits(expected[0]))
+        assert torch.equal(bits(square), bits(expected[1]))
+        weights, momentum, mean = made("normal", n), made("normal", n, 1), made(kind, n, 2)
+        moved = weights.clone(), momentum.clone()
+        operations.momentum_step_(weights, momentum, mean, 0.9, 0.9997, 1.1)
+        reference.momentum_step_(*moved, mean, 0.9, 0.9997, 1.1)
+        assert torch.equal(bits(weights), bits(moved[0]))
+        assert torch.equal(bits(momentum), bits(moved[1]))

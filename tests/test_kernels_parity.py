@@ -13,7 +13,7 @@ from torch import Tensor
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import reference
+from sparsync.kernels import operations, reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec, Values
 
@@ -385,3 +385,79 @@ def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) 
         assert all(torch.equal(codec.encode(x), packet) for codec, packet in zip(codecs, packets, strict=True))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["normal", "special", "zeros", "denormal", "heavy-tailed"])
+@pytest.mark.parametrize(("block", "start"), [(64, 0), (64, 37), (7, 3)])
+def test_a_step_of_adam_is_the_reference(kind: str, block: int, start: int) -> None:
+    for n in SOME:
+        grad, square, scale = (
+            made(kind, n),
+            made("normal", n, 1).abs(),
+            made("normal", (start + n) // block + 1, 2).abs(),
+        )
+        expected = grad.clone(), square.clone()
+        operations.adam_step_(grad, square, scale, start, block, 0.95, 1e-8, 3e-4)
+        reference.adam_step_(*expected, scale, start, block, 0.95, 1e-8, 3e-4)
+        assert torch.equal(bits(grad), bits(expected[0]))
+        assert torch.equal(bits(square), bits(expected[1]))
+    with pytest.raises(ValueError, match=r"elements 60 to 70 do not lie in 1 blocks of 64"):
+        operations.adam_step_(torch.ones(10), torch.ones(10), torch.ones(1), 60, 64, 0.95, 1e-8, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["normal", "special", "denormal", "heavy-tailed"])
+def test_a_step_of_momentum_is_the_reference(kind: str) -> None:
+    for n, beta1 in product(SOME, (0.0, 0.9)):
+        weights, momentum, mean = made("normal", n), made("normal", n, 1), made(kind, n, 2)
+        expected = weights.clone(), momentum.clone()
+        operations.momentum_step_(weights, momentum, mean, beta1, 0.9997, 1.1)
+        reference.momentum_step_(*expected, mean, beta1, 0.9997, 1.1)
+        assert torch.equal(bits(weights), bits(expected[0]))
+        assert torch.equal(bits(momentum), bits(expected[1]))
+
+
+@pytest.mark.parametrize("kind", ["normal", "special", "heavy-tailed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_collected_and_written_is_the_reference(kind: str, dtype: torch.dtype) -> None:
+    for n in SOME:
+        parts = [made(kind, n).to(dtype), made("normal", n, 1).to(dtype).view(1, n)]
+        out, expected = torch.zeros(2 * n + 1), torch.zeros(2 * n + 1)
+        finite = operations.collect_(out, parts, [0, n + 1], [1.0, 1.7])
+        assert finite == reference.collect_(expected, parts, [0, n + 1], [1.0, 1.7])
+        assert torch.equal(bits(out), bits(expected))
+        weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
+        found, others = [each.clone() for each in parts], [each.clone() for each in parts]
+        operations.write_less_(found, [1, n + 1], weights, unsent, 0.35)
+        reference.write_less_(others, [1, n + 1], weights, unsent, 0.35)
+        assert all(map(torch.equal, found, others))
+    with pytest.raises(ValueError, match=r"2 elements from 2 on do not lie in \[0, 3\)"):
+        operations.collect_(torch.zeros(3), [torch.zeros(2)], [2], [1.0])
+
+
+def test_squares_that_cannot_be_summed_are_not_finite() -> None:
+    for value in (1.7e19, -1.7e19):  # of which two have a square that is too large
+        for n, place in product((2, 70, 5000), (0, 1)):
+            x = torch.zeros(n)
+            x[place] = value
+            assert operations.collect_(torch.zeros(n), [x], [0], [1.0])
+            x[n - 1 - place] = value
+            assert not operations.collect_(torch.zeros(n), [x], [0], [1.0])
+
+
+def test_a_digest_is_the_reference() -> None:
+    for n, start in product([*SHORT, 9001, 20_003], (0, 1)):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+            x = made("normal", n + start).to(dtype)[start:]
+            assert torch.equal(operations.digests([x, x.view(1, -1)]), reference.digests([x, x.view(1, -1)]))
+
+
+def test_rows_are_divided_as_the_reference_does() -> None:
+    for n, P in product((1, 17, 1000, 20_003), (2, 3)):
+        rows = BlockCyclic(n, P).rows(P - 1, torch.device("cpu"))
+        x = made("special", n)
+        expected = x.clone()
+        operations.divide_rows_(x, rows, P)
+        reference.divide_rows_(expected, rows, P)
+        assert torch.equal(bits(x), bits(expected))
+    with pytest.raises(IndexError, match="rows must lie in"):
+        operations.divide_rows_(torch.zeros(5), Rows(torch.tensor([2], dtype=torch.int32), 4, 4), 2)

@@ -36,6 +36,11 @@ struct Vec {
     }
     static void store(float *p, F value) { _mm256_storeu_ps(p, value); }
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F subtract(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F multiply(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F divide(F a, F b) { return _mm256_div_ps(a, b); }
+    static F root(F a) { return _mm256_sqrt_ps(a); }
+    static F all(float value) { return _mm256_set1_ps(value); }
     static I set(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
     static I magnitude(F value) { return _mm256_and_si256(_mm256_castps_si256(value), set(kMagnitude)); }
     static I number(F value) {

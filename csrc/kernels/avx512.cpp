@@ -23,6 +23,11 @@ struct Vec {
     }
     static void store(float *p, F value) { _mm512_storeu_ps(p, value); }
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F subtract(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F divide(F a, F b) { return _mm512_div_ps(a, b); }
+    static F root(F a) { return _mm512_sqrt_ps(a); }
+    static F all(float value) { return _mm512_set1_ps(value); }
     static I set(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
     static I magnitude(F value) { return _mm512_and_si512(_mm512_castps_si512(value), set(kMagnitude)); }
     static I number(F value) {

@@ -82,6 +82,9 @@ uint32_t add_top_of_rows(const Passes &passes, const float *residual, Gradient g
 // The positions of the elements at `place`. False, and nothing done, where a place is not in [0, length).
 bool locate(Rows rows, const int32_t *place, int64_t k, int32_t *position);
 
+// Divides the elements in rows, which lie inside of x and do not overlap.
+void divide_rows(float *x, Rows rows, float divisor);
+
 // The bits of the smallest magnitude of x; those of a NaN where there is one, 0 where there is nothing.
 uint32_t smallest_magnitude(const float *x, int64_t n);
 

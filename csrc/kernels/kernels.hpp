@@ -25,6 +25,16 @@ struct Range {
 };
 constexpr Range kNone{kInfinity, 0};
 
+// v = beta2 v + rest2 g^2; g = rate g / (sqrt(scale v) + eps), each operation rounded; rest2 is 1 - beta2, rounded once.
+struct AdamStep {
+    float beta2, rest2, eps, rate;
+};
+
+// m = beta1 m + rest1 mean; a = decay a - length m, each operation rounded; rest1 is 1 - beta1, rounded once.
+struct MomentumStep {
+    float beta1, rest1, decay, length;
+};
+
 struct Passes {
     // out = residual + grad; the greatest magnitude of out.
     uint32_t (*add)(const float *residual, const void *grad, Type type, float *out, int64_t n);
@@ -41,6 +51,13 @@ struct Passes {
     uint32_t (*max_magnitude)(const float *x, int64_t n);
     // b += a: reads and writes 12 bytes an element and does nothing else; what the other passes are measured against.
     void (*plain)(const float *a, float *b, int64_t n);
+    // out = factor * grad; the sum of squares of out, which is not finite where one of its elements is not.
+    double (*scaled)(float *out, const void *grad, Type type, int64_t n, float factor);
+    // Element i has the scale of its block, scale[(start + i) / block].
+    void (*adam_step)(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step);
+    // to = weights - share unsent, each operation rounded.
+    void (*less)(float *to, const float *weights, const float *unsent, int64_t n, float share);
+    void (*momentum_step)(float *a, float *m, const float *mean, int64_t n, MomentumStep step);
 };
 
 // Null where this build or this processor lacks the instructions.

@@ -2,6 +2,7 @@
 // Everything is in an unnamed namespace, so that no other file runs what was compiled for this one's instructions.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "kernels.hpp"
@@ -32,6 +33,7 @@ int32_t number_of(float value) {
 // The next page's lines: what the processor fetches ahead by itself ends with the page, and passes that do more than add wait for it.
 constexpr int64_t kAhead = 1024;
 constexpr uintptr_t kLine = 64;
+constexpr int64_t kChunk = 4096;  // elements whose squares are added in float32
 
 template <class T>
 void fetch(const T *p, int64_t elements) {
@@ -251,7 +253,95 @@ void plain(const float *a, float *b, int64_t n) {
     for (; i < n; ++i) b[i] = a[i] + b[i];
 }
 
-constexpr Passes table{add, select, select_rows, select_number, add_select, max_magnitude, plain};
+double scaled(float *out, const void *grad, Type type, int64_t n, float factor) {
+    return with_type(grad, type, [=](auto source) {
+        const Vec::F factors = Vec::all(factor);
+        double total = 0.0;
+        int64_t i = 0;
+        while (i < n) {
+            Vec::F sums[4] = {Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f), Vec::all(0.0f)};
+            const int64_t stop = n - i > kChunk ? i + kChunk : n;
+            for (; i + 4 * Vec::kWidth <= stop; i += 4 * Vec::kWidth) {
+                source.ahead(i, 4 * Vec::kWidth);
+                fetch(out + i, 4 * Vec::kWidth);
+                for (int v = 0; v < 4; ++v) {
+                    const Vec::F value = Vec::multiply(source.many(i + v * Vec::kWidth), factors);
+                    Vec::store(out + i + v * Vec::kWidth, value);
+                    sums[v] = Vec::add(sums[v], Vec::multiply(value, value));
+                }
+            }
+            for (; i < stop; ++i) {
+                out[i] = source.one(i) * factor;
+                total += static_cast<double>(out[i]) * static_cast<double>(out[i]);
+            }
+            float lanes[Vec::kWidth];
+            Vec::store(lanes, Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
+            for (const float lane : lanes) total += static_cast<double>(lane);
+        }
+        return total;
+    });
+}
+
+void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
+    const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
+    const Vec::F scales = Vec::all(scale);
+    fetch(g, n);
+    fetch(v, n);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        const Vec::F gradient = Vec::load(g + i), square = Vec::multiply(Vec::multiply(gradient, gradient), rest2);
+        const Vec::F moment = Vec::add(Vec::multiply(Vec::load(v + i), beta2), square);
+        Vec::store(v + i, moment);
+        const Vec::F length = Vec::add(Vec::root(Vec::multiply(moment, scales)), eps);
+        Vec::store(g + i, Vec::divide(Vec::multiply(gradient, rate), length));
+    }
+    for (; i < n; ++i) {
+        const float square = g[i] * g[i] * step.rest2;
+        v[i] = v[i] * step.beta2 + square;
+        g[i] = g[i] * step.rate / (std::sqrt(v[i] * scale) + step.eps);
+    }
+}
+
+void adam_step(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step) {
+    for (int64_t i = 0; i < n;) {
+        const int64_t number = (start + i) / block, stop = (number + 1) * block - start, length = (stop < n ? stop : n) - i;
+        adam_step_of_block(g + i, v + i, scale[number], length, step);
+        i += length;
+    }
+}
+
+void momentum_step(float *a, float *m, const float *mean, int64_t n, MomentumStep step) {
+    const Vec::F beta1 = Vec::all(step.beta1), rest1 = Vec::all(step.rest1), decay = Vec::all(step.decay);
+    const Vec::F lengths = Vec::all(step.length);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        fetch(a + i, Vec::kWidth);
+        fetch(m + i, Vec::kWidth);
+        fetch(mean + i, Vec::kWidth);
+        const Vec::F moment = Vec::add(Vec::multiply(Vec::load(m + i), beta1), Vec::multiply(Vec::load(mean + i), rest1));
+        Vec::store(m + i, moment);
+        Vec::store(a + i, Vec::subtract(Vec::multiply(Vec::load(a + i), decay), Vec::multiply(moment, lengths)));
+    }
+    for (; i < n; ++i) {
+        m[i] = m[i] * step.beta1 + mean[i] * step.rest1;
+        a[i] = a[i] * step.decay - m[i] * step.length;
+    }
+}
+
+void less(float *to, const float *weights, const float *unsent, int64_t n, float share) {
+    const Vec::F shares = Vec::all(share);
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+        fetch(to + i, Vec::kWidth);
+        fetch(weights + i, Vec::kWidth);
+        fetch(unsent + i, Vec::kWidth);
+        Vec::store(to + i, Vec::subtract(Vec::load(weights + i), Vec::multiply(Vec::load(unsent + i), shares)));
+    }
+    for (; i < n; ++i) to[i] = weights[i] - unsent[i] * share;
+}
+
+constexpr Passes table{add,           select, select_rows, select_number, add_select,
+                       max_magnitude, plain,  scaled,      adam_step,     less,       momentum_step};
 
 }  // namespace
 }  // namespace sparsync

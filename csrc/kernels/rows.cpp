@@ -73,6 +73,14 @@ uint32_t add_top_of_rows(const Passes &passes, const float *residual, Gradient g
     return greatest;
 }
 
+void divide_rows(float *x, Rows rows, float divisor) {
+    for (int64_t i = 0; i < rows.count(); ++i) {
+        float *row = x + rows.starts[i];
+        const int64_t size = rows.size(i);
+        for (int64_t j = 0; j < size; ++j) row[j] /= divisor;
+    }
+}
+
 bool locate(Rows rows, const int32_t *place, int64_t k, int32_t *position) {
     bool inside = true;
     for (int64_t i = 0; i < k; ++i) inside &= static_cast<uint32_t>(place[i]) < static_cast<uint64_t>(rows.length);

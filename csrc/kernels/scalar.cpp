@@ -1,4 +1,5 @@
 // The passes for any machine: vectors of four by the compiler's extension, which become SSE2, NEON or plain instructions.
+#include <cmath>
 #include <cstring>
 
 #include "kernels.hpp"
@@ -28,6 +29,11 @@ struct Vec {
     }
     static void store(float *p, F value) { std::memcpy(p, &value, sizeof value); }
     static F add(F a, F b) { return a + b; }
+    static F subtract(F a, F b) { return a - b; }
+    static F multiply(F a, F b) { return a * b; }
+    static F divide(F a, F b) { return a / b; }
+    static F root(F a) { return F{std::sqrt(a[0]), std::sqrt(a[1]), std::sqrt(a[2]), std::sqrt(a[3])}; }
+    static F all(float value) { return F{value, value, value, value}; }
     static I set(uint32_t value) {
         const int32_t lane = static_cast<int32_t>(value);
         return I{lane, lane, lane, lane};

@@ -1,5 +1,6 @@
 // The C++ kernels against plain loops on random, awkward inputs: to be run under the address and undefined-behaviour sanitizers.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "../kernels/core.hpp"
+#include "../kernels/digest.hpp"
 #include "../kernels/level.hpp"
 #include "../kernels/sparse.hpp"
 
@@ -112,6 +114,48 @@ void check_selection(const Passes &passes, int64_t n, int kind) {
     for (const Type type : {Type::float16, Type::bfloat16}) passes.add(zero.data(), halves.data(), type, out.data(), n);
 }
 
+bool alike(float one, float other) { return one == other || (std::isnan(one) && std::isnan(other)); }
+
+// The passes of steps against plain loops, each operation rounded.
+void check_steps(const Passes &passes, int64_t n, int kind) {
+    const auto length = static_cast<size_t>(n);
+    const std::vector<float> x = vector_of(n, kind), y = vector_of(n, 0), z = vector_of(n, 2);
+    const int64_t block = 1 + below(70), start = below(200);
+    std::vector<float> g = x, v = z, scale(static_cast<size_t>(n ? (start + n - 1) / block + 1 : 0), 0.5f);
+    const AdamStep adam{0.95f, 0.05f, 1e-8f, 1e-3f};
+    passes.adam_step(g.data(), v.data(), scale.data(), start, block, n, adam);
+    std::vector<float> a = x, m = y, to(length), out(length);
+    const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
+    passes.momentum_step(a.data(), m.data(), z.data(), n, step);
+    passes.less(to.data(), x.data(), y.data(), n, 0.35f);
+    passes.scaled(out.data(), x.data(), Type::float32, n, 1.5f);
+    for (size_t i = 0; i < length; ++i) {
+        const float moment = z[i] * adam.beta2 + x[i] * x[i] * adam.rest2;
+        expect(alike(v[i], moment), "second moments");
+        expect(alike(g[i], x[i] * adam.rate / (std::sqrt(moment * 0.5f) + adam.eps)), "adam_step");
+        const float momentum = y[i] * step.beta1 + z[i] * step.rest1;
+        expect(alike(m[i], momentum), "momentum");
+        expect(alike(a[i], x[i] * step.decay - momentum * step.length), "momentum_step");
+        expect(alike(to[i], x[i] - y[i] * 0.35f), "less");
+        expect(alike(out[i], x[i] * 1.5f), "scaled");
+    }
+    const std::vector<uint16_t> halves(length, 0x3c00);
+    for (const Type type : {Type::float16, Type::bfloat16}) passes.scaled(out.data(), halves.data(), type, n, 1.0f);
+}
+
+void check_digest(int64_t n) {
+    std::vector<char> bytes(static_cast<size_t>(n), 'a');
+    const int64_t before = digest(bytes.data(), n);
+    bytes[static_cast<size_t>(below(n))] = 'b';
+    expect(digest(bytes.data(), n) != before, "digest");
+    std::vector<float> x(static_cast<size_t>(n), 6.0f);
+    std::vector<int32_t> starts;
+    const int64_t row = 1 + below(n);
+    for (int64_t from = 0; from < n; from += row) starts.push_back(static_cast<int32_t>(from));
+    divide_rows(x.data(), {starts.data(), row, n}, 3.0f);
+    expect(x == std::vector<float>(static_cast<size_t>(n), 2.0f), "divide_rows");
+}
+
 void check_merge(int64_t n, int64_t count) {
     std::vector<std::vector<int32_t>> index(static_cast<size_t>(count));
     std::vector<std::vector<float>> value(static_cast<size_t>(count));
@@ -153,6 +197,9 @@ int main() {
     for (const Level &level : levels())
         for (int round = 0; round < 300; ++round)
             check_selection(*level.passes, round % 20 ? below(200) : 60000 + below(20000), round % 3);
+    for (const Level &level : levels())
+        for (int round = 0; round < 300; ++round) check_steps(*level.passes, round % 20 ? below(200) : 5000 + below(9000), round % 3);
+    for (int round = 0; round < 200; ++round) check_digest(1 + below(round % 2 ? 300 : 60000));
     for (int round = 0; round < 200; ++round) check_merge(1 + below(300), 1 + below(9));
     std::puts("all right");
 }

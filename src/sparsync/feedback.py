@@ -43,6 +43,11 @@ class Accumulator:
             self._sum = grad if grad.dtype == residual.dtype else torch.empty_like(residual)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of the sum."""
+        return self._sum.dtype
+
+    @property
     def values(self) -> Tensor:
         """The sum, [n]: float32, or float64 for float64 gradients."""
         self._add()

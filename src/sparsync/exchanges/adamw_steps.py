@@ -29,6 +29,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Comm
 from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
 from sparsync.exchanges.training_loop import Replica
+from sparsync.kernels import operations as kernels
 
 
 class AdamWSteps(ExchangedSteps, options=Steps):
@@ -39,8 +40,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     ranks here; later each rank has its own buffers. Common weights are float32, or float64 for float64 parameters; own weights of 16-bit
     parameters are rounded to 16 bits.
     Collective over the ranks of `group`: make it on all of them, with the same settings, each with an instance of the scheme.
-    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step the
-    gradient once more, and its largest bucket twice.
+    Memory, in vectors of all trained parameters: common weights, momentum, second moments, and the state of the scheme; during a step one
+    bucket's gradient, and of the others the mean step where it is sparse.
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
@@ -94,20 +95,17 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         _, beta2, eps = self._betas_and_eps()
         square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
-        for span, t in self._counted(place, "seen"):
-            g, v = span.of(gradient), span.of(square)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            g.div_((v * self._ratios.spread(ratio / (1 - beta2**t), span)).sqrt_().add_(eps))
-        self._scale_(place, gradient, self._values("lr"))
+        for span, (t, rate) in self._counted(place, "seen", self._values("lr")):
+            scale, block = ratio / (1 - beta2**t), self._ratios.block
+            kernels.adam_step_(span.of(gradient), span.of(square), scale, span.start, block, beta2, eps, rate)
 
     def _move(self, place: int, mean: Tensor) -> None:
         beta1, _, _ = self._betas_and_eps()
         common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
-        decays = zip(self._values("lr"), self._values("weight_decay"), strict=True)
-        self._scale_(place, common, [1 - rate * decay for rate, decay in decays])
-        for span, t in self._counted(place, "applied"):
-            m = span.of(momentum).lerp_(span.of(mean), 1 - beta1)
-            span.of(common).sub_(m, alpha=1 / (1 - beta1**t))
+        kept = [1 - rate * decay for rate, decay in zip(self._values("lr"), self._values("weight_decay"), strict=True)]
+        for span, (t, decay) in self._counted(place, "applied", kept):
+            of = span.of
+            kernels.momentum_step_(of(common), of(momentum), of(mean), beta1, decay, 1 / (1 - beta1**t))
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -8,7 +8,7 @@ parameters take part, the measured ratio, skipped steps, and the state.
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
-from sparsync.exchanges.weights import WeightBucket
+from sparsync.exchanges.weights import Part, WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward
@@ -101,33 +101,24 @@ class BlockRatios:
         """
         return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
 
-    def spread(self, of_blocks: Tensor, span: Span) -> Tensor:
-        """Return the value in `of_blocks` [blocks] for each element of a span."""
-        first = span.start // self.block
-        elements = of_blocks[first : -(-span.stop // self.block)].repeat_interleave(self.block)
-        return Span(span.start - first * self.block, span.stop - first * self.block).of(elements)
+    def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
+        """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""
+        signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
+        signs = (2 * signs - 1).to(blocks)
+        sums = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
+        return torch.cat(sums), torch.linalg.vector_norm(blocks, dim=1).square_()
 
-    def sums(self, gradients: Sequence[Tensor], keys: Sequence[str], step: int) -> Tensor:
-        """Return the sketch of each block, [blocks of all]; `gradients` are [blocks, block], and their keys and `step` give the signs."""
-        signed = []
-        for blocks, key in zip(gradients, keys, strict=True):
-            signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
-            signs = (2 * signs - 1).to(blocks)
-            parts = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
-            signed.append(torch.cat(parts).to(gradients[0].device))
-        return torch.cat(signed)
-
-    def observe(self, of_mean: Tensor, gradients: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
-        """Add a measurement: `of_mean` has the squares of the ranks' mean `sums`. Blocks without an element of `taking` stay."""
+    def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
+        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
         self.measured += 1
         weight = max(1 - _MEMORY, 1 / self.measured)
-        found = of_mean.split([len(each) for each in gradients])
-        for i, (mean, blocks, spans) in enumerate(zip(found, gradients, taking, strict=True)):
+        found = of_mean.split([len(each) for each in of_own])
+        for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
             weights = torch.zeros_like(self.of_own[i])
             for span in spans:
                 weights[span.start // self.block : -(-span.stop // self.block)] = weight
             self.of_mean[i].lerp_(mean.to(weights), weights)
-            self.of_own[i].lerp_(torch.linalg.vector_norm(blocks, dim=1).square_(), weights)
+            self.of_own[i].lerp_(own, weights)
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
@@ -153,6 +144,33 @@ class BlockRatios:
         for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
             mean.copy_(one["mean"]) if fits else mean.zero_()
             own.copy_(one["own"]) if fits else own.zero_()
+
+
+class FewNonzero(Bucket):
+    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
+        self._like, self._kept = bucket.grad.new_empty(0), kernels.select_ge(bucket.grad, 0.0)
+
+    @property
+    def grad(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        whole = self._like.new_zeros(self._kept.length)
+        kernels.put_(whole, self._kept.index, self._kept.value)
+        return whole
+
+
+@dataclass
+class _Mean:
+    """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
+
+    n: int
+    part: Part
+    bucket: Bucket | None = None
+
+    def whole(self) -> Tensor | None:
+        """Return it as a vector, [n]; None where nothing was reduced."""
+        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
 
 
 class ExchangedSteps(StepMethod):
@@ -267,14 +285,21 @@ class ExchangedSteps(StepMethod):
             self._idle = self._idle_now()
             reports, means = self._exchanged()
         self._count(reports)
+        skipped = means is None
         with self._applying():
-            for place, mean in enumerate(means or ()):
-                self._move(place, mean)
+            to_apply = means or []
+            for place in range(len(to_apply)):
+                self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
-        self._tell_skipped(means is None)
+        self._tell_skipped(skipped)
         return reports
+
+    def _apply(self, place: int, mean: "_Mean") -> None:
+        """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
+        if (whole := mean.whole()) is not None:
+            self._move(place, whole)
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
@@ -301,12 +326,13 @@ class ExchangedSteps(StepMethod):
             return []
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
         with self._connection.step():
-            nothing = [torch.zeros_like(each.common) for each in self._weights.buckets]
-            reports, means, _ = self._reduced(nothing, send_all=True)
+            common = [each.common for each in self._weights.buckets]
+            reports, means, _ = self._reduced(lambda place: torch.zeros_like(common[place]), send_all=True)
         self._count(reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, means, strict=True):
-                bucket.common.sub_(mean)
+                if (whole := mean.whole()) is not None:
+                    bucket.common.sub_(whole)
             self._write_own()
         return reports
 
@@ -384,74 +410,102 @@ class ExchangedSteps(StepMethod):
         own = [name for name in trained if named[name].grad is not None]
         return frozenset(named) - self._connection.any_of(own, trained, self._step)
 
-    def _exchanged(self) -> tuple[list[Report], list[Tensor] | None]:
+    def _exchanged(self) -> tuple[list[Report], "list[_Mean] | None"]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        gradients = [self._gradient(each) for each in self._weights.buckets]
-        # A host sync. False also where squares overflow, which would stay in the second moments.
-        finite = self._replica.agreed(all(bool(each.view(-1).dot(each.view(-1)).isfinite()) for each in gradients))
-        first: list[Report] = []
+        buckets, first = self._weights.buckets, list[Report]()
+        ahead = [self._gradient(buckets[0])]
+        # False also where squares overflow, which would stay in the second moments.
+        finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
         if self._comm.size > 1 and self._ratios.due(self._step):
-            first.append(self._measured(gradients, finite))
+            first.append(self._measured(finite, ahead[0][0]))
             if first[0].details["overflow"]:
                 return first, None
-        steps = [each.view(-1)[: len(of.common)] for each, of in zip(gradients, self._weights.buckets, strict=True)]
-        for place, step in enumerate(steps):
-            self._to_step_(place, step) if finite else step.fill_(torch.nan)
-        reports, means, skipped = self._reduced(steps)
+
+        def step_of(place: int) -> Tensor:
+            blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
+            step = blocks.view(-1)[: len(buckets[place].common)]
+            self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
+            return step
+
+        reports, means, skipped = self._reduced(step_of)
         return [*first, *reports], None if skipped else means
 
-    def _gradient(self, bucket: WeightBucket) -> Tensor:
-        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block]."""
+    def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
+        """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
         n, block = len(bucket.common), self._ratios.block
         blocks = bucket.common.new_empty(-(-n // block), block)
         flat = blocks.view(-1)
         flat[n:].zero_()
+        gradients, starts, factors = list[Tensor](), list[int](), list[float]()
         for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
-            part = entry.span.of(flat).view(parameter.shape)
-            gradient = None if entry.name in self._idle else parameter.grad
-            part.zero_() if gradient is None else part.copy_(gradient.to_dense())
-            if (factor := self._divisor.undone(entry.name)) != 1:
-                part.mul_(factor)
-        return blocks
+            if parameter.grad is None or entry.name in self._idle:
+                entry.span.of(flat).zero_()
+                continue
+            gradients.append(parameter.grad.to_dense())
+            starts.append(entry.span.start)
+            factors.append(self._divisor.undone(entry.name))
+        return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
 
-    def _measured(self, gradients: Sequence[Tensor], finite: bool) -> Report:
-        """Measure the ratio. With NaN or Inf on any rank, nothing changes and the report's "overflow" is True."""
-        sums = self._ratios.sums(gradients, self._keys, self._step)
+    def _measured(self, finite: bool, ahead: Tensor) -> Report:
+        """Measure the ratio; `ahead` is the gradient of the first bucket, as `_gradient` has it.
+
+        With NaN or Inf on any rank, nothing changes and the report's "overflow" is True.
+        """
+        buckets, ratios = self._weights.buckets, self._ratios
+        sketches = [ratios.sketch(ahead, buckets[0].key, self._step)]
+        sketches += [ratios.sketch(self._gradient(each)[0], each.key, self._step) for each in buckets[1:]]
+        sums = torch.cat([each.to(sketches[0][0].device) for each, _ in sketches])
         if not finite:
             sums.fill_(torch.nan)
         report = self._connection.reduce(Bucket("ratio", sums, self._step), MeanOfSketches())
         of_mean = sums.square()
         overflow = not kernels.all_finite(of_mean)
         if not overflow:
-            taking = [[entry.span for entry in self._taking(each)] for each in self._weights.buckets]
-            self._ratios.observe(of_mean, gradients, taking)
+            taking = [[entry.span for entry in self._taking(each)] for each in buckets]
+            ratios.observe(of_mean, [own for _, own in sketches], taking)
         return replace(report, details={**report.details, "overflow": overflow})
 
-    def _reduced(self, values: Sequence[Tensor], send_all: bool = False) -> tuple[list[Report], list[Tensor], bool]:
-        """Return the reports, the mean over ranks of each of `values`, zero where idle, and whether any holds NaN or Inf."""
-        sent: list[Bucket] = []
+    def _reduced(
+        self, own: Callable[[int], Tensor], send_all: bool = False
+    ) -> tuple[list[Report], "list[_Mean]", bool]:
+        """Return the reports, the mean over ranks of `own` of each bucket, and whether any holds NaN or Inf.
+
+        `own` makes the vector of a bucket when it is that one's turn.
+        """
+        means: list[_Mean] = []
         reports: list[Report] = []
-        means: list[Tensor] = []
         skipped = False
         try:
-            for bucket, own in zip(self._weights.buckets, values, strict=True):
-                part = bucket.part(self._idle)
-                if not part.layout:
-                    means.append(torch.zeros_like(own))
-                    continue
-                mean = part.bucket(own, self._step + send_all)
-                if send_all:
-                    mean.key = f"unsent/{mean.key}"  # another exchange than that of a step
-                reports.append(self._connection.reduce(mean, self._scheme, send_all=send_all))
-                sent.append(mean)
-                means.append(part.whole(mean.grad, len(own)))
-                skipped |= overflowed(reports[-1], mean.grad)
+            for place, bucket in enumerate(self._weights.buckets):
+                means.append(_Mean(len(bucket.common), bucket.part(self._idle)))
+                if report := self._reduce(means[-1], own(place), send_all):
+                    reports.append(report)
+                    skipped |= bool(report.details["overflow"])
         except BaseException:
             # After an overflow it has returned already, see Rollback.
-            for each in sent if self._scheme.has_residual and not skipped and not send_all else ():
-                self._scheme.rollback(each)
+            for each in means if self._scheme.has_residual and not skipped and not send_all else ():
+                if each.bucket is not None:
+                    self._scheme.rollback(each.bucket)
             raise
         return reports, means, skipped
+
+    def _reduce(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
+        """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
+        if not mean.part.layout:
+            return None
+        bucket, scheme = mean.part.bucket(own, self._step + send_all), self._scheme
+        if send_all:
+            bucket.key = f"unsent/{bucket.key}"  # another exchange than that of a step
+        few = scheme.leaves_out and scheme.has_residual and not send_all and len(self._weights.buckets) > 1
+        held: list[Bucket] = []
+
+        def written() -> Bucket:
+            held.append(FewNonzero(bucket) if few else bucket)
+            return held[0]
+
+        report = self._connection.reduce(bucket, scheme, written, send_all=send_all)
+        mean.bucket = held[0] if held else bucket
+        return replace(report, details={**report.details, "overflow": overflowed(report, bucket.grad)})
 
     @torch.no_grad()
     def _write_own(self, idle: frozenset[str] | None = None) -> None:
@@ -459,8 +513,10 @@ class ExchangedSteps(StepMethod):
         idle = self._idle if idle is None else idle
         for bucket in self._weights.buckets:
             unsent = bucket.unsent(self._scheme, self._comm, idle) if self._keep else None
-            common = bucket.common
-            bucket.write(common if unsent is None else common.sub(unsent, alpha=self._keep), idle)
+            if unsent is None:
+                bucket.write(bucket.common, idle)
+            else:
+                bucket.write_less(unsent, self._keep, idle)
         self._replica.written()
         self._weights.note_written()
 
@@ -468,18 +524,15 @@ class ExchangedSteps(StepMethod):
         """Return the parameters of a bucket that take part in this step."""
         return [entry for entry in bucket.layout if entry.name not in self._idle]
 
-    def _counted(self, place: int, key: str) -> list[tuple[Span, int]]:
-        """Add one to the count of each parameter that takes part; return the spans of equal counts, and these."""
-        taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
+    def _counted(self, place: int, key: str, values: Sequence[float]) -> list[tuple[Span, tuple[int, float]]]:
+        """Add one to the count of each parameter that takes part; return the spans of equal counts and `values`, and these.
+
+        `values` are those of each parameter group.
+        """
+        taking, counts, groups = self._taking(self._weights.buckets[place]), self._counts[key], self._groups
         for entry in taking:
             counts[entry.name] += 1
-        return _runs(taking, counts.__getitem__)
-
-    def _scale_(self, place: int, flat: Tensor, factors: Sequence[float]) -> None:
-        """Multiply what takes part of `flat` [n] by the factor of each element's parameter group."""
-        for span, number in _runs(self._taking(self._weights.buckets[place]), self._groups.__getitem__):
-            if factors[number] != 1.0:
-                span.of(flat).mul_(factors[number])
+        return _runs(taking, lambda name: (counts[name], values[groups[name]]))
 
     def _values(self, key: str) -> list[float]:
         """Return a setting, a number or a tensor with one, of each parameter group."""
@@ -509,12 +562,22 @@ class ExchangedSteps(StepMethod):
 def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> list[tuple[Span, Value]]:
     """Return the spans of adjacent parameters that have the same value, and that value."""
     found: list[tuple[Span, Value]] = []
+    start = stop = 0
+    current: list[Value] = []  # the value of the parameters from start to stop
     for entry in layout:
-        value, start = value_of(entry.name), entry.span.start
-        if found and found[-1][0].stop == start and found[-1][1] == value:
-            start = found.pop()[0].start
-        found.append((Span(start, entry.span.stop), value))
-    return found
+        value = value_of(entry.name)
+        if current != [value] or entry.span.start != stop:
+            found += [(Span(start, stop), each) for each in current]
+            current, start = [value], entry.span.start
+        stop = entry.span.stop
+    return found + [(Span(start, stop), each) for each in current]
+
+
+def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:
+    """Return whether the norm of the gradients is finite. A host sync."""
+    taking = [each for bucket in buckets for name, each in bucket.parameters.items() if name not in idle]
+    gradients = [each.grad.to_dense() for each in taking if each.grad is not None]
+    return bool(nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
 
 
 def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:

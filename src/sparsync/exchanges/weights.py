@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
 from sparsync.core import Bucket, Comm, ParameterSpan, SpanSet, laid_out
+from sparsync.kernels import operations as kernels
 
 _MEGABYTE = 1 << 20
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-_COLUMNS = 2039  # a prime, so that rows of a weight that change places land in other columns
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,13 @@ class WeightBucket:
                 parameter.detach().copy_(entry.span.of(weights).view(parameter.shape))
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
+
+    def write_less(self, unsent: Tensor, share: float, idle: Collection[str]) -> None:
+        """Make the common weights less `share` times `unsent` [n] the own ones, except for idle parameters."""
+        taking = [(entry.span.start, self.parameters[entry.name]) for entry in self.layout if entry.name not in idle]
+        parameters = [parameter.detach() for _, parameter in taking]
+        kernels.write_less_(parameters, [start for start, _ in taking], self.common, unsent, share)
+        increment_version(parameters)  # which a kernel does not
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
         """Return `values` [n] as the bucket that a scheme reduces."""
@@ -203,7 +210,7 @@ class Weights:
 
 
 class LastWritten:
-    """What parameters held at the last `note`: the bits of small ones, and sums of the bits of large ones, in one pass."""
+    """What parameters held at the last `note`: digests of their bits."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -211,18 +218,17 @@ class LastWritten:
 
     def note(self) -> None:
         """Note what the parameters hold now."""
-        (self._words, self._sizes), self._versions = self._now(), self._versions_now()
+        self._digests, self._versions = self._now(), self._versions_now()
 
     def changed(self) -> list[str]:
         """Return the names of the parameters whose bits have changed; if there are any, also of all that were written to. A host sync.
 
         What is loaded may have the bits that a parameter had on this rank, and not those that it had on another.
         """
-        words, sizes = self._now()
-        if torch.equal(words, self._words):
+        now = self._now()
+        if torch.equal(now, self._digests):
             return []
-        pairs = zip(words.split(sizes), self._words.split(self._sizes), strict=True)
-        other = [not torch.equal(now, before) for now, before in pairs]
+        other = (now != self._digests).tolist()
         written = map(int.__ne__, self._versions_now(), self._versions)
         return [name for name, *either in zip(self._parameters, other, written, strict=True) if any(either)]
 
@@ -230,9 +236,8 @@ class LastWritten:
         """Return whether torch counts anything that was done to a parameter since."""
         return self._versions_now() != self._versions
 
-    def _now(self) -> tuple[Tensor, list[int]]:
-        words = [_words(each.detach()) for each in self._parameters.values()]
-        return torch.cat([each.to(words[0].device) for each in words]), [len(each) for each in words]
+    def _now(self) -> Tensor:
+        return kernels.digests(list(self._parameters.values()))
 
     def _versions_now(self) -> list[int]:
         # Torch counts what is done to a tensor in place, but not through its `data`.
@@ -316,16 +321,3 @@ def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor; of a large one the sums of columns, and the words before them."""
-    flat = tensor.reshape(-1)
-    aligned = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    # Words of 64 bits are added six times as fast as shorter ones.
-    words = flat.view(torch.int64 if aligned else _WORDS[flat.element_size()])
-    if len(words) < 2 * _COLUMNS:
-        return words
-    # The number of rows is made odd: with an even number the highest bits of all rows can change and no sum does.
-    rest = _COLUMNS + len(words) % (2 * _COLUMNS)
-    return torch.cat([words[:rest], words[rest:].view(-1, _COLUMNS).sum(0, dtype=torch.int64)])

@@ -6,7 +6,7 @@ asked. The reference takes everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
-    triton      kernels/cuda/                   the passes, top-k, and reading and writing at positions
+    triton      kernels/cuda/                   the passes, top-k, steps, and reading and writing at positions
     reference   *reference.py, in torch         all
 """
 

@@ -107,6 +107,64 @@ def argtopk(magnitude: Vector, k: int) -> Positions:
     return run("argtopk", magnitude, k)
 
 
+def divide_rows_(x: Vector, rows: Rows, divisor: int) -> None:
+    """Divide the elements of `x` in rows, no two of which are the same. Raises IndexError for rows outside of `x`."""
+    run("divide_rows_", x, rows, divisor)
+
+
+def collect_(out: Vector, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
+    """Write each of `tensors`, of any shapes, times its factor to `out`, from its start on.
+
+    Returns whether the sum of their squares is a finite number of the type of `out`, which it is not with NaN or Inf. Raises ValueError
+    where one does not lie in `out`.
+    """
+    return run("collect_", out, tensors, starts, factors)
+
+
+def adam_step_(
+    grad: Vector,
+    square: Vector,
+    scale: Float[Tensor, " blocks"],
+    start: int,
+    block: int,
+    beta2: float,
+    eps: float,
+    rate: float,
+) -> None:
+    """Add `grad` to its second moments `square`, and make a step of it.
+
+    In place, square = beta2 square + (1 - beta2) grad^2, and grad = rate grad / (sqrt(scale square) + eps). Element i has the scale
+    of its block, `scale[(start + i) // block]`. Raises ValueError where it has none.
+    """
+    run("adam_step_", grad, square, scale, start, block, beta2, eps, rate)
+
+
+def momentum_step_(weights: Vector, momentum: Vector, mean: Vector, beta1: float, decay: float, length: float) -> None:
+    """Add `mean` to `momentum`, and move `weights` by it.
+
+    In place, momentum = beta1 momentum + (1 - beta1) mean, and weights = decay weights - length momentum.
+    """
+    run("momentum_step_", weights, momentum, mean, beta1, decay, length)
+
+
+def write_less_(
+    targets: Sequence[Tensor], starts: Sequence[int], weights: Vector, unsent: Vector, share: float
+) -> None:
+    """Write weights - share unsent to `targets`, of any types and shapes; each has its elements from its start on.
+
+    Raises ValueError where a target does not lie in `weights`.
+    """
+    run("write_less_", targets, starts, weights, unsent, share)
+
+
+def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
+    """Return a digest of the bits in each tensor, of any types and shapes, int64 on the device of the first.
+
+    It depends on bits and number of elements only. A change of one element always shows, another one but once in 2^64 times.
+    """
+    return run("digests", tensors)
+
+
 def scatter_add_(out: Vector, part: Sparse) -> None:
     """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
     run("scatter_add_", out, part)

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
 
+_COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
+_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
+
 
 def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
     torch.add(residual, grad, out=out)
@@ -78,6 +82,65 @@ def of_rows(x: Tensor, rows: Rows) -> Tensor:
     if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < x.numel():  # a host sync
         raise IndexError(f"rows must lie in [0, {x.numel()}) for {x.numel()} elements, got some outside")
     return gather(x, at)
+
+
+def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
+    at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
+    put_(x, at, gather(x, at) / divisor)
+
+
+def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
+    squares = torch.zeros((), dtype=torch.float64, device=out.device)
+    for each, start, factor in zip(tensors, starts, factors, strict=True):
+        part = Span(start, start + each.numel()).of(out)
+        part.copy_(each.reshape(-1)).mul_(factor)
+        squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return bool(squares <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
+
+
+def adam_step_(
+    grad: Tensor, square: Tensor, scale: Tensor, start: int, block: int, beta2: float, eps: float, rate: float
+) -> None:
+    square.mul_(beta2).add_(grad.square().mul_(1 - beta2))
+    first, last = start // block, -(-(start + grad.numel()) // block)
+    scales = scale[first:last].repeat_interleave(block)[start - first * block :][: grad.numel()]
+    # In float64 and back: torch's own root of float32 is not the nearest number on every machine.
+    root = scales.mul_(square).double().sqrt_().to(grad.dtype)
+    grad.mul_(rate).div_(root.add_(eps))
+
+
+def momentum_step_(weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float, decay: float, length: float) -> None:
+    momentum.mul_(beta1).add_(mean * (1 - beta1))
+    weights.mul_(decay).sub_(momentum * length)
+
+
+def write_less_(
+    targets: Sequence[Tensor], starts: Sequence[int], weights: Tensor, unsent: Tensor, share: float
+) -> None:
+    for target, start in zip(targets, starts, strict=True):
+        span = Span(start, start + target.numel())
+        target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
+
+
+def digests(tensors: Sequence[Tensor]) -> Tensor:
+    found = [_digest(each.detach()) for each in tensors]
+    return torch.stack([each.to(found[0].device) for each in found])
+
+
+def _digest(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    nbytes = next(size for size in _WORDS if flat.nbytes % size == 0)
+    if flat.storage_offset() * flat.element_size() % nbytes:
+        flat = flat.clone()
+    words = flat.view(_WORDS[nbytes])
+    if words.numel() >= 2 * _COLUMNS:
+        # The number of rows is made odd: with an even one the highest bits of all rows could change and no sum would.
+        rest = _COLUMNS + words.numel() % (2 * _COLUMNS)
+        words = torch.cat([words[:rest].long(), words[rest:].view(-1, _COLUMNS).sum(0, dtype=torch.int64)])
+    z = words.long() + torch.arange(1, words.numel() + 1, device=x.device) * _MIX[0]
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX[1]  # without the sign, which a shift repeats
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX[2]
+    return (z ^ (z >> 31 & (1 << 33) - 1)).sum()
 
 
 def scatter_add_(out: Tensor, part: Sparse) -> None:

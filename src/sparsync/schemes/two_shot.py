@@ -40,7 +40,7 @@ from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.schemes.quantized import planned_quantized
-from sparsync.selection.exclusive import BlockCyclic, Contiguous
+from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values, check_values
 
 
@@ -80,7 +80,7 @@ class TwoShot(ErrorFeedbackScheme):
             mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
         n, rank = bucket.grad.numel(), comm.rank
-        regions = _regions_of(n, comm.size, self.density, self.values, acc.residual.device, acc.values.dtype)
+        regions = _regions_of(n, comm.size, self.density, self.values, acc.residual.device, acc.dtype)
         packets, kept = scatter_top_k(acc, regions, comm)
         senders = acc.values.new_ones(regions.rows[rank].length) if self.divide_by == "contributors" else None
         add_(acc.values, packets, regions, rank, senders)
@@ -120,11 +120,15 @@ class TwoShot(ErrorFeedbackScheme):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
         n, P = bucket.grad.numel(), comm.size
-        residual = self.feedback.residual(bucket, comm.rank).clone()
-        # Adjacent ones where all elements travel, and no position does.
-        regions = BlockCyclic(n, P) if self.density < 1 else Contiguous(spans(n, P))
-        regions.put_(residual, comm.rank, regions.of(residual, comm.rank) / P)
-        return residual
+        residual = self.feedback.residual(bucket, comm.rank)
+        if P == 1:
+            return residual
+        unsent = residual.clone()
+        if self.density < 1:
+            kernels.divide_rows_(unsent, BlockCyclic(n, P).rows(comm.rank, unsent.device), P)
+        else:  # adjacent ones, because no position travels
+            spans(n, P)[comm.rank].of(unsent).div_(P)
+        return unsent
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.divide_by != "ranks":
