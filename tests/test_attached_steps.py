@@ -328,14 +328,15 @@ def beside_the_loop() -> None:
         with pytest.warns(UserWarning, match="was skipped on all ranks"):
             scaler.step(training.optimizer)
         scaler.update()
-    with case("a handle that is dropped leaves the common weights"):
-        training = Training(wrapped=False)
-        training.step(0)
-        bare, common = training.bare, training.common()
-        assert not same(common, [each.detach() for each in bare.parameters()])
-        del training
-        gc.collect()
-        assert same(common, [each.detach() for each in bare.parameters()])
+    for wrapped in (False, True):
+        with case(f"a handle that is dropped leaves the common weights, wrapped={wrapped}"):
+            training = Training(wrapped)
+            training.step(0)
+            bare, common = training.bare, training.common()
+            assert not same(common, [each.detach() for each in bare.parameters()])
+            del training
+            gc.collect()
+            assert same(common, [each.detach() for each in bare.parameters()])
 
 
 def test_what_stands_beside_the_loop_changes_no_weights_in_silence() -> None:

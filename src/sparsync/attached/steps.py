@@ -26,11 +26,13 @@ class OwnGradients:
     """What DDP's hook has in the place of a handle that reduces: it hands back each bucket, with this rank's own gradients."""
 
     def __init__(self, handle: AdamWSteps, model: DistributedDataParallel) -> None:
-        self._handle, self._model = handle, weakref.ref(model)
+        # DDP holds its hook in C++, where no cycle is found; it is the optimizer that keeps the handle.
+        self._handle, self._model = weakref.ref(handle), weakref.ref(model)
 
     @property
     def closed(self) -> bool:
-        return self._handle.closed
+        handle = self._handle()
+        return handle is None or handle.closed
 
     def submit(self, bucket: GradBucket) -> Promised:
         """Return the future of the bucket itself."""
