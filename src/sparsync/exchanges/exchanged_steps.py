@@ -235,6 +235,11 @@ class ExchangedSteps(StepMethod):
         self._detached = True
         self.close()
 
+    def show_common(self) -> None:
+        """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
+        if self._shown is not None:
+            self._shown.show(common=True)
+
     def _check_own(self) -> None:
         if self._shown is not None:
             self._shown.show(common=False)
@@ -329,9 +334,12 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def stats(self) -> dict[str, int | float]:
+        common = self._shown is not None and self._shown.common
         if self._shown is not None:
             self._shown.show(common=False)
         found = super().stats()
+        if common:
+            self.show_common()
         return {**found, "exchanges": found["steps"] - found["skipped"]}
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
