@@ -35,8 +35,8 @@ def attach(
 
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
     on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state` loads
-    them, for any number of ranks; with `register_for_checkpointing(handle)` `save_state` raises ValueError. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not
-    trained with DDP.
+    them, for any number of ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises
+    ValueError. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:

@@ -5,7 +5,6 @@ the optimizer's own step, those of all ranks become one step of the weights; the
 not train, and `model.state_dict()`, have the common weights, which are the same on all ranks, and not a rank's own.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import innermost, is_fsdp2
+from sparsync.runtime.findings import innermost, is_fsdp2, reducing_wrappers
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -330,13 +328,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Raises TypeError for a model that is wrapped or sharded, ValueError for one without any.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
     for module in model.modules():
-        if isinstance(module, wrappers) or is_fsdp2(module):
+        if isinstance(module, reducing_wrappers()) or is_fsdp2(module):
             raise TypeError(
-                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step; local steps need the whole "
-                "model on each rank: pass the bare module"
+                f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step; pass the bare module, of "
+                "which each rank has the whole"
             )
     found = dict(trained(model))
     if not found:
