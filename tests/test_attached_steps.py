@@ -196,32 +196,6 @@ def test_a_loss_scaler_is_stepped_as_ever_and_all_ranks_skip_the_step_that_one_o
     run(loss_scaled, P)
 
 
-def resumed(folder: Path) -> None:
-    whole, first, second = Training(wrapped=True), Training(wrapped=True), Training(wrapped=False)
-    for number in range(STEPS):
-        whole.step(number)
-    for number in range(4):
-        first.step(number)
-    sparsync.checkpoint.save(first.handle, folder)
-    dist.barrier()
-    saved = {
-        "model": first.bare.state_dict(),
-        "optimizer": first.optimizer.state_dict(),
-        "schedule": first.schedule.state_dict(),
-    }
-    second.bare.load_state_dict(saved["model"])
-    second.optimizer.load_state_dict(saved["optimizer"])
-    second.schedule.load_state_dict(saved["schedule"])
-    sparsync.checkpoint.load(second.handle, folder)
-    for number in range(4, STEPS):
-        second.step(number)
-    assert same(whole.common(), second.common())
-
-
-def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    run(resumed, P, folder=tmp_path)
-
-
 def with_closures() -> None:
     plain, closed = Training(wrapped=True), Training(wrapped=True)
     for number in range(3):
@@ -430,21 +404,6 @@ class ShardedTraining(Training):
         """Return the common weights of whole parameters, on all ranks."""
         saved = self.model.state_dict()
         return [saved[name].full_tensor() for name, _ in self.bare.named_parameters()]
-
-
-def sharded_over_one() -> None:
-    bare, sharded = Training(wrapped=False), ShardedTraining(P, 1)
-    assert sharded.handle.exchange == Steps()
-    for number in range(STEPS):
-        bare.step(number)
-        sharded.step(number)
-    assert bare.norms == sharded.norms
-    assert same(bare.common(), sharded.common())
-
-
-@pytest.mark.slow
-def test_replicas_of_fsdp2_with_one_shard_take_the_steps_of_bare_modules() -> None:
-    run(sharded_over_one, P)
 
 
 def sharded(folder: Path) -> None:
