@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sparsync
 from helpers.distributed import case, run
@@ -302,6 +303,16 @@ def beside_the_loop() -> None:
         with pytest.warns(UserWarning, match="was skipped on all ranks"):
             scaler.step(training.optimizer)
         scaler.update()
+    with case("a handle that is collected while an optimizer steps"):
+        training, dropped = Training(wrapped=False), [Training(wrapped=False)]
+
+        def drop(*_: object) -> None:
+            dropped.clear()
+            gc.collect()
+
+        hook = register_optimizer_step_pre_hook(drop)
+        training.step(0)
+        hook.remove()
     for wrapped in (False, True):
         with case(f"a handle that is dropped leaves the common weights, wrapped={wrapped}"):
             training = Training(wrapped)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +38,7 @@ class Net(nn.Module):
         return self.last(self.later(self.first(self.frozen(x)).tanh()).tanh())
 
 
-def sharded(net: Net, shards: int) -> nn.Module:
+def sharded(net: Net, shards: int) -> Any:  # Any: an FSDPModule, which torch does not type as a module
     mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
     for layer in (net.first, net.later, net.last):
         fully_shard(layer, mesh=mesh)
@@ -72,11 +72,11 @@ def compiled(net: Net) -> Any:
     return torch.compile(net, backend="eager")
 
 
-def fsdp2(net: Net) -> nn.Module:
+def fsdp2(net: Net) -> Any:
     return sharded(net, 1)
 
 
-def hsdp(net: Net) -> nn.Module:
+def hsdp(net: Net) -> Any:
     return sharded(net, 2)
 
 

@@ -39,7 +39,7 @@ def doctor(
         choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate)), Steps
     )
     if isinstance(model, DistributedDataParallel):
-        found = [*_ddp(model, scheme), *([] if steps else findings.optimizers(optimizer, scheme))]
+        found = [*_ddp(model, scheme), *(() if steps else _of_gradients(model, scheme, optimizer))]
     elif fsdp:
         from sparsync.attached import fsdp2_doctor  # loads torch's FSDP
 
@@ -74,12 +74,17 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
     if getattr(model, "static_graph", False):
         what = "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()"
         yield Finding(what, "leave static_graph out if you use no_sync()")
-    for name, _ in findings.sparse_embeddings(model.module):
-        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
-        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
     yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
+
+
+def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Optimizer | None) -> Iterator[Finding]:
+    """Find what does not suit the exchange of gradients."""
+    for name, _ in findings.sparse_embeddings(model.module):
+        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
+        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
+    yield from findings.optimizers(optimizer, scheme)
 
 
 def _hook(model: DistributedDataParallel) -> Finding | None:

@@ -7,7 +7,7 @@ not train, and `model.state_dict()`, have the common weights, which are the same
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -120,9 +120,9 @@ class TakenOptimizer:
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
-        another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
-        weakref.finalize(self, another.remove)
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        _refuse_others()
+        _TAKEN.add(self)
         setattr(optimizer, _SUPPORTS_SCALING, True)
         self.hold_state()
 
@@ -143,6 +143,7 @@ class TakenOptimizer:
 
     def release(self) -> None:
         """Let the optimizer take its own steps from here on."""
+        _TAKEN.discard(self)
         for hook in self._hooks:
             hook.remove()
         vars(self._optimizer).pop(_SUPPORTS_SCALING, None)
@@ -307,11 +308,20 @@ class _AfterStateDict(_Hook):
             shown.put_common(module, state, prefix)
 
 
-def _refuse_another(taken: "weakref.ref[TakenOptimizer]", optimizer: Optimizer, *_: object) -> None:
-    """Raise RuntimeError where another optimizer steps parameters whose steps are exchanged: ranks would part."""
-    if (found := taken()) is None or found.is_of(optimizer):
-        return
-    if found.has(each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+_TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
+
+
+@cache
+def _refuse_others() -> None:
+    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a handle may be collected."""
+    register_optimizer_step_pre_hook(_refuse_another)
+
+
+def _refuse_another(optimizer: Optimizer, *_: object) -> None:
+    """Raise RuntimeError where an optimizer steps parameters for which another one was taken: ranks would part."""
+    others = [each for each in _TAKEN if not each.is_of(optimizer)]
+    stepped = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if any(each.has(stepped) for each in others):
         raise RuntimeError(
             f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would exchange "
             "that; call detach() on the handle, and attach with this optimizer"
