@@ -24,7 +24,7 @@ from sparsync.exchanges.local_options import MEASURED, LocalStepsOptions
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica
-from sparsync.runtime.findings import with_inner
+from sparsync.runtime.findings import steps_in_backward, with_inner
 from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
@@ -259,7 +259,8 @@ class LocalSteps(StepMethod, options=LocalStepsOptions):
         return exchange.reports
 
     def _adopt(self) -> list[str]:
-        changed = [] if self._optimized else self._weights.adopt_changed()
+        optimized = self._optimized or steps_in_backward(self.model)
+        changed = [] if optimized else self._weights.adopt_changed()
         self._adopted.update(changed)
         with torch.no_grad():
             for exchange in self._exchanger.pending.values() if changed else ():
