@@ -118,7 +118,7 @@ def is_fsdp2(model: nn.Module) -> bool:
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def reducing_wrappers() -> tuple[type[nn.Module], ...]:
+def reducing_wrappers() -> tuple[type, ...]:
     """Return the classes of modules whose gradients torch reduces whole, besides FSDP2's. Loads none of them."""
     fsdp, replicate = (sys.modules.get(f"torch.distributed.{each}") for each in ("fsdp", "_composable.replicate"))
     # HACK: torch exports `replicate`, and not the class that it makes of a module. Price: its name may change; tests refuse one.
