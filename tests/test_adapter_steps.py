@@ -113,7 +113,9 @@ def by_lightning(folder: Path) -> tuple[Found, Found]:
         )
         trainer.fit(module, ckpt_path=goes_on_from)
         trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-        return seen(module, callback.handle)
+        found = seen(module, callback.handle)
+        assert all(torch.equal(each, found[f"network.{name}"]) for name, each in module.network.state_dict().items())
+        return found
 
     as_torchrun()
     whole = trained(2)

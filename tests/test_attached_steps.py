@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sparsync
 from helpers.distributed import case, run
@@ -196,32 +197,6 @@ def test_a_loss_scaler_is_stepped_as_ever_and_all_ranks_skip_the_step_that_one_o
     run(loss_scaled, P)
 
 
-def resumed(folder: Path) -> None:
-    whole, first, second = Training(wrapped=True), Training(wrapped=True), Training(wrapped=False)
-    for number in range(STEPS):
-        whole.step(number)
-    for number in range(4):
-        first.step(number)
-    sparsync.checkpoint.save(first.handle, folder)
-    dist.barrier()
-    saved = {
-        "model": first.bare.state_dict(),
-        "optimizer": first.optimizer.state_dict(),
-        "schedule": first.schedule.state_dict(),
-    }
-    second.bare.load_state_dict(saved["model"])
-    second.optimizer.load_state_dict(saved["optimizer"])
-    second.schedule.load_state_dict(saved["schedule"])
-    sparsync.checkpoint.load(second.handle, folder)
-    for number in range(4, STEPS):
-        second.step(number)
-    assert same(whole.common(), second.common())
-
-
-def test_a_training_that_is_resumed_without_ddp_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    run(resumed, P, folder=tmp_path)
-
-
 def with_closures() -> None:
     plain, closed = Training(wrapped=True), Training(wrapped=True)
     for number in range(3):
@@ -329,14 +304,25 @@ def beside_the_loop() -> None:
         with pytest.warns(UserWarning, match="was skipped on all ranks"):
             scaler.step(training.optimizer)
         scaler.update()
-    with case("a handle that is dropped leaves the common weights"):
-        training = Training(wrapped=False)
+    with case("a handle that is collected while an optimizer steps"):
+        training, dropped = Training(wrapped=False), [Training(wrapped=False)]
+
+        def drop(*_: object) -> None:
+            dropped.clear()
+            gc.collect()
+
+        hook = register_optimizer_step_pre_hook(drop)
         training.step(0)
-        bare, common = training.bare, training.common()
-        assert not same(common, [each.detach() for each in bare.parameters()])
-        del training
-        gc.collect()
-        assert same(common, [each.detach() for each in bare.parameters()])
+        hook.remove()
+    for wrapped in (False, True):
+        with case(f"a handle that is dropped leaves the common weights, wrapped={wrapped}"):
+            training = Training(wrapped)
+            training.step(0)
+            bare, common = training.bare, training.common()
+            assert not same(common, [each.detach() for each in bare.parameters()])
+            del training
+            gc.collect()
+            assert same(common, [each.detach() for each in bare.parameters()])
 
 
 def test_what_stands_beside_the_loop_changes_no_weights_in_silence() -> None:
@@ -430,21 +416,6 @@ class ShardedTraining(Training):
         """Return the common weights of whole parameters, on all ranks."""
         saved = self.model.state_dict()
         return [saved[name].full_tensor() for name, _ in self.bare.named_parameters()]
-
-
-def sharded_over_one() -> None:
-    bare, sharded = Training(wrapped=False), ShardedTraining(P, 1)
-    assert sharded.handle.exchange == Steps()
-    for number in range(STEPS):
-        bare.step(number)
-        sharded.step(number)
-    assert bare.norms == sharded.norms
-    assert same(bare.common(), sharded.common())
-
-
-@pytest.mark.slow
-def test_replicas_of_fsdp2_with_one_shard_take_the_steps_of_bare_modules() -> None:
-    run(sharded_over_one, P)
 
 
 def sharded(folder: Path) -> None:

@@ -262,7 +262,7 @@ def tried(trials: list[Trial]) -> dict[str, str]:
 QUICK = [
     made("kill", "reducer", when="select"),
     made("freeze", "local_steps", "two_shot", when="message", victim=0),
-    made("leave", "adamw_steps", "dense"),
+    made("leave", "steps", "dense"),
     made("delay", "ddp", "oktopk", when="apply"),
     made("raise", "ddp", "micro", when="encode"),
     made("raise_late", "reducer", "dense", when="late"),
@@ -271,7 +271,7 @@ QUICK = [
     made("other_rate", "local_steps_delayed", "topk", when="setup", detail=ONE),
     made("frozen", "ddp", "two_shot", when="setup", detail=ONE),
     made("loaded_late", "fsdp_replicate", "oktopk", when="setup", detail=ONE),
-    made("loaded_late", "adamw_steps", "two_shot", when="setup", detail=ALL),
+    made("loaded_late", "steps", "two_shot", when="setup", detail=ALL),
     made("forked_gc", "ddp", "exdyna", when="setup"),
     made("retry_after_error", "reducer", "micro", when="late"),
 ]
@@ -288,6 +288,6 @@ def test_one_trial_of_each_kind_ends_as_it_should() -> None:
 def test_no_rank_hangs_crashes_or_goes_on_as_if_nothing_had_happened() -> None:
     # Not the sharded axis, whose forward pass is torch's own, and no comparisons, which have tests of their own.
     named = ["kill", "freeze", "leave", "delay", "raise", "raise_at_message", "raise_late", "nan", *DIFFERENT]
-    where = ["ddp", "reducer", "local_steps", "local_steps_delayed", "adamw_steps", "fsdp_replicate"]
+    where = ["ddp", "reducer", "local_steps", "local_steps_delayed", "steps", "fsdp_replicate"]
     found = tried(drawn(1, 40, [*named, *where]))
     assert not {label: why for label, why in found.items() if not label.startswith(("wrong", "missed"))}

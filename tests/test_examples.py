@@ -125,6 +125,23 @@ def test_the_commands_of_the_examples_work(package: str, command: list[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.parametrize(("name", "ranks"), [("two_lines_ddp.py", 2), ("two_lines_hsdp.py", 4)])
+def test_a_script_learns_with_its_two_lines_as_it_does_without_them(name: str, ranks: int, tmp_path: Path) -> None:
+    sparse, plain = EXAMPLES / name, tmp_path / "plain.py"
+    lines = sparse.read_text().splitlines(keepends=True)
+    ours = [line.strip() for line in lines if "sparsync" in line]
+    assert ours[0] == "import sparsync"
+    assert ours[1].startswith("sparsync.attach(")
+    assert len(ours) == 2
+    plain.write_text("".join(line for line in lines if line.strip() not in ours))
+    found = [run([*TORCHRUN[:-1], f"--nproc-per-node={ranks}", str(script)]) for script in (plain, sparse)]
+    dense, own = (set(re.findall(r"^rank \d: loss (\S+)$", text, re.MULTILINE)) for text in found)
+    assert len(dense) == len(own) == 1  # all ranks evaluate the same weights
+    assert float(own.pop()) < 2 * float(dense.pop()) < 0.01  # 0.1 before the training
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @builds
 def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_path: Path) -> None:
     plain = EXAMPLES / "plain_ddp.py"

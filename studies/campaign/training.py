@@ -109,10 +109,8 @@ class ModelTraining:
         out = self.model(x)
         (out - x[:, : out.shape[1]]).square().sum().backward()
         self._reduce()
-        if self.trial.integration.startswith(("local_steps", "adamw_steps")):
-            if self.trial.integration != "adamw_steps":
-                self.optimizer.step()
-        elif self.trial.fault != "nan" or self._all_finite():
+        # Where weights or steps are exchanged, not finite ones are found there.
+        if self.trial.fault != "nan" or "steps" in self.trial.integration or self._all_finite():
             self.optimizer.step()
         if self._after is not None:
             self._after()
@@ -218,8 +216,9 @@ class ModelTraining:
             for name, rate in zip(names, rates, strict=True)
         ]
 
-    def _sgd(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self._groups(), lr=RATE)
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW if self.trial.integration.startswith("steps") else torch.optim.SGD
+        return made(self._groups(), lr=RATE)
 
     def _all_finite(self) -> bool:
         """Return what a loss scaler finds: whether the gradients of all ranks are finite."""
@@ -231,43 +230,65 @@ class ModelTraining:
             dist.all_reduce(bad)
         return not bad.item()
 
-    def _ddp(self) -> None:
+    def _wrapped_by_ddp(self) -> DistributedDataParallel:
         # Without torch's own comparison of the models, which costs another wait; the weights are the same by their seed.
         # Without it, DDP itself waits for the gradients of a layer that is frozen later.
         unused = self.trial.fault == "frozen"
-        ddp = DistributedDataParallel(
+        self.optimizer = self._made_optimizer()
+        return DistributedDataParallel(
             self.model, bucket_cap_mb=BUCKET_MB, init_sync=False, find_unused_parameters=unused
         )
-        self.optimizer = self._sgd()
+
+    def _ddp(self) -> None:
+        ddp = self._wrapped_by_ddp()
         self.handle = sparsync.attach(
             ddp, self.scheme, optimizer=self.optimizer, **self._options, join_mb=0, dense_below=0
         )
         self.model = ddp
 
     def _reducer(self) -> None:
-        self.optimizer = self._sgd()
+        self.optimizer = self._made_optimizer()
         reducer = sparsync.GradientReducer(self.model, self.scheme, optimizer=self.optimizer, **self._options)
         self.handle, self._reduce = reducer, reducer.reduce
 
     def _local_steps(self) -> None:
-        self.optimizer = self._sgd()
+        self.optimizer = self._made_optimizer()
         delay = int(self.trial.integration.endswith("_delayed"))
         steps = LocalTraining(self.model, self.optimizer, self.scheme, every=2, delay=delay, **self._options)
         self.handle, self._after, self._finish, self.common = steps, steps.step, steps.flush, steps.averaged
 
-    def _adamw_steps(self) -> None:
-        self.optimizer = torch.optim.AdamW(self._groups(), lr=RATE)
-        steps = sparsync.AdamWSteps(self.model, self.optimizer, self.scheme, **self._options)
-        self.handle, self._after, self.common = steps, steps.step, steps.averaged
+    def _steps(self) -> None:
+        self.optimizer = self._made_optimizer()
+        self._attach_steps(self.model)
+
+    def _steps_ddp(self) -> None:
+        ddp = self._wrapped_by_ddp()
+        self._attach_steps(ddp)
+        self.model = ddp
+
+    def _steps_fsdp(self) -> None:
+        self._attach_steps(self.model, replicate=self._replicas())
+
+    def _attach_steps(self, model: nn.Module, **options: Any) -> None:  # Any: arguments of attach
+        handle = sparsync.attach(
+            model, self.scheme, optimizer=self.optimizer, exchange=sparsync.Steps(), **self._options, **options
+        )
+        assert isinstance(handle, sparsync.AdamWSteps)
+        self.handle, self.common = handle, handle.averaged
 
     def _fsdp_replicate(self) -> None:
+        replicas = self._replicas()
+        self.handle = sparsync.attach(
+            self.model, self.scheme, replicate=replicas, optimizer=self.optimizer, **self._options
+        )
+
+    def _replicas(self) -> Any:  # Any: as in `_sharded`
+        """Shard the model over one rank, and return the axis of the copies."""
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (self.trial.ranks, 1), mesh_dim_names=("replicate", "shard"))
         self._sharded(mesh["shard"])
-        self.handle = sparsync.attach(
-            self.model, self.scheme, replicate=mesh["replicate"], optimizer=self.optimizer, **self._options
-        )
+        return mesh["replicate"]
 
     def _fsdp_shard(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -280,7 +301,7 @@ class ModelTraining:
 
         for module in (self.model.get_submodule("first"), self.model.get_submodule("second"), self.model):
             fully_shard(module, mesh=mesh)
-        self.optimizer = self._sgd()
+        self.optimizer = self._made_optimizer()
 
 
 def _local(x: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ TRAININGS = {
     "reducer": "GradientReducer",
     "local_steps": "LocalSteps",
     "local_steps_delayed": "LocalSteps, delay=1",
-    "adamw_steps": "AdamWSteps",
+    "steps": "attach, steps, bare module",
+    "steps_ddp": "attach, steps, DistributedDataParallel",
+    "steps_fsdp": "attach, steps, FSDP2, replicate axis",
     "fsdp_replicate": "attach, FSDP2, replicate axis",
     "fsdp_shard": "attach, FSDP2, shard axis",
 }

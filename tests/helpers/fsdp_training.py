@@ -100,8 +100,8 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     every = everywhere(torch.cat([each.flatten() for each in padded]), mesh.get_group(mesh.ndim - 1))
     shards = zip(*(each.split([part.numel() for part in padded]) for each in every), strict=True)
     return {
-        name: torch.cat([shard.view_as(part) for shard in parts], dim).narrow(dim, 0, length)
-        for name, part, (dim, length), parts in zip(grads, padded, cut, shards, strict=True)
+        name: torch.cat([shard.view_as(part) for shard in parts], dim).narrow(dim, 0, length).to(part.dtype)
+        for name, part, (dim, length), parts in zip(grads, padded, cut, shards, strict=True)  # of several types
     }
 
 

@@ -20,8 +20,10 @@ from integrations.situations import (
     as_in_memory,
     both_same_on_all_ranks,
     common,
+    same_of_the_others,
     same_on_all_ranks,
     trained,
+    unfrozen,
 )
 from integrations.table import Case, refusals, trial
 from sparsync.attached import checkpoint
@@ -94,6 +96,11 @@ def uneven_as_expected(id: str, ranks: list[RankRecord]) -> None:
     wanted = expected(id, 2, ranks[0].steps, NAMES, zero_afterwards)
     ranks[0].check(wanted.grads, wanted.residuals[0])
     ranks[1].check(wanted.grads[:BATCHES], wanted.residuals[1])
+
+
+def warned_of_late(id: str, ranks: list[tuple[RankRecord, Tensor, bool]]) -> None:
+    same_of_the_others(id, [done for done, _, _ in ranks], keys=())
+    assert all(warned for _, _, warned in ranks)
 
 
 def two_at_once(id: str) -> list[RankRecord]:
@@ -185,6 +192,10 @@ CASES: dict[str, Case] = common(Attached, as_in_memory, **STABLE) | {
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         "an unused parameter counts as zero, and one that no rank uses keeps its gradient",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used)),
+    ),
+    "parameters that are trained later": Case(
+        "DDP does not reduce them, and attach warns",
+        trial(partial(unfrozen, integration=partial(Attached, **STABLE)), warned_of_late),
     ),
     "ranks that run out of data (join)": Case(
         "the gradients of a joined rank count as zero", trial(uneven, uneven_as_expected)

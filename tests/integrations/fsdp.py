@@ -82,6 +82,29 @@ def frozen(id: str, axis: Axis) -> Done:
     return trained(Sharding(id, axis, frozen=FROZEN))
 
 
+def unfrozen(id: str, axis: Axis) -> Done:
+    training = Sharding(id, axis, frozen=FROZEN)
+    trained(training, 0, STEPS // 2)
+    for name in FROZEN:
+        training.net.get_parameter(name).requires_grad_(True)
+    return trained(training, STEPS // 2, STEPS // 2)
+
+
+def reduced_later(id: str, ranks: list[Done]) -> None:
+    for rank in ranks:
+        assert rank.rows[0].keys() == SHAPES.keys() - set(FROZEN)
+        for name in SHAPES:
+            assert same_bits(rank.rows[-1][name], ranks[0].rows[-1][name]), name
+
+
+def tied(id: str, axis: Axis) -> Done:
+    return trained(Sharding(id, axis, layered=False, tied=True))
+
+
+def of_tied(rank: int, step: int, name: str) -> Tensor:
+    return known(rank, step, name) + (known(rank, step, "last.bias") if name == "first.bias" else 0)
+
+
 def two_at_once(id: str, axis: Axis) -> list[Done]:
     both = [Sharding(id, axis), Sharding(OTHER, axis)]
     for step in range(STEPS):
@@ -267,6 +290,12 @@ def cases(axis: Axis) -> dict[str, Case]:
             frozen,
             claim=SAME,
             judge=partial(same_on_all_ranks, axis=axis, frozen=FROZEN),
+        ),
+        "parameters that are trained later": case(unfrozen, claim="they are reduced from then on", judge=reduced_later),
+        "parameters that share their weights": case(
+            tied,
+            claim="in one module",
+            judge=partial(same_on_all_ranks, axis=axis, gradient=of_tied, frozen=["last.bias"]),
         ),
         "ranks that run out of data (join)": absent("FSDP2 has no join(): all ranks take part in every forward pass"),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards"),

@@ -57,6 +57,7 @@ class Sharding:
         scaler: GradScaler | None = None,
         mesh: DeviceMesh | None = None,
         frozen: Sequence[str] = (),
+        tied: bool = False,
     ) -> None:
         mesh = mesh or _mesh(range(dist.get_world_size()), axis)
         self.options: dict[str, Any] = {"scaler": scaler}
@@ -64,6 +65,8 @@ class Sharding:
             self.options["replicate"] = mesh["replicate"]
         self.rank = mesh["shard" if axis == "shard" else "replicate"].get_local_rank()
         self.model = self.net = Net()
+        if tied:
+            self.net.last.bias = self.net.first.bias
         for name, parameter in self.net.named_parameters():
             parameter.data = parameter.data.to((dtypes or {}).get(name, torch.float32))
             parameter.requires_grad_(name not in frozen)

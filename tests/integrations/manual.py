@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.ddp_training import COUNT, TIMEOUT_S, N, RankRecord
 from helpers.known_gradients import BucketsNoted, KnownGradients, row
 from integrations.attach import BATCHES, nothing, of_used, zero_afterwards
-from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained
+from integrations.situations import SAME, STEPS, common, same_on_all_ranks, trained, unfrozen
 from integrations.table import Case, absent, refusals, trial
+from invariants.world import same_bits
 from sparsync import GradientReducer
 from sparsync.attached import checkpoint
 from test_ddp import used
@@ -77,6 +78,13 @@ def in_part(id: str) -> RankRecord:
     return training.done()
 
 
+def reduced_later(id: str, ranks: list[tuple[RankRecord, Tensor, bool]]) -> None:
+    for done, late, warned in ranks:
+        assert same_bits(done.grads, ranks[0][0].grads)
+        assert same_bits(late, ranks[0][1])
+        assert not warned
+
+
 def uneven(id: str) -> RankRecord:
     training = Manual(id)
     for step in range(STEPS):
@@ -120,6 +128,9 @@ CASES: dict[str, Case] = common(Manual, torch.flatten, KEYS) | {
     "parameters that ranks do not use (find_unused_parameters=True)": Case(
         "an unused parameter counts as zero, and one that no rank uses gets zero",
         trial(in_part, partial(same_on_all_ranks, gradient=of_used, keys=KEYS)),
+    ),
+    "parameters that are trained later": Case(
+        "they are reduced from then on", trial(partial(unfrozen, integration=Manual), reduced_later)
     ),
     "ranks that run out of data (join)": Case(
         "a rank without data continues to call and counts as zero",

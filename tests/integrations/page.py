@@ -11,7 +11,9 @@ PART = "what works"
 INTEGRATIONS: dict[str, Mapping[str, Case]] = {
     "`attach`, DDP": attach.CASES,
     "`GradientReducer`": manual.CASES,
-    "`AdamWSteps`": steps.ADAMW,
+    "`Steps`, bare module": steps.BARE,
+    "`Steps`, DDP": steps.DDP,
+    "`Steps`, FSDP2 replicas": steps.REPLICAS,
     "`LocalSteps`": steps.LOCAL,
     "`attach`, FSDP2 shard axis": fsdp.SHARDS,
     "`attach`, FSDP2 replicate axis": fsdp.REPLICAS,
@@ -29,8 +31,9 @@ _TORCH = torch.__version__.split("+")[0]
 _HEAD = f"""`python -m studies integrations` runs every cell with real processes over gloo on CPU and torch {_TORCH}:
 {len(SITUATIONS)} situations, {len(INTEGRATIONS)} integrations and {len(SCHEMES)} schemes ({", ".join(SCHEMES)}).
 
-- *works*: gradients and residuals (for `AdamWSteps` and `LocalSteps` also own and common weights) are bit-identical on all ranks to
-  those of the same scheme in a `LocalWorld`. A note says what else was checked. Unless a note names schemes, it holds for all of them.
+- `attach` and `GradientReducer` exchange gradients, in columns without another word. `Steps` are exchanged of AdamW.
+- *works*: gradients and residuals (for `Steps` and `LocalSteps` also own and common weights) are bit-identical on all ranks to those of
+  the same scheme in a `LocalWorld`. A note says what else was checked. Unless a note names schemes, it holds for all of them.
 - *refused*: the integration raises on all ranks before anything is sent. The note is the reason.
 - *-*: the situation does not arise. The note says why.
 

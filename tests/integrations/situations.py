@@ -1,5 +1,6 @@
 """Situations that are the same behind every integration: a training made by `integration(id, ...)`, and the check of what it did."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -95,6 +96,7 @@ def common(
             accumulated, partial(same_on_all_ranks, gradient=of_three, keys=keys), SAME
         ),
         "frozen parameters": case(frozen, partial(same_of_the_others, keys=keys), SAME),
+        "parameters that share their weights": case(tied, partial(same_of_tied, keys=keys)),
         "sparse embeddings": case(
             sparse,
             sparse_mean_on_all_ranks,
@@ -169,6 +171,51 @@ def frozen(id: str, integration: Make) -> RankRecord:
 
 def same_of_the_others(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
     wanted = expected(id, len(ranks), ranks[0].steps, TRAINED, known, keys)
+    for rank, residual in zip(ranks, wanted.residuals, strict=True):
+        rank.check(wanted.grads, residual)
+
+
+def unfrozen(id: str, integration: Make) -> tuple[RankRecord, Tensor, bool]:
+    """Train some parameters from half of the training on; return what else was reduced, the last of these, and whether it warned."""
+    model = KnownGradients(COUNT, N)
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    training = integration(id, model=model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for name in FROZEN if step == STEPS // 2 else ():
+                model.get_parameter(name).requires_grad_(True)
+            training.step(model.inputs(training.rank, step))
+    done = training.done()
+    of_name = done.grads.view(len(done.grads), COUNT, N)
+    late = of_name[-1, [NAMES.index(name) for name in FROZEN]]
+    done.grads = of_name[:, [NAMES.index(name) for name in TRAINED]].flatten(1)
+    return done, late, any("came to be trained after" in str(each.message) for each in caught)
+
+
+class Tied(KnownGradients):
+    """The head's weight is the embedding's, with twice its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(COUNT, N)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(inputs) + (self.head.weight * inputs["embed.weight"]).sum()
+
+
+def tied(id: str, integration: Make) -> RankRecord:
+    return trained(integration(id, model=Tied()))
+
+
+def of_tied(rank: int, step: int, name: str) -> Tensor:
+    return known(rank, step, name) * (2 if name == "embed.weight" else 1)
+
+
+def same_of_tied(id: str, ranks: list[RankRecord], keys: Sequence[str]) -> None:
+    names = [name for name in NAMES if name != "head.weight"]
+    wanted = expected(id, len(ranks), ranks[0].steps, names, of_tied, keys)
     for rank, residual in zip(ranks, wanted.residuals, strict=True):
         rank.check(wanted.grads, residual)
 

@@ -1,28 +1,33 @@
-"""The integrations `AdamWSteps` and `LocalSteps`: each training in processes and in a LocalWorld, which must give the same bits."""
+"""The integrations of `Steps` and `LocalSteps`: each training in processes and in a LocalWorld, which must give the same bits."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from helpers.ddp_training import COUNT, NAMES, TIMEOUT_S, N
 from helpers.distributed import run
 from helpers.known_gradients import KnownGradients, row
-from integrations.attach import BATCHES
+from integrations.attach import BATCHES, with_mixed_precision, with_python_reducer
 from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
 from integrations.situations import (
     OTHER,
     STEPS,
     ChannelsLast,
+    Tied,
     Words,
     of_bfloat16,
     of_three,
@@ -30,7 +35,7 @@ from integrations.situations import (
 )
 from integrations.table import SAME, Case, TrialVerdict, absent, refusals, trial
 from invariants.world import same_bits
-from sparsync import AdamWSteps, LocalWorld
+from sparsync import AdamWSteps, LocalWorld, Steps, attach
 from sparsync.attached import checkpoint
 from sparsync.core import Comm
 from sparsync.exchanges.local_steps import LocalTraining
@@ -41,7 +46,7 @@ EVERY = 2  # steps between two exchanges of LocalTraining
 LEFT = 2  # the step from which on no rank has a gradient of the parameters that are LATE
 LATE = ("block2.weight", "block5.bias")
 NEVER = ("embed.weight", UNUSED)
-OPTION = absent("an option of DistributedDataParallel; this integration takes the bare module")
+OPTION = absent("an option of DistributedDataParallel")
 
 
 @dataclass
@@ -83,15 +88,24 @@ class SteppedTraining:
         """Take a step with the gradients that are there."""
         raise NotImplementedError
 
+    def take_nothing(self) -> None:
+        """Take a step of a rank that has no data."""
+        self.steps.step()
+
     def step(self, inputs: Any = None) -> None:  # Any: what the model takes; None: a rank that has no data
         self.accumulate([] if inputs is None else [inputs])
 
     def accumulate(self, parts: Sequence[Any]) -> None:
         self.model.zero_grad()
-        for part in parts:
-            self.forward(part).backward()
-        self.take() if parts else self.steps.step()
+        for number, part in enumerate(parts, 1):
+            with self.waiting() if number < len(parts) else nullcontext():
+                self.forward(part).backward()
+        self.take() if parts else self.take_nothing()
         self.record()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return what a loop puts around all but the last backward pass of a step."""
+        return nullcontext()
 
     def record(self) -> None:
         self.seen.own.append(self.weights())
@@ -101,7 +115,7 @@ class SteppedTraining:
         self.seen.residual.append({name: residual[name].clone() for name in sorted(residual)})
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: each.detach().flatten().clone() for name, each in self.model.named_parameters()}
+        return {name: _local(each.detach()).flatten().clone() for name, each in self.model.named_parameters()}
 
     def train(self, first: int = 0, steps: int = STEPS) -> StepsSeen:
         for step in range(first, first + steps):
@@ -110,18 +124,80 @@ class SteppedTraining:
 
 
 class ByAdamW(SteppedTraining):
+    """By `attach` to a bare module, in a loop of plain torch; in a LocalWorld by AdamWSteps."""
+
+    optimizer: torch.optim.AdamW
+
     def made(self, settings: dict[str, Any]) -> AdamWSteps:
+        options: dict[str, Any] = {"block": 16, "measure_every": 2, "bucket_mb": settings.pop("bucket_mb")}
+        comm, group, wrapping = settings.pop("comm"), settings.pop("group"), settings.pop("wrapping", {})
+        if comm is None:
+            self.forward = self.wrapped(group, **wrapping)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5)
-        return AdamWSteps(self.model, self.optimizer, self.scheme, block=16, measure_every=2, **settings)
+        if comm is not None:
+            return AdamWSteps(self.model, self.optimizer, self.scheme, comm=comm, **options, **settings)
+        steps = attach(self.forward, self.scheme, optimizer=self.optimizer, exchange=Steps(**options), **settings)
+        assert isinstance(steps, AdamWSteps)
+        return steps
+
+    def wrapped(self, group: dist.ProcessGroup | None) -> nn.Module:
+        return self.model
 
     def take(self, scaler: GradScaler | None = None) -> None:
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        self.steps.step()
+        self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
+
+    def take_nothing(self) -> None:
+        self.take()
+
+
+class UnderDdp(ByAdamW):
+    def wrapped(self, group: dist.ProcessGroup | None, **wrapping: Any) -> nn.Module:  # Any: DDP's arguments
+        return DistributedDataParallel(self.model, process_group=group, **wrapping)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self.forward.no_sync() if isinstance(self.forward, DistributedDataParallel) else nullcontext()
+
+
+class ByReplicas(ByAdamW):
+    """With one shard for each replica, and a unit for each pair of parameters."""
+
+    def wrapped(
+        self, group: dist.ProcessGroup | None
+    ) -> Any:  # Any: an FSDPModule, which torch does not type as a module
+        ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+        mesh = DeviceMesh("cpu", torch.tensor(ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
+        if isinstance(self.model, Tied):  # FSDP2 wants what is shared in one unit
+            return fully_shard(self.model, mesh=mesh)
+        for pair in self.model.children():
+            pair.forward = partial(_of_pair, pair)
+            fully_shard(pair, mesh=mesh)
+        self.model.forward = partial(_of_pairs, self.model)
+        return fully_shard(self.model, mesh=mesh)
+
+
+def _of_pair(pair: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    parts = [(pair.get_parameter(name) * x).sum() for name, x in inputs.items()]
+    return torch.stack(parts).sum()
+
+
+def _of_pairs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return what the model does, by a forward pass of each pair whose gradients are wanted."""
+    total = torch.zeros(())
+    for name, pair in model.named_children():
+        if own := {key.removeprefix(f"{name}."): x for key, x in inputs.items() if key.startswith(f"{name}.")}:
+            total = total + pair(own)
+    return total
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Locally(SteppedTraining):
     def made(self, settings: dict[str, Any]) -> LocalTraining:
+        settings.pop("scaler", None)
+        settings.pop("wrapping", None)
         self.optimizer: Optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=0.125)  # torch's AdamW takes no sparse gradients
             if isinstance(self.model, Words)
@@ -173,6 +249,9 @@ def at_once(id: str, make: Make) -> StepsSeen:
     return training.seen
 
 
+UNUSED_FOUND = {"find_unused_parameters": True}  # of DDP
+
+
 def in_part(id: str, make: Make) -> StepsSeen:
     """Some parameters are left out by one of two ranks, one always and one from a step on by both."""
     training = make(id)
@@ -194,6 +273,23 @@ def frozen(id: str, make: Make) -> StepsSeen:
             training.model.get_parameter(name).requires_grad_(False).grad = None
         training.step(training.model.inputs(training.rank, step))
     return training.seen
+
+
+def unfrozen(id: str, make: Make) -> StepsSeen:
+    """Some parameters are trained from a step on."""
+    model = KnownGradients(COUNT, N)
+    for name in NEVER:
+        model.get_parameter(name).requires_grad_(False)
+    training = make(id, model=model)
+    training.train(0, LEFT)
+    for name in NEVER:
+        training.model.get_parameter(name).requires_grad_(True)
+    with refusals():
+        return training.train(LEFT, STEPS - LEFT)
+
+
+def tied(id: str, make: Make) -> StepsSeen:
+    return make(id, model=Tied()).train()
 
 
 def left_alone(ranks: list[StepsSeen]) -> None:
@@ -249,7 +345,7 @@ def rebucketed(id: str, make: Make) -> StepsSeen:
 def compiled(id: str, make: Make) -> StepsSeen:
     torch._dynamo.reset()
     training = make(id)
-    training.forward = torch.compile(training.model, backend="aot_eager")
+    training.forward = torch.compile(training.forward, backend="aot_eager")
     return training.train()
 
 
@@ -268,7 +364,8 @@ def finite(ranks: list[StepsSeen]) -> None:
 
 
 def scaled(id: str, make: Make) -> StepsSeen:
-    training, scaler = make(id), GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    training = make(id, scaler=scaler)
     for step in range(STEPS):
         training.model.zero_grad()
         inputs = {name: with_infinity(training.rank, step, name) for name in NAMES}
@@ -281,7 +378,13 @@ def scaled(id: str, make: Make) -> StepsSeen:
 
 
 def skipped(ranks: list[StepsSeen]) -> None:
+    """That rank alone, as torch does."""
     assert [seen.scales for seen in ranks] == [[64.0] * STEPS, [64.0] + [32.0] * (STEPS - 1)]
+    finite(ranks)
+
+
+def skipped_by_all(ranks: list[StepsSeen]) -> None:
+    assert [seen.scales for seen in ranks] == [[64.0] + [32.0] * (STEPS - 1)] * len(ranks)
     finite(ranks)
 
 
@@ -356,6 +459,18 @@ def with_ddp(id: str, make: Make) -> None:
     make(id, model=DistributedDataParallel(KnownGradients(2, N)))
 
 
+def attached_twice(id: str, make: Make) -> None:
+    training: Any = make(id)
+    with refusals():
+        attach(training.forward, row(id).make(), optimizer=training.optimizer, exchange=Steps())
+
+
+def refused_ddp(id: str, make: Make, model: Callable[[], DistributedDataParallel]) -> None:
+    ddp = model()
+    with refusals():
+        attach(ddp, row(id).make(), optimizer=torch.optim.AdamW(ddp.parameters()), exchange=Steps())
+
+
 def same(one: Any, other: Any) -> bool:
     """Return whether two results, of tensors in dicts, lists, tuples or a StepsSeen, have the same bits."""
     if isinstance(one, Tensor):
@@ -388,12 +503,26 @@ def unexpected(id: str, ranks: list[Any]) -> None:
 
 
 def cases(make: Make) -> dict[str, Case]:
-    local = make is Locally
+    local, ddp, sharded = make is Locally, make is UnderDdp, make is ByReplicas
+    finding: Make = partial(make, wrapping=UNUSED_FOUND) if ddp else make
 
-    def case(body: Body, claim: str = SAME, also: Judge | None = None, alone: Body | None = None, P: int = 2) -> Case:
+    def case(
+        body: Body,
+        claim: str = SAME,
+        also: Judge | None = None,
+        alone: Body | None = None,
+        P: int = 2,
+        make: Make = make,
+    ) -> Case:
         """`alone`: the body that shows what must come out, where it is another."""
         judge = partial(as_in_a_local_world, make=make, body=alone or body, also=also)
         return Case(claim, trial(partial(body, make=make), judge, P))
+
+    def refusal(body: Body, **options: Any) -> Case:
+        return Case("-", trial(partial(body, make=make, **options), unexpected))
+
+    def of_ddp(**wrapping: Any) -> Case:
+        return case(trained, make=partial(make, wrapping=wrapping)) if ddp else OPTION
 
     idle = "a parameter that no rank has changed" if local else "a parameter without a gradient on any rank"
     skips = (
@@ -407,42 +536,55 @@ def cases(make: Make) -> dict[str, Case]:
             for name in ("float32", "float64", "bfloat16", "float16")
         },
         "parameters of several types": case(several_types),
-        "parameters in channels_last": case(in_channels_last),
-        "accumulation over backward passes (no_sync)": case(accumulated, SAME, alone=at_once),
-        "gradient_as_bucket_view=True": OPTION,
-        "static_graph=True": OPTION,
-        "torch.compile with the python reducer": OPTION,
-        "DDP's mixed_precision": OPTION,
+        "parameters in channels_last": absent("fully_shard takes contiguous parameters only")
+        if sharded
+        else case(in_channels_last),
+        # Gradients that are divided before they are added up have other last bits than their sum divided.
+        "accumulation over backward passes (no_sync)": case(accumulated, alone=at_once if local else accumulated),
+        "gradient_as_bucket_view=True": of_ddp(gradient_as_bucket_view=True),
+        "static_graph=True": of_ddp(static_graph=True),
+        "torch.compile with the python reducer": refusal(refused_ddp, model=with_python_reducer) if ddp else OPTION,
+        "DDP's mixed_precision": refusal(refused_ddp, model=with_mixed_precision) if ddp else OPTION,
         "parameters that ranks do not use (find_unused_parameters=True)": case(
             in_part,
             f"{idle} neither decays nor moves, and keeps its residual",
             left_alone,
+            make=finding,
         ),
         "frozen parameters": case(
             frozen,
             "a parameter that is frozen on all ranks neither decays nor moves, and keeps its residual",
             left_alone,
+            make=finding,
         ),
+        "parameters that are trained later": refusal(unfrozen),
+        "parameters that share their weights": case(tied, "in one module" if sharded else SAME),
         "ranks that run out of data (join)": case(
             uneven,
             f"a rank without data continues to call and {'keeps its weights' if local else 'counts as zero'}",
         ),
-        "sparse embeddings": case(sparse),
+        "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards") if sharded else case(sparse),
         "two models at once": case(two, SAME),
-        "a group that is not the world": case(in_a_group, alone=trained, P=3),
+        "a group that is not the world": absent("all ranks exchange the steps of a bare module")
+        if make is ByAdamW
+        else case(in_a_group, alone=trained, P=3),
         "buckets that change": case(
             rebucketed, f"{SAME} of common weights and residuals from a state saved with buckets of another size"
         ),
         "torch.compile": case(compiled, alone=trained),
         "an optimizer in the backward pass": case(with_stepping_optimizer)
         if local
-        else Case("-", trial(partial(with_stepping_optimizer, make=make), unexpected)),
-        "a model that is reduced already": Case("-", trial(partial(with_ddp, make=make), unexpected)),
+        else absent("fully_shard makes new parameters, which have none of such an optimizer's hooks")
+        if sharded
+        else refusal(with_stepping_optimizer),
+        "a model that is reduced already": refusal(with_ddp if local else attached_twice),
         "Inf on one rank": case(overflowing, f"{skips}; weights and residuals are finite", finite),
         "a loss scaler skips a step (GradScaler)": case(
             scaled,
-            f"{'that rank skips its step, the others do not' if local else skips}; its scale is halved",
-            skipped,
+            "that rank skips its step, the others do not; its scale is halved"
+            if local
+            else "all ranks skip the step and halve their scales",
+            skipped if local else skipped_by_all,
         ),
         "a rank fails in a step": Case(
             FAILURE,
@@ -456,4 +598,4 @@ def cases(make: Make) -> dict[str, Case]:
     }
 
 
-ADAMW, LOCAL = cases(ByAdamW), cases(Locally)
+BARE, DDP, REPLICAS, LOCAL = cases(ByAdamW), cases(UnderDdp), cases(ByReplicas), cases(Locally)

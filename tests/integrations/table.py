@@ -29,6 +29,8 @@ SITUATIONS = (  # every integration has a case for each
     "static_graph=True",
     "parameters that ranks do not use (find_unused_parameters=True)",
     "frozen parameters",
+    "parameters that are trained later",
+    "parameters that share their weights",
     "ranks that run out of data (join)",
     "sparse embeddings",
     "two models at once",

@@ -49,7 +49,7 @@ def test_what_is_run_again_is_what_the_page_says() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("integration", ["`AdamWSteps`", pytest.param("`LocalSteps`", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("integration", ["`Steps`, DDP", pytest.param("`LocalSteps`", marks=pytest.mark.slow)])
 def test_between_processes_what_is_frozen_stays_and_all_else_has_the_bits_of_a_local_world(integration: str) -> None:
     found = INTEGRATIONS[integration]["frozen parameters"].trial([SCHEMES["TwoShot"]])
     assert found == {SCHEMES["TwoShot"]: TrialVerdict(WORKS)}

@@ -35,8 +35,8 @@ def attach(
 
     With float16, residuals follow Accelerate's loss scaler. Gradients accumulated under `accelerator.accumulate` are reduced once. From now
     on `accelerator.save_state` writes a file with each rank's residual into its folder, which all ranks must see, and `load_state` loads
-    them, for any number of ranks. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not
-    trained with DDP.
+    them, for any number of ranks. After `register_for_checkpointing(handle)`, which would save one rank's state, `save_state` raises
+    ValueError. The other arguments, and what is raised, are as for `sparsync.attach`; TypeError for models that are not trained with DDP.
     """
     ddp = ddp_inside(model, "Accelerate", accelerator.num_processes)
     if ddp is None:
@@ -52,8 +52,12 @@ def attach(
         check_weights_every=check_weights_every,
     )
 
-    # Not register_for_checkpointing: that writes the main process's state only.
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        if any(each is handle for each in getattr(accelerator, "_custom_objects", ())):
+            raise ValueError(
+                "register_for_checkpointing writes the state of the main process only, and each rank has its own; leave it out: save_state "
+                "has every rank's since attach"
+            )
         checkpoint.save(handle, folder)
 
     last = _LoadedLast(handle) if isinstance(handle, LocalTraining) else None

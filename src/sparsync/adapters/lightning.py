@@ -16,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint as states
 from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.runtime.findings import given_or_default
@@ -83,9 +84,18 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         if self.handle is not None and self.recorder is not None and trainer.is_global_zero:
             self.recorder.record(self.handle.take_reports())
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_common()
+
+    def _show_common(self) -> None:
+        """Have common weights in the module until it is trained again: Lightning drops its DDP model, and users call networks inside."""
+        if isinstance(self.handle, AdamWSteps):
+            self.handle.show_common()
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.handle is not None:  # Lightning calls this on every rank, and writes the first one's
             checkpoint[KEY] = states.gathered(self.handle, self._group)
+            self._show_common()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":

@@ -16,6 +16,7 @@ from sparsync.adapters.wrapped import ddp_inside, needs
 from sparsync.attached import checkpoint
 from sparsync.attached.attach import attach as attach_to_ddp
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
@@ -98,6 +99,10 @@ class Sparsync(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if self.handle is not None and self.recorder is not None and state.is_world_process_zero:
             self.recorder.record(self.handle.take_reports())
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        if isinstance(self.handle, AdamWSteps):
+            self.handle.show_common()  # for what calls a part of the model directly
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if self.handle is not None:

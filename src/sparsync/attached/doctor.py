@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from sparsync.attached.ddp import HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
@@ -49,7 +50,8 @@ def doctor(
 
         found = fsdp2_doctor.examine(model, scheme, replicate, reduced_for, parameters)
     elif isinstance(model, DistributedDataParallel):
-        found = [*_ddp(model, scheme), *findings.optimizers(reduced_for, scheme)]
+        gradients = isinstance(chosen, Gradients)
+        found = [*_ddp(model, scheme), *(_of_gradients(model, scheme, reduced_for) if gradients else ())]
     else:
         check_bare(model)
         found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
@@ -82,12 +84,17 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
     if getattr(model, "static_graph", False):
         what = "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()"
         yield Finding(what, "leave static_graph out if you use no_sync()")
-    for name, _ in findings.sparse_embeddings(model.module):
-        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
-        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
     yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)
+
+
+def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Optimizer | None) -> Iterator[Finding]:
+    """Find what does not suit the exchange of gradients."""
+    for name, _ in findings.sparse_embeddings(model.module):
+        what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
+        yield Finding(what, "make it with sparse=False for the scheme to reduce it")
+    yield from findings.optimizers(optimizer, scheme)
 
 
 def _hook(model: DistributedDataParallel) -> Finding | None:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -17,6 +16,7 @@ from sparsync.core import Bucket, Report, laid_out
 from sparsync.runtime.findings import (
     given_or_default,
     optimizers,
+    reducing_wrappers,
     sparse_embeddings,
     steps_in_backward,
     warn_of,
@@ -66,9 +66,9 @@ class GradientReducer(Handle):
     ) -> None:
         scheme = given_or_default(scheme)
         check_free(scheme, model)
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, reducing_wrappers()):
             raise TypeError(
-                "DistributedDataParallel already reduces this model's gradients; use sparsync.attach, or pass the bare module"
+                f"{type(model).__name__} already reduces this model's gradients; use sparsync.attach, or pass the bare module"
             )
         driven = trained(model)
         check_undriven(driven)

@@ -243,6 +243,11 @@ class ExchangedSteps(StepMethod):
         self._divisor.release()
         super().close()
 
+    def show_common(self) -> None:
+        """Have the common weights in the model until it is trained again, also for what calls a part of it directly."""
+        if self._shown is not None:
+            self._shown.show(common=True)
+
     def _adopt(self) -> list[str]:
         """Adopt weights that were set from outside, and return their names. Where they are the common ones, own ones are put back."""
         changed, own_shown = self._weights.changed(), self._shown is None or not self._shown.common
@@ -337,7 +342,10 @@ class ExchangedSteps(StepMethod):
         return reports
 
     def stats(self) -> dict[str, int | float]:
+        common = self._shown is not None and self._shown.common
         found = super().stats()
+        if common:
+            self.show_common()
         return {**found, "exchanges": found["steps"] - found["skipped"]}
 
     def _method_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict

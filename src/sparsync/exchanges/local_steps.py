@@ -24,7 +24,7 @@ from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import Replica, ShownWeights
-from sparsync.runtime.findings import innermost
+from sparsync.runtime.findings import innermost, steps_in_backward
 from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
@@ -310,7 +310,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         These are the ones after the last exchange, unless they were put aside: what was learnt since was overwritten.
         """
         own_shown = not self._in_model.common
-        if self._optimized and own_shown:
+        if own_shown and (self._optimized or steps_in_backward(self.model)):
             return []
         changed = self._weights.changed()
         others = [name for name in changed if not self._weights.shows_common(name)]

@@ -5,21 +5,19 @@ the optimizer's own step, those of all ranks become one step of the weights; the
 not train, and `model.state_dict()`, have the common weights, which are the same on all ranks, and not a rank's own.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import innermost, is_fsdp2
+from sparsync.runtime.findings import innermost, is_fsdp2, reducing_wrappers
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -127,9 +125,9 @@ class TakenOptimizer:
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
-        another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
-        weakref.finalize(self, another.remove)
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        _refuse_others()
+        _TAKEN.add(self)
         setattr(optimizer, SUPPORTS_SCALING, True)
         self.hold_state()
 
@@ -150,6 +148,7 @@ class TakenOptimizer:
 
     def release(self) -> None:
         """Let the optimizer take its own steps from here on."""
+        _TAKEN.discard(self)
         for hook in self._hooks:
             hook.remove()
         vars(self._optimizer).pop(SUPPORTS_SCALING, None)
@@ -303,11 +302,20 @@ class _AfterStateDict(_Hook):
             shown.put_common(module, state, prefix)
 
 
-def _refuse_another(taken: "weakref.ref[TakenOptimizer]", optimizer: Optimizer, *_: object) -> None:
-    """Raise RuntimeError where another optimizer steps parameters whose steps are exchanged: ranks would part."""
-    if (found := taken()) is None or found.is_of(optimizer):
-        return
-    if found.has(each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+_TAKEN: weakref.WeakSet[TakenOptimizer] = weakref.WeakSet()
+
+
+@cache
+def _refuse_others() -> None:
+    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a handle may be collected."""
+    register_optimizer_step_pre_hook(_refuse_another)
+
+
+def _refuse_another(optimizer: Optimizer, *_: object) -> None:
+    """Raise RuntimeError where an optimizer steps parameters for which another one was taken: ranks would part."""
+    others = [each for each in _TAKEN if not each.is_of(optimizer)]
+    stepped = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if any(each.has(stepped) for each in others):
         raise RuntimeError(
             f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would exchange "
             "that; call detach() on the handle, and attach with this optimizer"
@@ -338,10 +346,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def check_bare(model: nn.Module) -> None:
     """Raise TypeError for a model that is wrapped or sharded, in parts or whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp is not None else []))
     for module in model.modules():
-        if isinstance(module, wrappers) or is_fsdp2(module):
+        if isinstance(module, reducing_wrappers()) or is_fsdp2(module):
             raise TypeError(
                 f"this model is wrapped by {type(module).__name__}, which reduces gradients at every step, and here each rank needs the "
                 "whole model as it is: pass the bare module"

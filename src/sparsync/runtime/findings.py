@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
@@ -115,6 +116,14 @@ def is_fsdp2(model: nn.Module) -> bool:
     """Return whether fully_shard was called on this model, without loading torch's FSDP, which takes half a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def reducing_wrappers() -> tuple[type, ...]:
+    """Return the classes of modules whose gradients torch reduces whole, besides FSDP2's. Loads none of them."""
+    fsdp, replicate = (sys.modules.get(f"torch.distributed.{each}") for each in ("fsdp", "_composable.replicate"))
+    # HACK: torch exports `replicate`, and not the class that it makes of a module. Price: its name may change; tests refuse one.
+    found = (getattr(fsdp, "FullyShardedDataParallel", None), getattr(replicate, "DDP", None))
+    return (DistributedDataParallel, *(each for each in found if each is not None))
 
 
 def optimizers(optimizer: Optimizer | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
