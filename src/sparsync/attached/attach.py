@@ -1,5 +1,6 @@
 """The integration for models that torch has wrapped: DistributedDataParallel, or fully_shard."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -31,7 +32,7 @@ def attach(
     exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: GradScaler | None = None,
     follow_rates: bool = True,
     timeout_s: float = 300.0,
@@ -53,12 +54,13 @@ def attach(
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; for steps a bare
             module, too.
         scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
-        exchange: `Gradients()`, or `Steps()` of an Adam or AdamW, see there; the training loop is the same. None: steps under
+        exchange: `Gradients()`, or `Steps()` of an Adam, AdamW or Muon, see there; the training loop is the same. None: steps under
             DistributedDataParallel and of bare modules where `optimizer` is one of these and the scheme sends fewer than 4 bits an element,
             gradients otherwise. `handle.exchange` says which.
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
-        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`. With gradients it makes residuals follow
+        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`; or several, such as a Muon for matrices and an
+            AdamW for the rest, of which the first that steps does it for all. With gradients it makes residuals follow
             gradient clipping; warns if it does not suit the scheme. Ranks compare its settings before each bucket.
         scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks.
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
@@ -84,14 +86,21 @@ def attach(
         >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
     """
     scheme, called = given_or_default(scheme), model
+    if isinstance(optimizer, Sequence) and len(optimizer) == 1:
+        optimizer = optimizer[0]
     model = inside_wrappers(model)
     fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))
     steps = isinstance(chosen, Steps)
+    if not steps and not (optimizer is None or isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            f"gradients are exchanged for one optimizer, got {len(optimizer)}; leave optimizer= out, or exchange the steps of AdamW and "
+            "Muon with exchange=sparsync.Steps()"
+        )
     if not (fsdp or wrapped or steps):
         raise TypeError(
             f"attach takes a model wrapped by DistributedDataParallel or fully_shard, got {type(model).__name__}; "
-            "wrap it, pass the Adam or AdamW whose steps shall be exchanged, or reduce the bare module with sparsync.GradientReducer"
+            "wrap it, pass the AdamW or Muon whose steps shall be exchanged, or reduce the bare module with sparsync.GradientReducer"
         )
     if (fsdp or steps) and (join_mb is not None or dense_below is not None):
         raise ValueError(
@@ -118,6 +127,7 @@ def attach(
         if check_weights_every is not None:
             chosen = replace(chosen, check_weights_every=check_weights_every)
         return attach_steps(model, called, scheme, optimizer, chosen, replicate, scaler, timeout_s)
+    assert optimizer is None or isinstance(optimizer, Optimizer)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
     options = Options(optimizer, scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):

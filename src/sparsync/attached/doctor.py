@@ -1,6 +1,6 @@
 """Preflight: what would break, or silently do something unexpected, and the fix. This file examines DistributedDataParallel."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ def doctor(
     exchange: Exchange | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme)` would refuse or warn of, refusals first; empty when all is well. Changes and sends nothing.
 

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -9,15 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.adamw_steps import AdamWSteps, check_optimizer
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.exchanged_steps import Steps
+from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
-from sparsync.runtime.findings import Axis, Finding, innermost, is_fsdp2, warn_of
+from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 
 _LOG = logging.getLogger("sparsync")
 
@@ -56,7 +58,7 @@ def attach(
     model: nn.Module,
     called: nn.Module,
     scheme: Scheme,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     exchange: Steps,
     replicate: Axis | None,
     scaler: GradScaler | None,
@@ -67,13 +69,13 @@ def attach(
     `called` is `model`, or what torch.compile or Fabric made of it. Under DistributedDataParallel each rank keeps its own gradients: the
     hook hands back every bucket.
     """
-    inner = innermost(optimizer)
-    check_optimizer(inner)
-    assert isinstance(inner, Adam)  # which was checked
-    if any(inner.state.values()):
+    inner = optimizers_of(optimizer)
+    rules_of(inner)
+    kinds = " and ".join(type(each).__name__ for each in inner)
+    if any(state for each in inner for state in each.state.values()):
         warn_of(
             Finding(
-                f"this {type(inner).__name__} has moments of earlier steps, and exchanged steps begin with new ones",
+                f"this {kinds} has moments of earlier steps, and exchanged steps begin with new ones",
                 "attach before the first step, and load a checkpoint of the handle",
             )
         )
@@ -85,7 +87,7 @@ def attach(
     handle.origin = "sparsync.attach"
     if isinstance(model, DistributedDataParallel):
         _keep_own_gradients(model, handle)
-    _LOG.info("the steps of %s are exchanged by %s: %s", type(inner).__name__, scheme.config_fingerprint(), exchange)
+    _LOG.info("the steps of %s are exchanged by %s: %s", kinds, scheme.config_fingerprint(), exchange)
     return handle
 
 

@@ -1,11 +1,12 @@
 """What `attach` exchanges: gradients, or the steps of the optimizer; and which of the two where nobody says."""
 
-from torch.optim import Adam, Optimizer
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.adamw_steps import check_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
-from sparsync.runtime.findings import innermost
+from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
@@ -19,11 +20,13 @@ _TRAINERS_OPTIMIZERS = (
 Exchange = Gradients | Steps
 
 
-def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizer | None, steps_possible: bool) -> Exchange:
+def choose(
+    exchange: Exchange | None, scheme: Scheme, optimizer: Optimizer | Sequence[Optimizer] | None, steps_possible: bool
+) -> Exchange:
     """Return `exchange`, or where it is None what suits the scheme and the optimizer.
 
-    Steps for Adam and AdamW with a scheme that sends fewer than 4 bits an element, because Adam divides by second moments, which are wrong
-    where gradients are compressed so far; gradients else, and where no optimizer is given or steps are not possible.
+    Steps for Adam, AdamW and Muon with a scheme that sends fewer than 4 bits an element, because gradients that are compressed so far
+    give wrong second moments, and wrong directions to Muon; gradients else, and where no optimizer is given or steps are not possible.
     Raises TypeError for anything else, and ValueError for steps where they are not possible.
     """
     if exchange is None:
@@ -40,16 +43,18 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizer | Non
     return exchange
 
 
-def _wants_steps(scheme: Scheme, optimizer: Optimizer) -> bool:
-    if type(optimizer).__name__ in _TRAINERS_OPTIMIZERS:
-        optimizer = innermost(optimizer)
+def _wants_steps(scheme: Scheme, optimizer: Optimizer | Sequence[Optimizer]) -> bool:
     coarse = scheme.leaves_out or any(
         getattr(each, "values", "") in _COARSE for each in (scheme, *scheme.inner_schemes)
     )
-    if not (isinstance(optimizer, Adam) and coarse and scheme.has_residual) or scheme.has_momentum:
+    if not (coarse and scheme.has_residual) or scheme.has_momentum:
         return False
+    found = optimizers_of(optimizer)
+    inside = isinstance(optimizer, Optimizer) and len(found) == 1 and found[0] is not optimizer
+    if inside and type(optimizer).__name__ not in _TRAINERS_OPTIMIZERS:
+        return False  # it may do more than pass on to the one inside
     try:
-        check_optimizer(optimizer)
-    except ValueError:  # a setting of Adam's that steps do not have
+        rules_of(found)
+    except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
         return False
     return True

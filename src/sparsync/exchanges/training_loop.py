@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import innermost, is_fsdp2
+from sparsync.runtime.findings import is_fsdp2
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -111,57 +112,68 @@ class GradientDivisor:
 
 
 class TakenOptimizer:
-    """Calls `take_step` in place of `optimizer.step`, until `release`. `take_step` returns whether all ranks skipped the step.
+    """Calls `take_step` in place of the `step` of these optimizers, until `release`: once for all, before the first of them steps.
 
-    `scaler` is the one that scales the loss, where there is one: it learns what other ranks found.
+    `take_step` returns whether all ranks skipped the step. `scaler` is the one that scales the loss, where there is one: it learns what
+    other ranks found.
     """
 
-    def __init__(self, optimizer: Optimizer, take_step: Callable[[], bool], scaler: GradScaler | None = None) -> None:
-        self._optimizer, self._take_step, self._scaler = optimizer, take_step, scaler
+    def __init__(
+        self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool], scaler: GradScaler | None = None
+    ) -> None:
+        self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
+        self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         another = register_optimizer_step_pre_hook(partial(_refuse_another, weakref.ref(self)))
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after), another]
+        self._hooks = [another]
+        for each in optimizers:
+            self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
+            setattr(each, _SUPPORTS_SCALING, True)
         weakref.finalize(self, another.remove)
-        setattr(optimizer, _SUPPORTS_SCALING, True)
         self.hold_state()
 
     def hold_state(self) -> None:
         """Have every parameter an empty state: where there is none at all, torch.distributed.checkpoint takes a step to make one."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state.setdefault(parameter, {})
+        for optimizer in self._optimizers:
+            for parameter in _parameters(optimizer):
+                optimizer.state.setdefault(parameter, {})
 
     def has(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether one of these parameters is the optimizer's."""
-        own = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        """Return whether one of these parameters belongs to the optimizers."""
+        own = {id(each) for optimizer in self._optimizers for each in _parameters(optimizer)}
         return any(id(each) in own for each in parameters)
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimizer, or the one inside it, is the one that was taken."""
-        return innermost(optimizer) is self._optimizer
+        """Return whether this optimizer, or those inside it, were taken."""
+        return all(any(each is own for own in self._optimizers) for each in optimizers_of(optimizer))
 
     def release(self) -> None:
-        """Let the optimizer take its own steps from here on."""
+        """Let the optimizers take their own steps from here on."""
         for hook in self._hooks:
             hook.remove()
-        vars(self._optimizer).pop(_SUPPORTS_SCALING, None)
+        for each in self._optimizers:
+            vars(each).pop(_SUPPORTS_SCALING, None)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: as torch's hooks have them
         args, kwargs = _with_closure_called(args, kwargs)
-        self._unscale()
-        skipped = self._take_step()
-        if skipped and self._scaler is not None and self._scaler.is_enabled():
-            self._tell_scaler(self._scaler)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+        if not self._called or id(optimizer) in self._called:
+            self._called.clear()
+            self._unscale(optimizer)
+            skipped = self._take_step()
+            if skipped and self._scaler is not None and self._scaler.is_enabled():
+                self._tell_scaler(self._scaler, optimizer)
+        self._called.add(id(optimizer))
+        if len(self._called) == len(self._optimizers):
+            self._called.clear()
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
         return args, kwargs
 
     def _after(self, *_: object) -> None:
@@ -169,27 +181,26 @@ class TakenOptimizer:
             parameter.grad = gradient
         self._hidden.clear()
 
-    def _unscale(self) -> None:
+    def _unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
-        if not hasattr(self._optimizer, "found_inf"):
+        if not hasattr(optimizer, "found_inf"):
             return
         if self._scaler is None:
             raise RuntimeError(
                 "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
                 "sparsync.attach(..., scaler=scaler)"
             )
-        scale = getattr(self._optimizer, "grad_scale", None)
+        scale = getattr(optimizer, "grad_scale", None)
         if scale is None:
             return
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.double().reciprocal().to(parameter.grad))
 
-    def _tell_scaler(self, scaler: GradScaler) -> None:
+    def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
         # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
-        for found in scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"].values():
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.fill_(1.0)
 
 
@@ -313,7 +324,7 @@ def _refuse_another(taken: "weakref.ref[TakenOptimizer]", optimizer: Optimizer, 
     """Raise RuntimeError where another optimizer steps parameters whose steps are exchanged: ranks would part."""
     if (found := taken()) is None or found.is_of(optimizer):
         return
-    if found.has(each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+    if found.has(each for each in _parameters(optimizer) if each.grad is not None):
         raise RuntimeError(
             f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would exchange "
             "that; call detach() on the handle, and attach with this optimizer"
@@ -323,6 +334,10 @@ def _refuse_another(taken: "weakref.ref[TakenOptimizer]", optimizer: Optimizer, 
 def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
     divisor = owner()
     return None if divisor is None else divisor.divided([name], gradient)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
