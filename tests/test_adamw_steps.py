@@ -160,7 +160,7 @@ def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_gro
         steps = start(comm, Dense(), (0.0, 0.95), (0.25, 0.0625), (0.125, 0.5), keep=0.0)
         reference = model()
         optimizer = torch.optim.AdamW(groups(reference, (0.25, 0.0625), (0.125, 0.5)), betas=(0.0, 0.95))
-        schedules = [lr_scheduler.CosineAnnealingLR(each, 20) for each in (steps.optimizer, optimizer)]
+        schedules = [lr_scheduler.CosineAnnealingLR(each, 20) for each in (steps.optimizers[0], optimizer)]
         for step in range(20):
             generator = torch.Generator().manual_seed(step)
             for one, other in zip(steps.model.parameters(), reference.parameters(), strict=True):
@@ -531,7 +531,7 @@ def test_a_setting_that_is_not_finite_is_an_error_before_anything_is_sent(key: s
     def body(comm: LocalComm) -> None:
         steps = start(comm, Dense())
         learn(steps.model, comm.rank, 0)
-        steps.optimizer.param_groups[1][key] = torch.nan
+        steps.optimizers[0].param_groups[1][key] = torch.nan
         with pytest.raises(ValueError, match=f"{key} of parameter group 1 is nan; it must be finite"):
             steps.step()
 
@@ -642,7 +642,7 @@ def normed(comm: Comm, **settings: Any) -> AdamWSteps:
 def fit(steps: AdamWSteps, span: range) -> None:
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
-        steps.optimizer.zero_grad()
+        steps.optimizers[0].zero_grad()
         loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
         (loss * (torch.inf if step == 10 and steps.place[0] == 1 else 1.0)).backward()
         steps.clip_grad_norm_(1.0)
@@ -870,7 +870,6 @@ def test_what_cannot_be_trained_by_steps_of_adamw_is_refused() -> None:
     def body(comm: LocalComm) -> None:
         made, other = nn.Linear(2, 2), nn.Linear(3, 3)
         adamw = torch.optim.AdamW(made.parameters())
-        two = [{"params": [made.weight]}, {"params": [made.bias], "betas": (0.8, 0.9)}]
         cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             (torch.optim.SGD(made.parameters(), 1.0), {}, TypeError, "got SGD; for others there is LocalSteps"),
             (torch.optim.AdamW([made.weight]), {}, ValueError, "the optimizer lacks bias"),
@@ -884,7 +883,6 @@ def test_what_cannot_be_trained_by_steps_of_adamw_is_refused() -> None:
             (torch.optim.AdamW(made.parameters(), maximize=True), {}, ValueError, "neither amsgrad nor maximize"),
             (torch.optim.AdamW(made.parameters(), eps=0.0), {}, ValueError, "eps must be above 0"),
             (torch.optim.Adam(made.parameters(), weight_decay=0.1), {}, ValueError, r"use torch\.optim\.AdamW"),
-            (torch.optim.AdamW(two), {}, ValueError, "must have the same betas"),
             (adamw, {"keep": 1.5}, ValueError, r"keep must be in \[0, 1\]"),
             (adamw, {"block": 0}, ValueError, "block must be at least 1"),
             (adamw, {"measure_every": 0}, ValueError, "measure_every must be at least 1"),
@@ -981,10 +979,10 @@ def test_a_checkpoint_that_is_loaded_after_a_failure_brings_the_schemes_shared_s
         whole, steps = start(comm, make(0.25)), start(comm, make(0.25))
         train(steps, range(4))
         state = deepcopy(steps.state_dict())
-        steps.optimizer.param_groups[0]["lr"] = torch.nan
+        steps.optimizers[0].param_groups[0]["lr"] = torch.nan
         with pytest.raises(ValueError, match="lr"):
             steps.step()
-        steps.optimizer.param_groups[0]["lr"] = 0.25
+        steps.optimizers[0].param_groups[0]["lr"] = 0.25
         steps.load_state_dict(state)
         return train(whole, range(9))[-1], train(steps, range(4, 9))[-1]
 
@@ -999,11 +997,11 @@ def test_one_bit_an_element_fits_a_line_as_all_of_them_do() -> None:
         torch.manual_seed(0)
         made, target = nn.Linear(32, 16), torch.randn(16, 32)
         steps = AdamWSteps(made, torch.optim.AdamW(made.parameters(), lr=0.05, weight_decay=0.0), scheme(), comm=comm)
-        schedule = lr_scheduler.LinearLR(steps.optimizer, 1.0, 0.01, 120)
+        schedule = lr_scheduler.LinearLR(steps.optimizers[0], 1.0, 0.01, 120)
         data = torch.Generator().manual_seed(1 + comm.rank)
         for _ in range(120):
             x = torch.randn(16, 32, generator=data)
-            steps.optimizer.zero_grad()
+            steps.optimizers[0].zero_grad()
             (made(x) - x @ target.T).square().mean().backward()
             steps.step()
             schedule.step()

@@ -35,7 +35,7 @@ def fit(steps: AdamWSteps, span: range) -> list[Tensor]:
     """Train, and return own weights and buffers, then the common weights."""
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
-        steps.optimizer.zero_grad()
+        steps.optimizers[0].zero_grad()
         loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
         (loss * (torch.nan if step == 10 and steps.place[0] == 1 else 1.0)).backward()
         steps.clip_grad_norm_(1.0)

@@ -53,14 +53,15 @@ def attach(
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a
             bare one gradients are reduced when `handle.reduce()` is called, before clipping and the optimizer's step; see GradientReducer.
         scheme: how what is exchanged is reduced. None: the scheme that the environment variable SPARSYNC_SCHEME names, otherwise `Dense()`.
-        exchange: `Gradients()`; `Steps()` of an Adam or AdamW; or `LocalSteps(every=...)`, weight changes every few steps; see there. The
-            training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the scheme
-            sends fewer than 4 bits an element, gradients otherwise. `handle.exchange` says which.
+        exchange: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few steps; see there.
+            The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the
+            scheme sends fewer than 4 bits an element, gradients otherwise. `handle.exchange` says which.
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
-        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`. Of local steps also several, of which each
-            has stepped when the step counts. With gradients it makes residuals follow gradient clipping; warns if it does not suit the
-            scheme. Ranks compare its settings before each bucket.
+        optimizer: the one whose steps are exchanged, whose `step` does that until `close()`; or several, such as a Muon for matrices and an
+            AdamW for the rest, of which the first that steps does it for all. Of local steps each has stepped when the step counts. With
+            gradients it makes residuals follow gradient clipping; warns if it does not suit the scheme. Ranks compare its settings before
+            each bucket.
         scaler: makes residuals of gradients follow its loss scale; with steps it learns of NaN and Inf on other ranks. Local steps need
             none: each rank's own scaler may skip a step.
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.

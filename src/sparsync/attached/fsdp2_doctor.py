@@ -1,6 +1,6 @@
 """Preflight for FSDP2: what would break, or silently do something unexpected, and the fix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, get_args
 
@@ -34,7 +34,7 @@ def examine(
     model: nn.Module,
     scheme: Scheme,
     replicate: Axis | None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     parameters: Values | ParameterFormat | None = None,
 ) -> list[Finding]:
     """Return what `attach(model, scheme, replicate=replicate, optimizer=optimizer, parameters=parameters)` would refuse or warn of."""

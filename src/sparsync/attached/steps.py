@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -9,19 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from sparsync.attached.ddp import GradBucket, HookState, Promised, ignored, register, registered_hook
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.adamw_steps import AdamWSteps, check_optimizer
-from sparsync.exchanges.choice import Optimizers, the_one
+from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.choice import Optimizers
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica
 from sparsync.runtime.dispatcher import future_on, promise
-from sparsync.runtime.findings import Axis, Finding, innermost, is_fsdp2, warn_of
+from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 
 _LOG = logging.getLogger("sparsync")
 
@@ -72,36 +74,34 @@ def attach(
     `called` is `model`, or what torch.compile or Fabric made of it. Under DistributedDataParallel each rank keeps its own gradients: the
     hook hands back every bucket.
     """
-    inner = None if isinstance(exchange, LocalSteps) else _examined(the_one(optimizer))
     replica, group = _replica(model, called, replicate)
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
     options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
-    if inner is not None:
-        handle, what = AdamWSteps(replica.module, inner, scheme, scaler=scaler, **options), "the steps"
+    inner = optimizers_of(optimizer)
+    if isinstance(exchange, Steps):
+        _examine(inner)
+        handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **options), "the steps"
     else:
         handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **options)), "the weight changes"
     handle.origin = "sparsync.attach"
     if isinstance(model, DistributedDataParallel):
         _keep_own_gradients(model, handle)
-    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    kinds = " and ".join(type(innermost(each)).__name__ for each in given)
+    kinds = " and ".join(type(each).__name__ for each in inner)
     _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)
     return handle
 
 
-def _examined(optimizer: Optimizer | None) -> Adam:
-    """Return the Adam whose steps can be exchanged, or raise as `check_optimizer`; warn where it has stepped before."""
-    inner = optimizer and innermost(optimizer)
-    check_optimizer(inner)
-    assert isinstance(inner, Adam)  # which was checked
-    if any(inner.state.values()):
+def _examine(optimizers: Sequence[Optimizer]) -> None:
+    """Raise TypeError or ValueError for optimizers whose steps cannot be exchanged; warn where one has stepped before."""
+    rules_of(optimizers)
+    kinds = " and ".join(type(each).__name__ for each in optimizers)
+    if any(state for each in optimizers for state in each.state.values()):
         warn_of(
             Finding(
-                f"this {type(inner).__name__} has moments of earlier steps, and exchanged steps begin with new ones",
+                f"this {kinds} has moments of earlier steps, and exchanged steps begin with new ones",
                 "attach before the first step, and load a checkpoint of the handle",
             )
         )
-    return inner
 
 
 def _local(handle: LocalTraining) -> LocalTraining:

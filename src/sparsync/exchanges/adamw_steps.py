@@ -18,16 +18,18 @@ rate of its own step, while AdamW applies those of the last step to the momentum
 Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Adam
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.core import Comm
+from sparsync.core import Comm, ParameterSpan
 from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
+from sparsync.exchanges.rules import AdamWRule, MuonRule, Rule
 from sparsync.exchanges.training_loop import Replica
 from sparsync.kernels import operations as kernels
 
@@ -73,12 +75,10 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     vectors = ("momentum", "square")  # m, the same on all ranks; v, each rank's own
     counts = ("applied", "seen")  # steps that moved a parameter; gradients of it in the second moments
 
-    optimizer: Adam
-
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Adam,
+        optimizer: Optimizer | Sequence[Optimizer],
         scheme: Scheme | None = None,
         *,
         group: dist.ProcessGroup | None = None,
@@ -88,51 +88,31 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         replica: Replica | None = None,
         **options: Any,  # Any: the fields of Steps
     ) -> None:
-        check_optimizer(optimizer)
         replica = Replica(model) if replica is None else replica
         super().__init__(replica, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
-        _, beta2, eps = self._betas_and_eps()
         square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
-        for span, (t, rate) in self._counted(place, "seen", self._values("lr")):
+
+        def sent(rule: Rule, entry: ParameterSpan, t: int) -> tuple[float, float, float, int]:
+            return rule.sent_rate(entry.shape), rule.beta2, rule.eps, t
+
+        for span, (rate, beta2, eps, t) in self._counted(place, "seen", sent):
             scale, block = ratio / (1 - beta2**t), self._ratios.block
             kernels.adam_step_(span.of(gradient), span.of(square), scale, span.start, block, beta2, eps, rate)
 
     def _move(self, place: int, mean: Tensor) -> None:
-        beta1, _, _ = self._betas_and_eps()
         common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
-        kept = [1 - rate * decay for rate, decay in zip(self._values("lr"), self._values("weight_decay"), strict=True)]
-        for span, (t, decay) in self._counted(place, "applied", kept):
-            of = span.of
-            kernels.momentum_step_(of(common), of(momentum), of(mean), beta1, decay, 1 / (1 - beta1**t))
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
-        check_optimizer(self.optimizer)
+        def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
+            return rule, entry.shape if isinstance(rule, MuonRule) else None, t
 
-    def _betas_and_eps(self) -> tuple[float, float, float]:
-        group = self.optimizer.param_groups[0]
-        beta1, beta2 = group["betas"]
-        return float(beta1), float(beta2), float(group["eps"])
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Raise TypeError or ValueError for an optimizer whose steps AdamWSteps cannot take."""
-    if not isinstance(optimizer, Adam):
-        raise TypeError(
-            f"AdamWSteps takes the settings of a torch.optim.AdamW or Adam, got {type(optimizer).__name__}; for others there is LocalSteps"
-        )
-    first = optimizer.param_groups[0]
-    for group in optimizer.param_groups:
-        if group.get("amsgrad") or group.get("maximize"):
-            raise ValueError("AdamWSteps has neither amsgrad nor maximize; make the optimizer without")
-        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            raise ValueError(
-                "AdamWSteps decays weights as AdamW does, and this Adam decays gradients; use torch.optim.AdamW"
-            )
-        if not group["eps"] > 0:
-            raise ValueError(f"eps must be above 0, or elements without gradient become 0 / 0, got {group['eps']}")
-        for key in ("betas", "eps"):
-            if group[key] != first[key]:
-                raise ValueError(f"all parameter groups must have the same {key}, got {first[key]} and {group[key]}")
+        for span, (rule, shape, t) in self._counted(place, "applied", applied):
+            w, m, x, kept = span.of(common), span.of(momentum), span.of(mean), 1 - rule.rate * rule.decay
+            if isinstance(rule, AdamWRule):
+                kernels.momentum_step_(w, m, x, rule.beta1, kept, 1 / (1 - rule.beta1**t))
+                continue
+            assert shape is not None
+            w.mul_(kept)
+            for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
+                matrix.sub_(rule.step(m_, x_))

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.adamw_steps import check_optimizer
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
-from sparsync.runtime.findings import innermost
+from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
@@ -26,8 +25,8 @@ Optimizers = Optimizer | Sequence[Optimizer]
 def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | None, steps_possible: bool) -> Exchange:
     """Return `exchange`, or where it is None what suits the scheme and the optimizer.
 
-    Steps for Adam and AdamW with a scheme that sends fewer than 4 bits an element, because Adam divides by second moments, which are wrong
-    where gradients are compressed so far; gradients else, and where no optimizer is given or steps are not possible.
+    Steps for Adam, AdamW and Muon with a scheme that sends fewer than 4 bits an element, because gradients that are compressed so far
+    give wrong second moments, and wrong directions to Muon; gradients else, and where no optimizer is given or steps are not possible.
     Raises TypeError for anything else, and ValueError for steps where they are not possible, and for several optimizers where one is
     taken.
     """
@@ -38,7 +37,6 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | No
                 "attach(model, scheme, exchange=sparsync.LocalSteps(...), optimizer=optimizer)"
             )
         return exchange
-    optimizer = the_one(optimizer)
     if exchange is None:
         return Steps() if optimizer is not None and steps_possible and _wants_steps(scheme, optimizer) else Gradients()
     if not isinstance(exchange, Exchange):
@@ -59,22 +57,24 @@ def the_one(optimizer: Optimizers | None) -> Optimizer | None:
         return optimizer
     if len(optimizer) != 1:
         raise ValueError(
-            f"gradients and steps are exchanged for one optimizer, got {len(optimizer)}; leave them out, or exchange weight changes with "
-            "exchange=sparsync.LocalSteps(every=...)"
+            f"gradients are exchanged for one optimizer, got {len(optimizer)}; leave them out, or exchange the steps of AdamW and Muon "
+            "with exchange=sparsync.Steps(), or weight changes with exchange=sparsync.LocalSteps(every=...)"
         )
     return optimizer[0]
 
 
-def _wants_steps(scheme: Scheme, optimizer: Optimizer) -> bool:
-    if type(optimizer).__name__ in _TRAINERS_OPTIMIZERS:
-        optimizer = innermost(optimizer)
+def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     coarse = scheme.leaves_out or any(
         getattr(each, "values", "") in _COARSE for each in (scheme, *scheme.inner_schemes)
     )
-    if not (isinstance(optimizer, Adam) and coarse and scheme.has_residual) or scheme.has_momentum:
+    if not (coarse and scheme.has_residual) or scheme.has_momentum:
         return False
+    found = optimizers_of(optimizer)
+    inside = isinstance(optimizer, Optimizer) and len(found) == 1 and found[0] is not optimizer
+    if inside and type(optimizer).__name__ not in _TRAINERS_OPTIMIZERS:
+        return False  # it may do more than pass on to the one inside
     try:
-        check_optimizer(optimizer)
-    except ValueError:  # a setting of Adam's that steps do not have
+        rules_of(found)
+    except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
         return False
     return True

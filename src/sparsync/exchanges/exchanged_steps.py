@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
+from sparsync.exchanges.rules import Rule, optimizers_of, rules_of
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
 from sparsync.exchanges.weights import Part, WeightBucket
@@ -42,7 +43,7 @@ Value = TypeVar("Value")
 class Steps(StepOptions):
     """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
 
-    For AdamW, and Adam without weight decay. Raises ValueError for a value out of range.
+    For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
@@ -183,7 +184,7 @@ class ExchangedSteps(StepMethod):
     def __init__(
         self,
         replica: Replica,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         scheme: Scheme | None,
         options: Steps,
         group: dist.ProcessGroup | None,
@@ -196,8 +197,16 @@ class ExchangedSteps(StepMethod):
                 f"an optimizer steps during the backward pass and leaves no gradient to {type(self).__name__}; remove it, or use "
                 "LocalSteps, which exchanges the result of each rank's optimizer"
             )
-        self.optimizer, self._groups = optimizer, _group_numbers(optimizer, replica.owned)
-        super().__init__(replica, [optimizer], scheme, options, group, comm, timeout_s)
+        self.optimizers = optimizers_of(optimizer)
+        self._given = [*self.optimizers, *([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+        if scaler is not None and len(self.optimizers) > 1:
+            raise ValueError(
+                f"a loss scaler unscales the gradients of one optimizer, and there are {len(self.optimizers)}; train in bfloat16 without a "
+                "scaler, or attach with exchange=sparsync.Gradients()"
+            )
+        self._rules = rules_of(self.optimizers)  # of each parameter group, read in each step
+        self._groups = _group_numbers(self.optimizers, replica.owned)
+        super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
@@ -208,7 +217,7 @@ class ExchangedSteps(StepMethod):
         self._skipped = 0  # steps in a row
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
-        self._taken = TakenOptimizer(optimizer, self._step_for_optimizer, scaler)
+        self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
         self._divisor = GradientDivisor(replica)
         self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
 
@@ -284,7 +293,8 @@ class ExchangedSteps(StepMethod):
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
-        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        for each in self._given:
+            each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
             self._check_settings()
             self._idle = self._idle_now()
@@ -311,8 +321,9 @@ class ExchangedSteps(StepMethod):
         return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
 
     def _check_settings(self) -> None:
-        """Raise ValueError for settings of the optimizer that a step cannot have."""
-        _check_finite(self.optimizer)
+        """Read the settings of the optimizers. Raises ValueError for one that a step cannot have."""
+        _check_finite(self.optimizers)
+        self._rules = rules_of(self.optimizers)
 
     @property
     def clip_factor(self) -> float:
@@ -532,19 +543,17 @@ class ExchangedSteps(StepMethod):
         """Return the parameters of a bucket that take part in this step."""
         return [entry for entry in bucket.layout if entry.name not in self._idle]
 
-    def _counted(self, place: int, key: str, values: Sequence[float]) -> list[tuple[Span, tuple[int, float]]]:
-        """Add one to the count of each parameter that takes part; return the spans of equal counts and `values`, and these.
+    def _counted(
+        self, place: int, key: str, value_of: Callable[[Rule, ParameterSpan, int], Value]
+    ) -> list[tuple[Span, Value]]:
+        """Add one to the count of each parameter that takes part; return the spans of equal values, and these.
 
-        `values` are those of each parameter group.
+        `value_of` gets the rule of a parameter, its place, and its count.
         """
-        taking, counts, groups = self._taking(self._weights.buckets[place]), self._counts[key], self._groups
+        taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
         for entry in taking:
             counts[entry.name] += 1
-        return _runs(taking, lambda name: (counts[name], values[groups[name]]))
-
-    def _values(self, key: str) -> list[float]:
-        """Return a setting, a number or a tensor with one, of each parameter group."""
-        return [float(group[key]) for group in self.optimizer.param_groups]
+        return _runs(taking, lambda entry: value_of(self._rules[self._groups[entry.name]], entry, counts[entry.name]))
 
     def _tell_skipped(self, skipped: bool) -> None:
         """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
@@ -567,13 +576,13 @@ class ExchangedSteps(StepMethod):
             )
 
 
-def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[str], Value]) -> list[tuple[Span, Value]]:
+def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[ParameterSpan], Value]) -> list[tuple[Span, Value]]:
     """Return the spans of adjacent parameters that have the same value, and that value."""
     found: list[tuple[Span, Value]] = []
     start = stop = 0
     current: list[Value] = []  # the value of the parameters from start to stop
     for entry in layout:
-        value = value_of(entry.name)
+        value = value_of(entry)
         if current != [value] or entry.span.start != stop:
             found += [(Span(start, stop), each) for each in current]
             current, start = [value], entry.span.start
@@ -588,28 +597,35 @@ def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:
     return bool(nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
 
 
-def _group_numbers(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizer and model do not match."""
-    by_id = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizers and model do not match."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
+    by_id = {id(each): i for each, i in numbered}
     cure = "or attach with exchange=sparsync.Gradients()"
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
         raise ValueError(
             f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {cure}"
         )
-    known = {id(each) for each in trained.values()}
-    more = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
-    if shapes := [tuple(each.shape) for each in more if each.requires_grad]:
+    known = {id(each): name for name, each in trained.items()}
+    if len(by_id) < len(numbered):
+        seen: set[int] = set()
+        twice = next(each for each, _ in numbered if id(each) in seen or seen.add(id(each)))
+        raise ValueError(
+            f"{known.get(id(twice), 'a parameter')} is in two parameter groups; give each to one optimizer"
+        )
+    if shapes := [tuple(each.shape) for each, _ in numbered if id(each) not in known and each.requires_grad]:
         raise ValueError(
             f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
         )
     return {name: by_id[id(each)] for name, each in trained.items()}
 
 
-def _check_finite(optimizer: Optimizer) -> None:
+def _check_finite(optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for a rate, decay or eps that is not finite."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(group for each in optimizers for group in each.param_groups):
         for key in ("lr", "weight_decay", "eps"):
-            if not math.isfinite(float(group[key])):
+            if not math.isfinite(float(group.get(key, 0.0))):
                 raise ValueError(
                     f"{key} of parameter group {number} is {float(group[key])}; it must be finite, look at its schedule"
                 )

@@ -16,8 +16,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import innermost, is_fsdp2, reducing_wrappers
+from sparsync.runtime.findings import is_fsdp2, reducing_wrappers
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -114,53 +115,65 @@ class GradientDivisor:
 
 
 class TakenOptimizer:
-    """Calls `take_step` in place of `optimizer.step`, until `release`. `take_step` returns whether all ranks skipped the step.
+    """Calls `take_step` in place of the `step` of these optimizers, until `release`: once for all, before the first of them steps.
 
-    `scaler` is the one that scales the loss, where there is one: it learns what other ranks found.
+    `take_step` returns whether all ranks skipped the step. `scaler` is the one that scales the loss, where there is one: it learns what
+    other ranks found.
     """
 
-    def __init__(self, optimizer: Optimizer, take_step: Callable[[], bool], scaler: GradScaler | None = None) -> None:
-        self._optimizer, self._take_step, self._scaler = optimizer, take_step, scaler
+    def __init__(
+        self, optimizers: Sequence[Optimizer], take_step: Callable[[], bool], scaler: GradScaler | None = None
+    ) -> None:
+        self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
+        self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
         self._hidden: Hidden = []
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        self._hooks: list[Any] = []  # Any: torch's handles of hooks
+        for each in optimizers:
+            self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
+            setattr(each, SUPPORTS_SCALING, True)
         _refuse_others()
         _TAKEN.add(self)
-        setattr(optimizer, SUPPORTS_SCALING, True)
         self.hold_state()
 
     def hold_state(self) -> None:
         """Have every parameter an empty state: where there is none at all, torch.distributed.checkpoint takes a step to make one."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state.setdefault(parameter, {})
+        for optimizer in self._optimizers:
+            for parameter in _parameters(optimizer):
+                optimizer.state.setdefault(parameter, {})
 
     def has(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether one of these parameters is the optimizer's."""
-        own = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        """Return whether one of these parameters belongs to the optimizers."""
+        own = {id(each) for optimizer in self._optimizers for each in _parameters(optimizer)}
         return any(id(each) in own for each in parameters)
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimizer, or the one inside it, is the one that was taken."""
-        return innermost(optimizer) is self._optimizer
+        """Return whether this optimizer, or those inside it, were taken."""
+        return all(any(each is own for own in self._optimizers) for each in optimizers_of(optimizer))
 
     def release(self) -> None:
-        """Let the optimizer take its own steps from here on."""
+        """Let the optimizers take their own steps from here on."""
         _TAKEN.discard(self)
         for hook in self._hooks:
             hook.remove()
-        vars(self._optimizer).pop(SUPPORTS_SCALING, None)
+        for each in self._optimizers:
+            vars(each).pop(SUPPORTS_SCALING, None)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:  # Any: see Arguments
         args, kwargs = _with_closure_called(args, kwargs)
-        self._unscale()
-        skipped = self._take_step()
-        if skipped and self._scaler is not None and self._scaler.is_enabled():
-            self._tell_scaler(self._scaler)
+        if not self._called or id(optimizer) in self._called:
+            self._called.clear()
+            self._unscale(optimizer)
+            skipped = self._take_step()
+            if skipped and self._scaler is not None and self._scaler.is_enabled():
+                self._tell_scaler(self._scaler, optimizer)
+        self._called.add(id(optimizer))
+        if len(self._called) == len(self._optimizers):
+            self._called.clear()
         self._hidden = hide_gradients(optimizer)
         return args, kwargs
 
@@ -168,21 +181,21 @@ class TakenOptimizer:
         put_back(self._hidden)
         self._hidden = []
 
-    def _unscale(self) -> None:
+    def _unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
-        if not hasattr(self._optimizer, "found_inf"):
+        if not hasattr(optimizer, "found_inf"):
             return
         if self._scaler is None:
             raise RuntimeError(
                 "a GradScaler calls this optimizer, and each rank's has found its own NaN and Inf; pass it, so that they agree: "
                 "sparsync.attach(..., scaler=scaler)"
             )
-        unscale_(self._optimizer)
+        unscale_(optimizer)
 
-    def _tell_scaler(self, scaler: GradScaler) -> None:
+    def _tell_scaler(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Have the scaler lower its scale on all ranks, also where this rank's gradient was finite."""
         # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
-        for found in scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"].values():
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.fill_(1.0)
 
 
@@ -314,7 +327,7 @@ def _refuse_others() -> None:
 def _refuse_another(optimizer: Optimizer, *_: object) -> None:
     """Raise RuntimeError where an optimizer steps parameters for which another one was taken: ranks would part."""
     others = [each for each in _TAKEN if not each.is_of(optimizer)]
-    stepped = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    stepped = [each for each in _parameters(optimizer) if each.grad is not None]
     if any(each.has(stepped) for each in others):
         raise RuntimeError(
             f"another {type(optimizer).__name__} steps a model whose optimizer was passed to sparsync.attach, and nothing would exchange "
@@ -325,6 +338,10 @@ def _refuse_another(optimizer: Optimizer, *_: object) -> None:
 def _divided(owner: "weakref.ref[GradientDivisor]", name: str, gradient: Tensor) -> Tensor | None:
     divisor = owner()
     return None if divisor is None else divisor.divided([name], gradient)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -356,9 +373,7 @@ def check_bare(model: nn.Module) -> None:
 
 def hide_gradients(optimizer: Optimizer) -> Hidden:
     """Take the gradients of an optimizer's parameters away, so that its step moves none of them; return what `put_back` takes."""
-    hidden = [
-        (each, each.grad) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-    ]
+    hidden = [(each, each.grad) for each in _parameters(optimizer) if each.grad is not None]
     for parameter, _ in hidden:
         parameter.grad = None
     return hidden

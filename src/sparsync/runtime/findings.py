@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
 from sparsync.base.scheme_text import scheme_of_environment
@@ -20,8 +20,8 @@ from sparsync.runtime.parameter_names import plain_name
 
 Axis = DeviceMesh | dist.ProcessGroup
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # whose operations were tried, or their source was read
-# Those that divide each element by the size of its past gradients.
-_DIVIDING = (Adam, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
+# Those that divide each element by the size of its past gradients, or a matrix by its singular values.
+_DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,15 @@ def reducing_wrappers() -> tuple[type, ...]:
     return (DistributedDataParallel, *(each for each in found if each is not None))
 
 
-def optimizers(optimizer: Optimizer | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
+def optimizers(
+    optimizer: Optimizer | Sequence[Optimizer] | None, scheme: Scheme, steps_possible: bool = True
+) -> Iterator[Finding]:
     """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
     if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        for each in optimizer:
+            yield from optimizers(each, scheme, steps_possible)
         return
     inner = innermost(optimizer)
     name, ours = type(inner).__name__, type(scheme).__name__
@@ -140,9 +146,12 @@ def optimizers(optimizer: Optimizer | None, scheme: Scheme, steps_possible: bool
                 f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
             )
     elif scheme.has_residual and scheme.leaves_out and _divides(inner):
-        steps = "attach with exchange=sparsync.Steps(), or " if steps_possible and isinstance(inner, Adam) else ""
+        steps = (
+            "attach with exchange=sparsync.Steps(), or " if steps_possible and isinstance(inner, (Adam, Muon)) else ""
+        )
+        does = "orthogonalises a mean" if isinstance(inner, Muon) else "divides by second moments"
         yield Finding(
-            f"{ours} leaves elements out, and {name} divides by second moments, which are wrong where means are sparse: quality falls "
+            f"{ours} leaves elements out, and {name} {does}, which is wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
             f"{steps}use TwoShot(density=1.0, values='int4')",
         )

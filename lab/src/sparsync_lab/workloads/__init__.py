@@ -47,6 +47,16 @@ WORKLOADS: dict[str, WorkloadEntry] = {
         "the same with width 64, 2 layers and context 32, 0.11 M parameters: seconds",
         {"width": 64, "layers": 2, "context": 32},
     ),
+    "gpt-muon": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Gpt",
+        "gpt with Muon for the matrices of its blocks and AdamW for the rest",
+        {"optimizer_name": "muon"},
+    ),
+    "gpt-muon-tiny": WorkloadEntry(
+        "sparsync_lab.workloads.gpt:Gpt",
+        "gpt-tiny with Muon for the matrices of its blocks and AdamW for the rest: a minute",
+        {"optimizer_name": "muon", "width": 64, "layers": 2, "context": 32},
+    ),
     "gpt-10m": WorkloadEntry(
         "sparsync_lab.workloads.gpt:Gpt",
         "the same with width 384, 6 layers and context 256, 10.8 M parameters, 16,384 characters a step: for a GPU",

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync_lab.workloads import language
 from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, rise_and_cosine, seeded
+from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.shakespeare_text import Corpus, characters
 
 DEVIATION = 0.02  # of the first weights, as in GPT-2; those that end a residual branch are smaller by sqrt(2 layers)
@@ -87,6 +88,9 @@ class Gpt(Workload):
     weight_decay: float = 0.1  # of weights of two dimensions
     clip_norm: float = 1.0  # of the reduced gradient
     data: str = ""  # a folder of .txt files instead of the package
+    optimizer_name: str = (
+        "adamw"  # or "muon": Muon for the matrices of the blocks, with AdamW's rate, and AdamW for the rest
+    )
 
     name: ClassVar[str] = "gpt"
     metric: ClassVar[str] = "perplexity"
@@ -99,6 +103,8 @@ class Gpt(Workload):
         require_positive(learning_rate=self.learning_rate, clip_norm=self.clip_norm)
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, {self.heads}, got {self.width}")
+        if self.optimizer_name not in ("adamw", "muon"):
+            raise ValueError(f"optimizer_name must be adamw or muon, got {self.optimizer_name!r}")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or above, got {self.weight_decay}")
 
@@ -122,11 +128,19 @@ class Gpt(Workload):
         require_positive(steps=steps)
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        muons: list[nn.Parameter] = []
+        if self.optimizer_name == "muon":
+            assert isinstance(model.blocks, nn.Module)
+            muons = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
+        by_adamw = [each for each in matrices if not any(each is muon for muon in muons)]
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": by_adamw, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        optimizer = AdamW(groups, lr=self.learning_rate, betas=BETAS)
+        optimizer: Optimizer = AdamW(groups, lr=self.learning_rate, betas=BETAS)
+        if muons:
+            muon = Muon(muons, lr=self.learning_rate, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")
+            optimizer = Several(muon, optimizer)
         return optimizer, rise_and_cosine(optimizer, steps, round(WARMUP * steps), LOWEST)
 
     def clip(self, model: nn.Module, factor: float = 1.0) -> None:

@@ -1,0 +1,158 @@
+"""What the settings of an optimizer mean for exchanged steps: AdamW's for most parameters, Muon's for matrices.
+
+Both send the same: a rank's own gradient over the root of its second moments, times the rate. They differ in what follows on the mean of
+these, which is the same on all ranks: momentum and the step itself for AdamW; momentum, and a step whose singular values are all about 1,
+for Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Muon, Optimizer
+
+from sparsync.runtime.findings import innermost
+
+_MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
+_RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
+_PUBLISHED = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "adjust_lr_fn": "original",
+}
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """The settings of a parameter group of AdamW in one step."""
+
+    rate: float
+    decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def sent_rate(self, shape: Sequence[int]) -> float:
+        """Return what the normalised gradient of a parameter is multiplied by before it is sent."""
+        return self.rate
+
+
+@dataclass(frozen=True)
+class MuonRule:
+    """The settings of a parameter group of Muon in one step, as torch.optim.Muon has them."""
+
+    rate: float
+    decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[float, float, float]
+    iterations: int
+    adjust: str | None
+
+    beta2 = _MUONS_BETA2
+    eps = _MUONS_EPS
+
+    def sent_rate(self, shape: Sequence[int]) -> float:
+        """Return the rate at which an AdamW step is as long as Muon's, so that what is not sent has the scale of the weights' moves."""
+        return self._applied_rate(shape) / (_RMS * math.sqrt(max(_matrix(shape))))
+
+    def step(self, momentum: Tensor, mean: Tensor) -> Tensor:
+        """Return the step of a matrix, rate included, from the mean [any shape of 2 dimensions or more]; `momentum` changes in place."""
+        momentum.lerp_(mean, 1 - self.momentum)
+        matrix = (mean.lerp(momentum, self.momentum) if self.nesterov else momentum).view(_matrix(mean.shape))
+        step = orthogonalised(matrix, self.coefficients, self.iterations)
+        return step.mul_(self._applied_rate(mean.shape)).view(mean.shape)
+
+    def _applied_rate(self, shape: Sequence[int]) -> float:
+        rows, columns = _matrix(shape)
+        if self.adjust == "match_rms_adamw":
+            return self.rate * _RMS * math.sqrt(max(rows, columns))
+        return self.rate * math.sqrt(max(1, rows / columns))
+
+
+Rule = AdamWRule | MuonRule
+
+
+def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], iterations: int) -> Tensor:
+    """Return about U V^T of the matrix [rows, columns] = U S V^T, by Newton-Schulz iterations with these coefficients; zero for zero.
+
+    In bfloat16 on a GPU, as torch.optim.Muon, and else in the type of the matrix. Ranks get the same bits where they have the same
+    processor and number of threads.
+    """
+    a, b, c = coefficients
+    found = matrix.bfloat16() if matrix.is_cuda else matrix
+    wide = found.shape[0] <= found.shape[1]
+    found = found if wide else found.T
+    found = found / found.norm().clamp(min=1e-30)  # all singular values are at most 1
+    for _ in range(iterations):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return (found if wide else found.T).to(matrix.dtype).contiguous()
+
+
+def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose steps are taken: those inside a wrapper, such as Accelerate's, or inside one that holds several."""
+    if not isinstance(given, Optimizer):
+        return [each for one in given for each in optimizers_of(one)]
+    inner = innermost(given)
+    members = [each for value in vars(inner).values() for each in _listed(value) if isinstance(each, Optimizer)]
+    return [each for one in members for each in optimizers_of(one)] if len(members) > 1 else [inner]
+
+
+def rules_of(optimizers: Iterable[Optimizer]) -> list[Rule]:
+    """Return the rule of each parameter group. Raises TypeError or ValueError for an optimizer whose steps cannot be exchanged."""
+    return [_rule_of(each, group) for each in optimizers for group in each.param_groups]
+
+
+def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: settings
+    if isinstance(optimizer, Muon) or group.get("use_muon"):
+        return _muon_rule(optimizer, group)
+    if not isinstance(optimizer, Adam) and group.get("use_muon") is None:
+        raise TypeError(
+            f"steps are exchanged of torch.optim.AdamW, Adam and Muon, got {type(optimizer).__name__}; for others there is LocalSteps, "
+            "and exchange=sparsync.Gradients()"
+        )
+    if group.get("amsgrad") or group.get("maximize"):
+        raise ValueError("exchanged steps have neither amsgrad nor maximize; make the optimizer without")
+    if group["weight_decay"] and isinstance(optimizer, Adam) and not group.get("decoupled_weight_decay"):
+        raise ValueError(
+            "exchanged steps decay weights as AdamW does, and this Adam decays gradients; use torch.optim.AdamW"
+        )
+    if not group["eps"] > 0:
+        raise ValueError(f"eps must be above 0, or elements without gradient become 0 / 0, got {group['eps']}")
+    beta1, beta2 = group["betas"]
+    return AdamWRule(*_rate_and_decay(group), float(beta1), float(beta2), float(group["eps"]))
+
+
+def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # Any: settings
+    for parameter in group["params"]:
+        if parameter.dim() < 2:
+            raise ValueError(
+                f"Muon makes steps of matrices, and this {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}; "
+                "give it to AdamW"
+            )
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                "Muon needs whole matrices, and fully_shard has split them; use DistributedDataParallel, or AdamW for all parameters"
+            )
+    momentum, nesterov, coefficients, iterations, adjust = (group.get(key, usual) for key, usual in _PUBLISHED.items())
+    return MuonRule(
+        *_rate_and_decay(group), float(momentum), bool(nesterov), tuple(coefficients), int(iterations), adjust
+    )
+
+
+def _rate_and_decay(group: Mapping[str, Any]) -> tuple[float, float]:  # Any: settings
+    return float(group["lr"]), float(group.get("weight_decay", 0.0))
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _listed(value: object) -> Iterable[object]:
+    return value if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,207 @@
+"""Exchanged steps of Muon: momentum and orthogonal steps on the mean, as two optimizers or as one, with the loop of plain torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, Optimizer
+
+import sparsync
+from helpers.distributed import case, run
+from sparsync import Dense, Steps, TwoShot
+from sparsync.comm.local import LocalComm, LocalWorld
+from sparsync.exchanges.adamw_steps import AdamWSteps
+from sparsync.exchanges.choice import choose
+from sparsync.exchanges.rules import MuonRule, orthogonalised
+
+P, STEPS = 2, 7
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+
+
+def bare_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 33), nn.GELU(), nn.Linear(33, 7))
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    return matrices, [each for each in model.parameters() if each.dim() != 2]
+
+
+def two(model: nn.Module) -> list[Optimizer]:
+    matrices, others = split(model)
+    return [Muon(matrices, **SETTINGS), AdamW(others, lr=0.003, betas=(0.8, 0.9))]
+
+
+class Both(Optimizer):
+    """One that holds the two, as trainers want it."""
+
+    def __init__(self, members: list[Optimizer]) -> None:
+        self.members = members
+        super().__init__([group for each in members for group in each.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for each in self.members:
+            each.step()
+
+
+class Single(Optimizer):
+    """One of its own, whose groups say which are Muon's. Its own `step` has nothing to do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices, others = split(model)
+        adamw = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 1e-2}
+        super().__init__(
+            [{"params": matrices, "use_muon": True, **SETTINGS}, {"params": others, "use_muon": False, **adamw}], {}
+        )
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert all(each.grad is None for group in self.param_groups for each in group["params"])
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "two optimizers": two,
+    "one that holds both": lambda model: Both(two(model)),
+    "one of its own": Single,
+}
+
+
+class Training:
+    def __init__(self, form: str, wrapped: bool) -> None:
+        self.bare = bare_model()
+        self.model: nn.Module = DistributedDataParallel(self.bare) if wrapped else self.bare
+        self.given = FORMS[form](self.bare)
+        scheme = TwoShot(density=0.2, values="sign")
+        self.handle: Any = sparsync.attach(self.model, scheme, optimizer=self.given)  # Any: of either kind
+        assert self.handle.exchange == Steps()
+
+    def step(self, number: int) -> None:
+        source = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        x, y = torch.randn(8, 20, generator=source), torch.randn(8, 7, generator=source)
+        (self.model(x) - y).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for each in self.given if isinstance(self.given, list) else [self.given]:
+            each.step()
+            each.zero_grad()
+
+    def common(self) -> list[Tensor]:
+        with self.handle.averaged():
+            return [each.detach().clone() for each in self.bare.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def every_form(folder: Path) -> None:
+    trainings = [Training(form, wrapped) for form in FORMS for wrapped in (False, True)]
+    begin = trainings[0].common()
+    for number in range(STEPS):
+        for each in trainings:
+            each.step(number)
+        if number == 2:
+            sparsync.checkpoint.save(trainings[1].handle, folder)
+            dist.barrier()
+    found = [each.common() for each in trainings]
+    assert not same(begin, found[0])
+    for form, other in zip([form for form in FORMS for _ in (0, 1)], found, strict=True):
+        with case(form):
+            assert same(found[0], other)
+    assert all(each.handle.stats()["steps"] == STEPS for each in trainings)
+    every: list[Any] = [None] * P
+    dist.all_gather_object(every, [each.tolist() for each in found[0]])
+    assert every[0] == every[1]
+    with case("resumed"):
+        again = Training("two optimizers", wrapped=True)
+        sparsync.checkpoint.load(again.handle, folder)
+        for number in range(3, STEPS):
+            again.step(number)
+        assert same(again.common(), found[0])
+
+
+@pytest.mark.distributed
+def test_muon_and_adamw_as_two_optimizers_or_one_take_the_same_steps_with_and_without_ddp(tmp_path: Path) -> None:
+    run(every_form, P, folder=tmp_path)
+
+
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_with_one_rank_the_step_is_torchs_muon_of_the_normalised_gradient(nesterov: bool, adjust: str | None) -> None:
+    def body(comm: LocalComm) -> None:
+        torch.manual_seed(3)
+        ours, plain = nn.Linear(12, 30, bias=False), nn.Linear(12, 30, bias=False)
+        plain.load_state_dict(ours.state_dict())
+        settings = {**SETTINGS, "nesterov": nesterov, "adjust_lr_fn": adjust}
+        own, theirs = Muon(ours.parameters(), **settings), Muon(plain.parameters(), **settings)
+        steps = AdamWSteps(ours, own, Dense(), comm=comm)
+        second = torch.zeros(30, 12)
+        for t in range(1, 5):
+            gradient = torch.randn(30, 12)
+            second = 0.95 * second + 0.05 * gradient.square()
+            ours.weight.grad, plain.weight.grad = gradient.clone(), gradient / (second / (1 - 0.95**t)).sqrt()
+            steps.step()
+            theirs.step()
+        # torch's iterations are in bfloat16, of 8 bits.
+        moved = (plain.weight - ours.weight).norm() / 4
+        assert moved < 0.02 * theirs.param_groups[0]["lr"] * steps._rules[0].sent_rate((30, 12)) / 0.02 * 0.2 * 360**0.5
+
+    LocalWorld(1).run(body)
+
+
+def test_singular_values_become_about_one_and_zero_stays_zero() -> None:
+    published = MuonRule(1.0, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
+    for shape in [(5, 40), (40, 5), (16, 16)]:
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        values = torch.linalg.svdvals(orthogonalised(matrix, published.coefficients, published.iterations))
+        assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
+    assert not orthogonalised(torch.zeros(3, 4), published.coefficients, 5).any()
+
+
+def test_steps_are_chosen_for_muon_and_a_pair_where_few_bits_are_sent() -> None:
+    model = bare_model()
+    sign = TwoShot(density=0.1, values="sign")
+    assert choose(None, sign, two(model), steps_possible=True) == Steps()
+    assert choose(None, sign, Muon(split(model)[0]), steps_possible=True) == Steps()
+    assert choose(None, Dense(), two(model), steps_possible=True) == sparsync.Gradients()
+    assert (
+        choose(None, sign, [*two(model), torch.optim.SGD([nn.Parameter(torch.ones(1))])], True) == sparsync.Gradients()
+    )
+
+
+def refused() -> None:
+    model = bare_model()
+    matrices, others = split(model)
+    flat: Any = Single(model)
+    flat.param_groups[1]["use_muon"] = True
+    muon, adamw = Muon(matrices), AdamW(others)
+    refusals: list[tuple[Any, dict[str, Any], str]] = [
+        (flat, {}, r"of shape \[33\]; give it to AdamW"),
+        ([muon, AdamW(model.parameters())], {}, "0.weight is in two parameter groups"),
+        ([muon], {}, "the optimizer lacks 0.bias"),
+        ([muon, adamw], {"scaler": GradScaler("cpu")}, "one optimizer, and there are 2"),
+        ([muon, adamw], {"exchange": sparsync.Gradients()}, "gradients are exchanged for one optimizer, got 2"),
+    ]
+    for optimizer, options, message in refusals:
+        with case(message), pytest.raises(ValueError, match=message):
+            sparsync.attach(
+                model, TwoShot(density=0.1, values="sign"), optimizer=optimizer, **{"exchange": Steps(), **options}
+            )
+    with case("split matrices"):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        sharded = fully_shard(bare_model(), mesh=mesh)
+        single: Any = Single(sharded)
+        with pytest.raises(ValueError, match="Muon needs whole matrices, and fully_shard has split them"):
+            sparsync.attach(sharded, TwoShot(density=0.1, values="sign"), optimizer=single, exchange=Steps())
+
+
+@pytest.mark.distributed
+def test_what_steps_of_muon_cannot_do_is_refused() -> None:
+    run(refused, P)
