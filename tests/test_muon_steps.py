@@ -23,7 +23,7 @@ from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import MuonRule, orthogonalised
 
 P, STEPS = 2, 7
-SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
 
 def bare_model() -> nn.Sequential:
@@ -196,7 +196,8 @@ def refused() -> None:
             )
     with case("split matrices"):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        sharded = fully_shard(bare_model(), mesh=mesh)
+        sharded = bare_model()
+        fully_shard(sharded, mesh=mesh)
         single: Any = Single(sharded)
         with pytest.raises(ValueError, match="Muon needs whole matrices, and fully_shard has split them"):
             sparsync.attach(sharded, TwoShot(density=0.1, values="sign"), optimizer=single, exchange=Steps())
