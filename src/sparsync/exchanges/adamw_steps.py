@@ -22,16 +22,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
-from sparsync.core import Comm, ParameterSpan
+from sparsync.core import Comm
 from sparsync.exchanges.exchanged_steps import ExchangedSteps, Steps
-from sparsync.exchanges.rules import AdamWRule, MuonRule, Rule
 from sparsync.exchanges.training_loop import Replica
-from sparsync.kernels import operations as kernels
 
 
 class AdamWSteps(ExchangedSteps, options=Steps):
@@ -90,29 +88,3 @@ class AdamWSteps(ExchangedSteps, options=Steps):
     ) -> None:
         replica = Replica(model) if replica is None else replica
         super().__init__(replica, optimizer, scheme, Steps(**options), group, comm, timeout_s, scaler)
-
-    def _to_step_(self, place: int, gradient: Tensor) -> None:
-        square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
-
-        def sent(rule: Rule, entry: ParameterSpan, t: int) -> tuple[float, float, float, int]:
-            return rule.sent_rate(entry.shape), rule.beta2, rule.eps, t
-
-        for span, (rate, beta2, eps, t) in self._counted(place, "seen", sent):
-            scale, block = ratio / (1 - beta2**t), self._ratios.block
-            kernels.adam_step_(span.of(gradient), span.of(square), scale, span.start, block, beta2, eps, rate)
-
-    def _move(self, place: int, mean: Tensor) -> None:
-        common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
-
-        def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
-            return rule, entry.shape if isinstance(rule, MuonRule) else None, t
-
-        for span, (rule, shape, t) in self._counted(place, "applied", applied):
-            w, m, x, kept = span.of(common), span.of(momentum), span.of(mean), 1 - rule.rate * rule.decay
-            if isinstance(rule, AdamWRule):
-                kernels.momentum_step_(w, m, x, rule.beta1, kept, 1 / (1 - rule.beta1**t))
-                continue
-            assert shape is not None
-            w.mul_(kept)
-            for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
-                matrix.sub_(rule.step(m_, x_))

@@ -1,13 +1,11 @@
 """The base of methods that exchange an optimizer's steps: AdamWSteps.
 
 Each rank turns its gradient into a step (`_to_step_`), the steps go through the scheme, and all ranks apply the mean step to the common
-weights (`_move`). A method consists of these two, and the names of the vectors and counts that it keeps. Here is the rest: which
-parameters take part, the measured ratio, skipped steps, and the state.
+weights (`_move`). Also here: which parameters take part, the measured ratio, skipped steps, and the state.
 """
 
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
-from sparsync.exchanges.rules import Rule, optimizers_of, rules_of
+from sparsync.exchanges.rules import AdamWRule, MuonRule, Rule, optimizers_of, rules_of
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
 from sparsync.exchanges.weights import Part, WeightBucket
@@ -221,13 +219,33 @@ class ExchangedSteps(StepMethod):
         self._divisor = GradientDivisor(replica)
         self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
 
-    @abstractmethod
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""
+        square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
 
-    @abstractmethod
+        def sent(rule: Rule, entry: ParameterSpan, t: int) -> tuple[float, float, float, int]:
+            return rule.sent_rate(entry.shape), rule.beta2, rule.eps, t
+
+        for span, (rate, beta2, eps, t) in self._counted(place, "seen", sent):
+            scale, block = ratio / (1 - beta2**t), self._ratios.block
+            kernels.adam_step_(span.of(gradient), span.of(square), scale, span.start, block, beta2, eps, rate)
+
     def _move(self, place: int, mean: Tensor) -> None:
         """Move the common weights of bucket `place` by the mean step of all ranks, [n]."""
+        common, momentum = self._weights.buckets[place].common, self._vectors["momentum"][place]
+
+        def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
+            return rule, entry.shape if isinstance(rule, MuonRule) else None, t
+
+        for span, (rule, shape, t) in self._counted(place, "applied", applied):
+            w, m, x, kept = span.of(common), span.of(momentum), span.of(mean), 1 - rule.rate * rule.decay
+            if isinstance(rule, AdamWRule):
+                kernels.momentum_step_(w, m, x, rule.beta1, kept, 1 / (1 - rule.beta1**t))
+                continue
+            assert shape is not None
+            w.mul_(kept)
+            for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
+                matrix.sub_(rule.step(m_, x_))
 
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
