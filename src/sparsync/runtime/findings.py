@@ -149,9 +149,9 @@ def optimizers(
         steps = (
             "attach with exchange=sparsync.Steps(), or " if steps_possible and isinstance(inner, (Adam, Muon)) else ""
         )
-        does = "orthogonalises a mean" if isinstance(inner, Muon) else "divides by second moments"
+        does = "follows directions" if isinstance(inner, Muon) else "divides by second moments"
         yield Finding(
-            f"{ours} leaves elements out, and {name} {does}, which is wrong where means are sparse: quality falls "
+            f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
             f"{steps}use TwoShot(density=1.0, values='int4')",
         )
