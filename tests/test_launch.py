@@ -74,6 +74,13 @@ class Launched:
             assert line, "the launch has ended"
             waiting += "waits" in line
 
+    def await_processes(self, count: int) -> None:
+        """Return when `count` processes are seen: one that is executing another program has no environment for a moment."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (found := len(self.processes())) != count:
+            assert time.monotonic() < deadline_s, f"{found} processes are seen, not {count}"
+            time.sleep(0.05)
+
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
@@ -162,7 +169,7 @@ def test_nothing_is_left_behind_after(end: Callable[[Launched], None], status: i
     with launched("--ranks", "2", "--link", link, "--grace", "1", *both(WAITS)) as run:
         run.await_ranks(2)
         # This program, the supervisor, of each rank two processes, and what holds the namespaces.
-        assert len(run.processes()) == 6 + (3 if link != "none" else 0)
+        run.await_processes(6 + (3 if link != "none" else 0))
         end(run)
         ended, _, err = run.finish()
         assert ended == status
