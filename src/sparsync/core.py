@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -67,7 +67,21 @@ class ParameterSpan:
     shape: tuple[int, ...] = ()  # of the parameter, where it is known; () where it is not
 
 
-def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> tuple[ParameterSpan, ...]:
+class Layout(tuple[ParameterSpan, ...]):
+    """The parameters of a bucket, one after the other without gaps, as `laid_out` makes them; hashed once."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[tuple[ParameterSpan, ...]]]:
+        return type(self), (tuple(self),)  # another process has other hashes
+
+
+def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> Layout:
     """Return the layout of parameters of these names and shapes, or numbers of elements, one after the other."""
     layout: list[ParameterSpan] = []
     start = 0
@@ -76,7 +90,7 @@ def laid_out(parameters: Iterable[tuple[str, int | Sequence[int]]]) -> tuple[Par
         stop = start + (size if isinstance(size, int) else math.prod(shape))
         layout.append(ParameterSpan(name, Span(start, stop), shape))
         start = stop
-    return tuple(layout)
+    return Layout(layout)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -160,8 +174,8 @@ class Bucket:
             )
         if not self.layout:
             self.layout = (ParameterSpan(self.key, Span(0, self.grad.numel())),)
-        position = 0
-        for entry in self.layout:
+        position = self.layout[-1].span.stop if isinstance(self.layout, Layout) else 0
+        for entry in () if isinstance(self.layout, Layout) else self.layout:
             if entry.span.start != position or entry.span.stop < position:
                 raise ValueError(
                     f"the layout of bucket {self.key!r} must cover its elements in order: parameter {entry.name!r} starts at "

@@ -475,10 +475,11 @@ class ExchangedSteps(StepMethod):
         flat[n:].zero_()
         gradients, starts, factors = list[Tensor](), list[int](), list[float]()
         for entry, parameter in zip(bucket.layout, bucket.parameters.values(), strict=True):
-            if parameter.grad is None or entry.name in self._idle:
+            gradient = parameter.grad
+            if gradient is None or entry.name in self._idle:
                 entry.span.of(flat).zero_()
                 continue
-            gradients.append(parameter.grad.to_dense())
+            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             starts.append(entry.span.start)
             factors.append(self._divisor.undone(entry.name))
         return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
@@ -557,9 +558,9 @@ class ExchangedSteps(StepMethod):
         self._replica.written()
         self._weights.note_written()
 
-    def _taking(self, bucket: WeightBucket) -> list[ParameterSpan]:
+    def _taking(self, bucket: WeightBucket) -> Sequence[ParameterSpan]:
         """Return the parameters of a bucket that take part in this step."""
-        return [entry for entry in bucket.layout if entry.name not in self._idle]
+        return [entry for entry in bucket.layout if entry.name not in self._idle] if self._idle else bucket.layout
 
     def _counted(
         self, place: int, key: str, value_of: Callable[[Rule, ParameterSpan, int], Value]
@@ -568,10 +569,23 @@ class ExchangedSteps(StepMethod):
 
         `value_of` gets the rule of a parameter, its place, and its count.
         """
-        taking, counts = self._taking(self._weights.buckets[place]), self._counts[key]
-        for entry in taking:
-            counts[entry.name] += 1
-        return _runs(taking, lambda entry: value_of(self._rules[self._groups[entry.name]], entry, counts[entry.name]))
+        taking, counts, groups, rules = (
+            self._taking(self._weights.buckets[place]),
+            self._counts[key],
+            self._groups,
+            self._rules,
+        )
+        made: dict[tuple[int, int, tuple[int, ...]], Value] = {}  # many parameters have the same
+
+        def value(entry: ParameterSpan) -> Value:
+            group, count = groups[entry.name], counts[entry.name] + 1
+            counts[entry.name] = count
+            same = group, count, entry.shape if isinstance(rules[group], MuonRule) else ()
+            if same not in made:
+                made[same] = value_of(rules[group], entry, count)
+            return made[same]
+
+        return _runs(taking, value)
 
     def _tell_skipped(self, skipped: bool) -> None:
         """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
@@ -597,15 +611,13 @@ class ExchangedSteps(StepMethod):
 def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[ParameterSpan], Value]) -> list[tuple[Span, Value]]:
     """Return the spans of adjacent parameters that have the same value, and that value."""
     found: list[tuple[Span, Value]] = []
-    start = stop = 0
-    current: list[Value] = []  # the value of the parameters from start to stop
     for entry in layout:
-        value = value_of(entry)
-        if current != [value] or entry.span.start != stop:
-            found += [(Span(start, stop), each) for each in current]
-            current, start = [value], entry.span.start
-        stop = entry.span.stop
-    return found + [(Span(start, stop), each) for each in current]
+        value, span = value_of(entry), entry.span
+        if found and found[-1][0].stop == span.start and (found[-1][1] is value or found[-1][1] == value):
+            found[-1] = Span(found[-1][0].start, span.stop), value
+        else:
+            found.append((span, value))
+    return found
 
 
 def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:

@@ -27,7 +27,7 @@ from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
-from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.parameter_names import Members, trained
 from sparsync.runtime.state_checks import check_alike
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
@@ -93,6 +93,7 @@ class StepMethod(Handle):
         check_undriven(replica.owned.items(), replica.axis)
         model, self._replica = replica.module, replica
         self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments)
+        self._members = Members(model)
         names = {id(each): name for name, each in replica.owned.items()}
         comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
@@ -228,10 +229,13 @@ class StepMethod(Handle):
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
-        known = {id(each) for each in self._replica.owned.values()}
-        if all(id(each) in known for each in self.model.parameters() if each.requires_grad):
+        if not self._members.changed():
             return
+        known = {id(each) for each in self._replica.owned.values()}
         thawed = [name for name, each in trained(self.model) if id(each) not in known]
+        if not thawed:
+            self._members.note()
+            return
         raise RuntimeError(
             f"{', '.join(thawed)} had no gradient when this handle was made, or was not there, and is trained now; make a new one"
         )

@@ -71,6 +71,8 @@ class WeightBucket:
 
     def part(self, idle: Collection[str]) -> Part:
         """Return the bucket without the idle parameters."""
+        if not idle:
+            return Part(self.key, self.layout)
         taking = [entry for entry in self.layout if entry.name not in idle]
         if len(taking) == len(self.layout):
             return Part(self.key, self.layout)
@@ -99,9 +101,9 @@ class WeightBucket:
 
     def write_less(self, unsent: Tensor, share: float, idle: Collection[str]) -> None:
         """Make the common weights less `share` times `unsent` [n] the own ones, except for idle parameters."""
-        taking = [(entry.span.start, self.parameters[entry.name]) for entry in self.layout if entry.name not in idle]
-        parameters = [parameter.detach() for _, parameter in taking]
-        kernels.write_less_(parameters, [start for start, _ in taking], self.common, unsent, share)
+        taking = [entry for entry in self.layout if entry.name not in idle] if idle else self.layout
+        parameters = [self.parameters[entry.name].detach() for entry in taking]
+        kernels.write_less_(parameters, [entry.span.start for entry in taking], self.common, unsent, share)
         increment_version(parameters)  # which a kernel does not
 
     def bucket(self, values: Tensor, step: int) -> Bucket:

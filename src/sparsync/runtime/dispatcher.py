@@ -24,7 +24,7 @@ from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reduction, described
 from sparsync.runtime.findings import Finding, warn_of
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.parameter_names import trained
+from sparsync.runtime.parameter_names import Members, trained
 from sparsync.runtime.summary import Hidden
 
 EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections
@@ -264,29 +264,17 @@ class LateParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._known: object = None
+        self._module, self._members = weakref.ref(module), Members(module)
         self._told: set[str] = set()
 
     def warn(self, is_reduced: Callable[[str, nn.Parameter], bool], wrapper: str, cure: str) -> None:
         """Warn of those for which `is_reduced` is False. Cheap enough for each step while neither modules nor what is trained changes."""
         module = self._module()
-        if module is None or self._seen() == self._known:
+        if module is None or not self._members.changed():
             return
-        self._modules = [weakref.ref(each) for each in module.modules()]
-        self._known = self._seen()
+        self._members.note()
         late = [name for name, each in trained(module) if name not in self._told and not is_reduced(name, each)]
         self._told.update(late)
         if late:
             what = f"{', '.join(map(repr, late))} came to be trained after {wrapper}: nothing reduces their gradients"
             warn_of(Finding(what, cure))
-
-    def _seen(self) -> object:
-        """Return what changes when a module or parameter comes, goes, or is frozen or not, without making names, which is slow."""
-        modules = [found for each in self._modules if (found := each()) is not None]
-        parameters = [each for module in modules for each in module._parameters.values()]
-        return (
-            [each is not None and each.requires_grad and id(each) for each in parameters],
-            [id(each) for module in modules for each in module._modules.values()],
-        )
