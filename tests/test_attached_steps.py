@@ -352,6 +352,8 @@ def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an opt
     yield TopK(0.1), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="sign"), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="int4"), torch.optim.AdamW, Gradients()
+    yield TwoShot(density=1.0, values="int4", values_down="int3"), torch.optim.AdamW, Steps()
+    yield TwoShot(density=1.0, values="int4", density_down=0.2), torch.optim.AdamW, Steps()
     yield OkTopk(density=0.1), torch.optim.Adam, Steps()
     yield sparsync.Dense(), torch.optim.AdamW, Gradients()
     yield TopK(0.1), torch.optim.NAdam, Gradients()

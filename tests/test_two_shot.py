@@ -1,6 +1,7 @@
 """TwoShot: the rule against a plain restatement, two exchanges, bytes known beforehand, what stays with whom, its reduce-scatter."""
 
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -36,32 +37,33 @@ def reduce(schemes: list[TwoShot], given: list[Tensor], step: int = 0) -> tuple[
     return found[0][0], [report for _, report in found], residuals
 
 
-def restated(
-    residuals: list[Tensor], given: list[Tensor], density: float, values: ValueCodec, divide_by: Divisor
-) -> tuple[Tensor, list[Tensor]]:
+def restated(residuals: list[Tensor], given: list[Tensor], scheme: TwoShot) -> tuple[Tensor, list[Tensor]]:
     """The rule with dense vectors: the mean and the new residuals."""
+    divide_by = scheme.divide_by
+    up = scheme.density, ValueCodec(scheme.values)
+    down = scheme.density_down or scheme.density, ValueCodec(scheme.values_down or scheme.values)
     P, n = len(given), given[0].numel()
     divisor = torch.full((n,), P if divide_by == "ranks" else 1)
     acc, mean = [e + x for e, x in zip(residuals, given, strict=True)], torch.zeros(n)
     for owner in range(P):
         position = BlockCyclic(n, P).positions(owner, torch.arange(BlockCyclic(n, P).lengths()[owner]))
-        k = count_for(density, position.numel())
 
-        def rounded(value: Tensor) -> Tensor:
+        def rounded(value: Tensor, values: ValueCodec) -> Tensor:
             return values.decode(values.encode(value), value.numel(), value.dtype)
 
-        def largest(x: Tensor, where: Tensor = position, k: int = k) -> Tensor:
+        def largest(x: Tensor, density: float, where: Tensor = position) -> Tensor:
+            k = count_for(density, where.numel())
             return where[x[where].abs().argsort(descending=True, stable=True)[:k].sort().values]
 
         for rank in range(P):
             if rank != owner:
-                chosen = largest(acc[rank])
-                sent = rounded(acc[rank][chosen])
+                chosen = largest(acc[rank], up[0])
+                sent = rounded(acc[rank][chosen], up[1])
                 acc[rank][chosen] -= sent
                 acc[owner][chosen] += sent
                 divisor[chosen] += divide_by == "contributors"
-        chosen = largest(acc[owner])
-        mean[chosen] = rounded(acc[owner][chosen] / divisor[chosen])
+        chosen = largest(acc[owner], down[0])
+        mean[chosen] = rounded(acc[owner][chosen] / divisor[chosen], down[1])
         acc[owner][chosen] -= divisor[chosen] * mean[chosen]
     return mean, acc
 
@@ -70,14 +72,70 @@ def restated(
 @pytest.mark.parametrize(("P", "n", "density"), [(1, 50, 0.1), (2, 999, 0.05), (4, 5000, 0.05), (5, 777, 0.3)])
 @pytest.mark.parametrize("divide_by", get_args(Divisor))
 def test_is_the_rule(P: int, n: int, density: float, values: str, divide_by: Divisor) -> None:
-    schemes = [TwoShot(density, values, divide_by=divide_by) for _ in range(P)]  # pyright: ignore[reportArgumentType]
-    residuals = [torch.zeros(n) for _ in range(P)]
+    check_rule([TwoShot(density, values, divide_by=divide_by) for _ in range(P)], n)  # pyright: ignore[reportArgumentType]
+
+
+def check_rule(schemes: list[TwoShot], n: int) -> None:
+    residuals = [torch.zeros(n) for _ in schemes]
     for step in range(3):
-        given = gradients(P, n, step)
+        given = gradients(len(schemes), n, step)
         mean, _, found = reduce(schemes, given, step)
-        wanted, residuals = restated(residuals, given, density, ValueCodec(values), divide_by)  # pyright: ignore[reportArgumentType]
+        wanted, residuals = restated(residuals, given, schemes[0])
         assert torch.equal(mean, wanted)
         assert all(torch.equal(x, y) for x, y in zip(found, residuals, strict=True))
+
+
+DOWN: tuple[dict[str, Any], ...] = (  # Any: the fields of TwoShot
+    {"density": 0.03, "values": "sign", "density_down": 0.13},
+    {"density": 1.0, "values": "sign", "density_down": 0.3, "values_down": "int3"},
+    {"density": 0.1, "values": "int4", "density_down": 1.0, "values_down": "float32"},
+    {"density": 0.2, "values": "float32", "values_down": "2bit", "divide_by": "contributors"},
+)
+
+
+@pytest.mark.parametrize("config", DOWN)
+@pytest.mark.parametrize("P", [1, 4])
+def test_the_way_down_has_its_density_and_values(P: int, config: dict[str, Any]) -> None:
+    check_rule([TwoShot(**config) for _ in range(P)], 999)
+
+
+def test_all_elements_in_other_values_on_the_way_down_are_a_quantized_all_reduce() -> None:
+    given = gradients(4, 999)
+    mean, reports, residuals = reduce([TwoShot(1.0, "sign", values_down="float32") for _ in range(4)], given)
+    up = ValueCodec("sign")
+
+    def sent(x: Tensor) -> Tensor:
+        return 4 * up.decode(up.encode(x / 4), x.numel(), x.dtype)
+
+    for owner, chunk in enumerate(spans(999, 4)):
+        parts = [chunk.of(x) if rank == owner else sent(chunk.of(x)) for rank, x in enumerate(given)]
+        assert torch.equal(chunk.of(mean), (torch.stack(parts).double().sum(0) / 4).float())
+        for rank, x in enumerate(given):
+            kept = chunk.of(residuals[rank])
+            assert rank == owner or torch.equal(kept, chunk.of(x) - sent(chunk.of(x)))
+    to_owners = 2 * up.nbytes(250, torch.float32) + up.nbytes(249, torch.float32)
+    assert reports[0].cost.nbytes == to_owners + 3 * 4 * 250
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_settings_of_the_way_down_that_are_those_of_the_way_up_change_nothing(density: float) -> None:
+    makes = partial(TwoShot, density, "int4"), partial(TwoShot, density, "int4", density, "int4")
+    plain, named = (reduce([make() for _ in range(4)], gradients(4, 999)) for make in makes)
+    assert torch.equal(plain[0], named[0])
+    assert plain[1] == named[1]
+
+
+def test_a_way_down_that_is_left_out_is_not_in_the_fingerprint() -> None:
+    """Then it is that of a state from before there was one."""
+    text = "TwoShot(density=0.05, values='int4', residuals='float32', decay=1.0, divide_by='ranks')"
+    assert TwoShot().config_fingerprint() == text
+    assert TwoShot(values_down="sign").config_fingerprint() == text.replace("'int4'", "'int4', values_down='sign'")
+
+
+@pytest.mark.parametrize("config", DOWN[:3])
+def test_unsent_counts_every_residual_once_whatever_goes_down(config: dict[str, Any]) -> None:
+    schemes = [TwoShot(**config) for _ in range(4)]
+    check_shares(schemes, reduce(schemes, gradients(4, 1000))[2], 1000)
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
@@ -108,7 +166,11 @@ def test_unsent_counts_every_residual_once() -> None:
     """An owner holds for all ranks: each rank adds its own part and a P-th of its region's."""
     P, n = 4, 1000
     schemes, given = [TwoShot() for _ in range(P)], gradients(P, n)
-    _, _, residuals = reduce(schemes, given)
+    check_shares(schemes, reduce(schemes, given)[2], n)
+
+
+def check_shares(schemes: list[TwoShot], residuals: list[Tensor], n: int) -> None:
+    P = len(schemes)
     shares = LocalWorld(P).run(lambda comm: schemes[comm.rank].unsent(Bucket("w", torch.zeros(n), 1), comm))
     for rank, (share, residual) in enumerate(zip(shares, residuals, strict=True)):
         regions = BlockCyclic(n, P)
@@ -189,4 +251,12 @@ def test_refuses_settings_that_cannot_be() -> None:
         TwoShot(divide_by="all")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='divide_by="contributors" has no reduce-scatter'):
         TwoShot(divide_by="contributors").reduce_scatter_form()
+    with pytest.raises(ValueError, match=r"density_down must be in \(0, 1\], .*, got 1.5"):
+        TwoShot(density_down=1.5)
+    with pytest.raises(ValueError, match=r"values_down must be one of .* got 'int5'"):
+        TwoShot(values_down="int5")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"density_down=0.13 has no reduce-scatter, .* leave density_down out"):
+        TwoShot(0.03, density_down=0.13).reduce_scatter_form()
+    with pytest.raises(ValueError, match=r"values_down='int3' has no reduce-scatter, .* leave values_down out"):
+        TwoShot(values_down="int3").reduce_scatter_form()
     assert two_shot.TwoShot.name == "two_shot"

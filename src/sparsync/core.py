@@ -225,14 +225,14 @@ def check_one_of(name: str, value: object, kind: Any) -> None:  # Any: a Literal
         raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
 
 
-def check_density(density: object) -> None:
-    """Raise ValueError unless `density` is a number with 0 < density <= 1."""
+def check_density(density: object, name: str = "density") -> None:
+    """Raise ValueError unless `density`, of the setting `name`, is a number with 0 < density <= 1."""
     if isinstance(density, bool) or not isinstance(density, Real):
         raise ValueError(
-            f"density must be a number in (0, 1], the share of elements to send, got {density!r} of type {type(density).__name__}"
+            f"{name} must be a number in (0, 1], the share of elements to send, got {density!r} of type {type(density).__name__}"
         )
     if not 0 < density <= 1:  # pyright: ignore[reportOperatorIssue]  # what is Real has an order
-        raise ValueError(f"density must be in (0, 1], the share of elements to send, got {density}")
+        raise ValueError(f"{name} must be in (0, 1], the share of elements to send, got {density}")
 
 
 @dataclass(frozen=True)

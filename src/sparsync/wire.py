@@ -134,9 +134,9 @@ def _noise(value: Tensor) -> Tensor:
     return torch.rand(value.numel(), generator=generator, dtype=torch.float32, device="cpu").to(value.device)
 
 
-def check_values(values: str) -> None:
-    """Raise ValueError unless `values` names a format of values."""
-    check_one_of("values", values, Values)
+def check_values(values: str, name: str = "values") -> None:
+    """Raise ValueError unless `values`, of the setting `name`, names a format of values."""
+    check_one_of(name, values, Values)
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,40 @@ def _two_shot_rows() -> list[Row]:
         Row("two-shot-decay", partial(TwoShot, 0.1, "float32", decay=0.5), None, has_residual=True),
         *[_rounded(TwoShot, "two-shot-all", values, density=1.0) for values in ("bfloat16", "int4", "2bit", "sign")],
         *[_rounded(TwoShot, "two-shot", values, density=0.1) for values in formats],
+        *_two_shot_down_rows(),
     ]
+
+
+def _two_shot_down_rows() -> list[Row]:
+    """What travels to owners differs from what travels to all, in density, in values, or in both; all elements one way, or neither."""
+    return [
+        _two_shot_down("more", "float32", delivers=True, density=0.1, density_down=0.5),
+        _two_shot_down("all", "float32", delivers=True, density=0.1, density_down=1.0),
+        _two_shot_down("part", "float32", delivers=True, density=1.0, density_down=0.1),
+        _two_shot_down("more", "sign", density=0.1, density_down=0.4),
+        _two_shot_down("finer", "sign", density=1.0, values_down="int3"),
+        _two_shot_down("coarser", "float32", density=1.0, values_down="bfloat16"),
+        _two_shot_down("part-finer", "sign", density=1.0, density_down=0.3, values_down="int4"),
+        _two_shot_down("all-finer", "int4", density=0.2, density_down=1.0, values_down="bfloat16"),
+        replace(
+            _two_shot_down("contributors", "sign", density=0.1, density_down=0.4, divide_by="contributors"),
+            conserves=False,
+        ),
+        _two_shot_down("all-contributors", "int4", density=1.0, density_down=0.2, divide_by="contributors"),
+    ]
+
+
+def _two_shot_down(how: str, values: str, delivers: bool = False, **config: Any) -> Row:  # Any: the fields of TwoShot
+    row = _rounded(TwoShot, f"two-shot-down-{how}", values, **config)
+    exact = {values, config.get("values_down", values)} == {"float32"}
+    row = replace(row, delivers=delivers, complete=partial(TwoShot, 1.0, "float32") if exact else None)
+    if "divide_by" in config:
+        return row
+    if config["density"] < 1:
+        return _without(row, scale="divides by all ranks, also sums of the owner's elements alone")
+    if values == "sign" and "density_down" in config:
+        return _without(row, scale="sends the largest elements to owners as small as the mean magnitude")
+    return row
 
 
 def _quantized_rows() -> list[Row]:
@@ -358,6 +391,10 @@ QUICK = (
         "two-shot-decay",
         "two-shot-contributors-int4",
         "two-shot-all-2bit",
+        "two-shot-down-more-sign",
+        "two-shot-down-finer-sign",
+        "two-shot-down-part-finer-sign",
+        "two-shot-down-all-float32",
         "quantized-int8",
     ),
     *(

@@ -10,7 +10,13 @@ from sparsync_lab.recipes import RECIPES
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
 AROUND = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
-_ALWAYS = {"density": lambda value: f"{100 * value:.4g} %", "values": str}  # written without their key
+# Written without their key.
+_ALWAYS = {
+    "density": lambda value: f"{100 * value:.4g} %",
+    "values": str,
+    "density_down": lambda value: f"{100 * value:.4g} % down",
+    "values_down": lambda value: f"{value} down",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def _name(own: _Parts, every: Sequence[_Parts]) -> str:
     similar = [each for each in every if (each.steps, each.name) == (own.steps, own.name)]
     words = [own.name.rpartition(":")[2] or own.name]
     for key, value in own.settings.items():
-        if key in _ALWAYS and not (key == "density" and isinstance(value, str)):
+        if key in _ALWAYS and not (key.startswith("density") and isinstance(value, str)):
             words.append(_ALWAYS[key](value))
         elif len({repr(each.settings.get(key)) for each in similar}) > 1:
             words.append(_written(key, value))

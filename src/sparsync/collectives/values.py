@@ -73,22 +73,25 @@ def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> Va
     return quantized_all_reduce_plan(K, dtype, P, quantizer)
 
 
-def quantized_all_reduce(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def quantized_all_reduce(
+    value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the mean over ranks of `value` [K], and this rank's error, [K].
 
-    Summed over ranks value = P * mean + error, up to the rounding of an error to the type of `value`.
+    `quantizer` rounds what goes to owners, and `down` what owners send to all; None: the same. Summed over ranks
+    value = P * mean + error, up to the rounding of an error to the type of `value`.
     Steps: 2, an all-to-all and an all-gather
     Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
     """
-    P, rank, dtype = comm.size, comm.rank, value.dtype
+    P, rank, dtype, down = comm.size, comm.rank, value.dtype, down or quantizer
     chunks = spans(value.numel(), P)
     mine, lengths = chunks[rank], [len(chunk) for chunk in chunks]
-    sizes = [quantizer.nbytes(length, dtype) for length in lengths]
+    size = quantizer.nbytes(len(mine), dtype)
     with phase("encode"):
         shares = value / P
         packets = [quantizer.encode(chunk.of(shares)) for owner, chunk in enumerate(chunks) if owner != rank]
         packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
-    received = comm.all_to_all(packets, [sizes[rank] if source != rank else 0 for source in range(P)])
+    received = comm.all_to_all(packets, [size if source != rank else 0 for source in range(P)])
     with phase("decode"):
         # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
         total = mine.of(value).to(torch.float64)
@@ -96,10 +99,10 @@ def quantized_all_reduce(value: Tensor, comm: Comm, quantizer: Quantizer) -> tup
             if source != rank:
                 total.add_(quantizer.decode(packet, len(mine), dtype), alpha=P)
     with phase("encode"):
-        packet = quantizer.encode(rounded(total / P, dtype))
-    gathered = comm.all_gather(packet, sizes)
+        packet = down.encode(rounded(total / P, dtype))
+    gathered = comm.all_gather(packet, [down.nbytes(length, dtype) for length in lengths])
     with phase("decode"):
-        decoded = [quantizer.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
+        decoded = [down.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
         mean = torch.cat(decoded)
         error = torch.empty_like(value)
         for owner, chunk in enumerate(chunks):
@@ -111,12 +114,17 @@ def quantized_all_reduce(value: Tensor, comm: Comm, quantizer: Quantizer) -> tup
     return mean, error
 
 
-def quantized_all_reduce_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> ValuesPlan:
+def quantized_all_reduce_plan(
+    K: int, dtype: torch.dtype, P: int, quantizer: Quantizer, down: Quantizer | None = None
+) -> ValuesPlan:
     """Return the plan of `quantized_all_reduce`."""
-    sizes = tally(near_equal(K, P), lambda length: quantizer.nbytes(length, dtype))
+    to_owners, to_all = (
+        tally(near_equal(K, P), lambda length, each=each: each.nbytes(length, dtype))
+        for each in (quantizer, down or quantizer)
+    )
     own = -(-K // P)
     decode = (P * own - own + K + K - own, 3 * P - 2)
-    return ValuesPlan([to_owners_exchange(sizes), all_gather_exchange(sizes)], (K, P), decode)
+    return ValuesPlan([to_owners_exchange(to_owners), all_gather_exchange(to_all)], (K, P), decode)
 
 
 def exchange_counts(count: int, finite: bool, comm: Comm, device: torch.device) -> list[int]:

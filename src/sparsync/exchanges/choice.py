@@ -64,9 +64,10 @@ def the_one(optimizer: Optimizers | None) -> Optimizer | None:
 
 
 def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
-    coarse = scheme.leaves_out or any(
-        getattr(each, "values", "") in _COARSE for each in (scheme, *scheme.inner_schemes)
+    formats = (
+        getattr(each, name, "") for each in (scheme, *scheme.inner_schemes) for name in ("values", "values_down")
     )
+    coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
     if not (coarse and scheme.has_residual) or scheme.has_momentum:
         return False
     found = optimizers_of(optimizer)

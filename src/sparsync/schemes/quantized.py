@@ -21,9 +21,9 @@ from sparsync.wire import ValueCodec, Values
 Bits = Literal["int8", "int4", "int3", "int8_stochastic", "int4_stochastic", "2bit", "sign"]
 
 
-def planned_quantized(given: Given, values: Values, state_nbytes: int) -> Plan:
-    """Return the plan of a quantized all-reduce of all elements with error feedback."""
-    mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values))
+def planned_quantized(given: Given, values: Values, state_nbytes: int, down: Values | None = None) -> Plan:
+    """Return the plan of a quantized all-reduce of all elements with error feedback; `down`: the format of what owners send to all."""
+    mean = quantized_all_reduce_plan(given.n, given.dtype, given.P, ValueCodec(values), ValueCodec(down or values))
     return planned(given, mean.exchanges, state_nbytes, encode=mean.encode, decode=mean.decode)
 
 

@@ -10,7 +10,7 @@ counts and the owner's residual are our own. Dividing by those who sent is Spars
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,17 @@ from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Updat
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives.values import quantized_all_reduce
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import NOTHING, Given, Plan, all_gather_exchange, planned, plus, tally, to_owners_exchange
+from sparsync.comm.plan import (
+    NOTHING,
+    Given,
+    Plan,
+    Tally,
+    all_gather_exchange,
+    planned,
+    plus,
+    tally,
+    to_owners_exchange,
+)
 from sparsync.core import (
     Bucket,
     Comm,
@@ -43,14 +53,20 @@ from sparsync.schemes.quantized import planned_quantized
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values, check_values
 
+_DOWN = ("density_down", "values_down")  # settings of the way down, None where it has those of the way up
+
 
 @dataclass
 class TwoShot(ErrorFeedbackScheme):
-    """Send the share `density` of each region to its owner, and the same share of the owner's sums to all.
+    """Send the share `density` of each region to its owner, and the share `density_down` of the owner's sums to all.
 
-    With density 1 it is a quantized all-reduce of all elements, and no positions travel. A rank sends about 2 (P-1)/P * density * n
-    elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf, or the mean overflows the gradient's
-    type, it shows in the gradient of every rank, and residuals stay as they were.
+    With density 1 both ways it is a quantized all-reduce of all elements; positions travel only where elements are left out. A rank sends
+    about (P-1)/P * (density + density_down) * n elements in each step, whatever the gradients. Where any rank's gradient holds NaN or Inf,
+    or the mean overflows the gradient's type, it shows in the gradient of every rank, and residuals stay as they were.
+
+    The way down has settings because its errors weigh more. What is rounded or left out on the way up is one rank's, and is divided by P;
+    on the way down it is missing in the mean itself. So at equal bytes more elements, or more bits, on the way down can be better:
+    `TwoShot(0.03, "sign", density_down=0.13)`. With one rank nothing travels, and only the way down selects and rounds.
 
     `divide_by="contributors"`: the owner divides each sum by the number of ranks whose element is in it, of this step: those that sent it,
     and the owner. The bytes are the same. With density 1 everybody contributes, so nothing changes; below, what is written is longer than
@@ -60,8 +76,10 @@ class TwoShot(ErrorFeedbackScheme):
     the residuals what they lost.
     """
 
-    density: float = 0.05  # share of the elements that travels in either exchange
-    values: Values = "int4"  # how values travel; what rounding drops stays in the residuals
+    density: float = 0.05  # share of the elements that travels to owners
+    values: Values = "int4"  # how values travel to owners; what rounding drops stays in the residuals
+    density_down: float | None = None  # share of the owners' sums that travels to all; None: as `density`
+    values_down: Values | None = None  # how the owners' sums travel to all; None: as `values`
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
     decay: float = 1.0  # share of the residual that joins the next gradient; SparseLoCo has 0.95
     divide_by: Divisor = "ranks"  # "contributors": those whose element is in the sum; does not conserve what comes in
@@ -73,21 +91,40 @@ class TwoShot(ErrorFeedbackScheme):
         super().__post_init__()
         check_density(self.density)
         check_values(self.values)
+        if self.density_down is not None:
+            check_density(self.density_down, "density_down")
+        if self.values_down is not None:
+            check_values(self.values_down, "values_down")
         check_one_of("divide_by", self.divide_by, Divisor)
 
+    def __repr__(self) -> str:
+        """Return all settings but those of the way down that are left out, so that the fingerprints of saved states still match."""
+        left_out = [name for name in _DOWN if getattr(self, name) is None]
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether elements are left out in either exchange."""
+        return min(self.density, self._down[0]) < 1.0
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
-        if self.density == 1.0:
-            mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
+        if not self.leaves_out:
+            mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
             return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
         n, rank = bucket.grad.numel(), comm.rank
-        regions = _regions_of(n, comm.size, self.density, self.values, acc.residual.device, acc.dtype)
-        packets, kept = scatter_top_k(acc, regions, comm)
-        senders = acc.values.new_ones(regions.rows[rank].length) if self.divide_by == "contributors" else None
-        add_(acc.values, packets, regions, rank, senders)
-        (top,) = acc.top_k_of_rows([regions.rows[rank]], [regions.counts[rank]], "sums")
+        up, down = (
+            _regions_of(n, comm.size, *each, acc.residual.device, acc.dtype)
+            for each in ((self.density, self.values), self._down)
+        )
+        packets, kept = scatter_top_k(acc, up, comm)
+        divided = self.divide_by == "contributors" and self.density < 1  # else everybody contributes
+        senders = acc.values.new_ones(up.rows[rank].length) if divided else None
+        add_(acc.values, packets, up, rank, senders)
+        (top,) = acc.top_k_of_rows([down.rows[rank]], [down.counts[rank]], "sums")
         divisor = comm.size if senders is None else kernels.gather(senders, top.index)
         # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
-        mean = gather(replace(top, value=top.value / divisor), regions, comm)
+        mean = gather(replace(top, value=top.value / divisor), down, comm)
         if senders is not None:
             # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
             mean = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in mean]
@@ -95,26 +132,25 @@ class TwoShot(ErrorFeedbackScheme):
         error = lacking(top.value, own.value, divisor)
         kept.append(Sparse(own.index, error, n))
 
-        selected = sum(regions.counts) - regions.counts[rank] + regions.rows[rank].length
+        selected = sum(up.counts) - up.counts[rank] + up.rows[rank].length
         lost = None if senders is None else Sparse(own.index, top.value - error, n)
         return Update(mean, None, selected, replaced=kept, lost=lost)
 
     def planned(self, given: Given) -> Plan:
-        if self.density == 1.0:
-            return planned_quantized(given, self.values, self.residual_nbytes(given))
-        codec, P, lengths = Elements(self.values), given.P, BlockCyclic(given.n, given.P).length_counts()
-        counts = tally(lengths, lambda length: count_for(self.density, length))
-        sizes = tally(lengths, lambda length: codec.nbytes(count_for(self.density, length), length, given.dtype))
-        own, total = max(counts), sum(count * ranks for count, ranks in counts.items())
-        rounding = (total - own, P - 1) if not codec.exact else NOTHING
+        if not self.leaves_out:
+            return planned_quantized(given, self.values, self.residual_nbytes(given), self._down[1])
+        P, lengths = given.P, BlockCyclic(given.n, given.P).length_counts()
+        up, own_up, total_up = _packets_of(self.density, self.values, lengths, given.dtype)
+        down, own_down, total_down = _packets_of(*self._down, lengths, given.dtype)
+        sent = (total_up - own_up, P - 1)
         return planned(
             given,
-            [to_owners_exchange(sizes), all_gather_exchange(sizes)],
+            [to_owners_exchange(up), all_gather_exchange(down)],
             self.residual_nbytes(given),
             select=(given.n, P),
             passes_to_select=max(lengths),  # the sums of the own region
-            encode=(total, P),
-            decode=plus(rounding, ((P - 1) * own, P - 1), (total, P)),
+            encode=plus(sent, (own_down, 1)),
+            decode=plus(NOTHING if Elements(self.values).exact else sent, ((P - 1) * own_up, P - 1), (total_down, P)),
         )
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
@@ -124,7 +160,7 @@ class TwoShot(ErrorFeedbackScheme):
         if P == 1:
             return residual
         unsent = residual.clone()
-        if self.density < 1:
+        if self.leaves_out:
             kernels.divide_rows_(unsent, BlockCyclic(n, P).rows(comm.rank, unsent.device), P)
         else:  # adjacent ones, because no position travels
             spans(n, P)[comm.rank].of(unsent).div_(P)
@@ -135,16 +171,29 @@ class TwoShot(ErrorFeedbackScheme):
             raise ValueError(
                 f'two_shot with divide_by="{self.divide_by}" has no reduce-scatter; on a shard axis use divide_by="ranks"'
             )
+        for name in _DOWN:
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"two_shot with {name}={value!r} has no reduce-scatter, which has the way up only; on a shard axis leave {name} out"
+                )
         return TwoShotReduceScatter(self)
+
+    @property
+    def _down(self) -> tuple[float, Values]:
+        """Density and values of the way down."""
+        return (
+            self.density if self.density_down is None else self.density_down,
+            self.values if self.values_down is None else self.values_down,
+        )
 
 
 @dataclass(frozen=True)
 class _Regions:
-    """The region of each rank, and what travels of it; the same on all ranks."""
+    """The region of each rank, and what travels of it in one of the two exchanges; the same on all ranks."""
 
     n: int
     rows: Sequence[Rows]
-    counts: Sequence[int]  # how many elements of it travel, in either exchange
+    counts: Sequence[int]  # how many elements of it travel
     nbytes: Sequence[int]  # of their packet
     codec: Elements
 
@@ -160,6 +209,13 @@ def _regions_of(n: int, P: int, density: float, values: Values, device: torch.de
     counts = [count_for(density, each.length) for each in rows]
     nbytes = [codec.nbytes(count, each.length, dtype) for count, each in zip(counts, rows, strict=True)]
     return _Regions(n, rows, counts, nbytes, codec)
+
+
+def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
+    """Return the sizes of the packets of regions of these lengths, the elements in the largest, and in all of them."""
+    codec, counts = Elements(values), tally(lengths, lambda length: count_for(density, length))
+    sizes = tally(lengths, lambda length: codec.nbytes(count_for(density, length), length, dtype))
+    return sizes, max(counts), sum(count * ranks for count, ranks in counts.items())
 
 
 def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list[Tensor], list[Sparse]]:
@@ -204,7 +260,7 @@ def gather(own: Sparse, regions: _Regions, comm: Comm) -> list[Sparse]:
 
 
 class TwoShotReduceScatter(ReduceScatterScheme):
-    """The first exchange only, with the chunks as regions: each rank sends the share `density` of every other chunk.
+    """The way up only, with the chunks as regions: each rank sends the share `density` of every other chunk.
 
     Of its own chunk everything counts, at no cost. What is not sent stays in a residual of the whole gradient on each rank. Conserved is
     the sum of residuals over ranks + P x the mean. Where any rank's gradient holds NaN or Inf, all ranks get NaN and residuals stay as they

@@ -10,6 +10,7 @@ from sparsync.testing.world import COUNT, Step, integers, reals, run
 
 # By published rules that are sound otherwise. The others are what integrations rely on.
 MAY_BE_LEFT_OUT = ("examination", "scale", "balance")
+_DENSITIES = ("density", "density_down")
 
 
 @dataclass
@@ -32,7 +33,8 @@ class SchemeUnderTest:
     planned: bool = False  # its settings say what is sent, and `plan` says so in closed form
     # What is written is the mean of what left the residuals; False for rules that change it on its way, such as momentum.
     conserves: bool = True
-    # The share of the elements that is sent in a step; None: the smallest `density` of the scheme and of those that it holds, or 1.
+    # The share of the elements that is sent in a step; None: the smallest `density` or `density_down` of the scheme and of those that it
+    # holds, or 1.
     density: float | None = None
     # Invariants that the scheme breaks by its rule, of those in MAY_BE_LEFT_OUT, each with the reason, which `check_scheme` returns.
     without: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class SchemeUnderTest:
         if self.density is not None:
             return self.density
         scheme = self.make()
-        return min(float(getattr(each, "density", 1.0)) for each in (scheme, *scheme.inner_schemes))
+        found = (getattr(each, name, None) for each in (scheme, *scheme.inner_schemes) for name in _DENSITIES)
+        return min((float(density) for density in found if density is not None), default=1.0)
 
     @property
     def decay(self) -> float:

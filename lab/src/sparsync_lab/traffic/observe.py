@@ -46,7 +46,8 @@ class Observed:
     @property
     def asked(self) -> int:
         """k, the number of elements that the density asks for; n where the scheme takes no density."""
-        n, density = self.layout[-1].span.stop, getattr(self._schemes[0], "density", None)
+        n, scheme = self.layout[-1].span.stop, self._schemes[0]
+        density = getattr(scheme, "density_down", None) or getattr(scheme, "density", None)
         return n if density is None else count_for(density, n)
 
     def reduce(self, step: int, gradients: Sequence[Tensor]) -> Record:
