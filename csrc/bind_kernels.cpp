@@ -413,21 +413,32 @@ void bind_steps(nb::module_ &m) {
         });
         return nb::object(nb::none());
     });
-    m.def("write_less_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
-                            double share) {
+    m.def("write_own_", [](nb::handle targets, const std::vector<int64_t> &starts, nb::handle weights, nb::handle unsent,
+                           nb::handle rows, double divisor, double share) {
         const Tensor from = read(weights), less = read(unsent);
         if (!from.is(Element::float32) || !less.is(Element::float32)) return not_taken();
         expect_equal(from.length, less.length, "weights and what is unsent");
         const Placed written(targets, starts);
         if (!written.taken || !written.are(Element::float32)) return not_taken();
         written.expect_inside(from.length);
+        std::optional<Read> region;
+        if (!rows.is_none()) {
+            region.emplace(rows);
+            if (!region->taken()) return not_taken();
+            region->expect_enough();
+            region->expect_inside(from.length);
+        }
+        const Made found = make(static_cast<int64_t>(starts.size()), Element::int64);
         unlocked([&] {
-            for (size_t i = 0; i < starts.size(); ++i)
-                level().passes->less(written.tensors[i].as<float>(), from.as<float>() + starts[i], less.as<float>() + starts[i],
-                                     written.count(i), static_cast<float>(share));
+            for (size_t i = 0; i < starts.size(); ++i) {
+                write_own(*level().passes, written.tensors[i].as<float>(), from.as<float>(), less.as<float>(), starts[i],
+                          written.count(i), region ? region->rows : Rows{nullptr, 1, 0}, static_cast<float>(divisor),
+                          static_cast<float>(share));
+                found.as<int64_t>()[i] = digest(written.tensors[i].data, written.tensors[i].nbytes);
+            }
         });
-        return nb::object(nb::none());
-    });
+        return found.object;
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
     m.def("digests", [](nb::handle tensors) {
         std::vector<Tensor> contents;
         std::vector<nb::object> held;  // whoever drops the sequence meanwhile

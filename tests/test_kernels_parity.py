@@ -427,9 +427,12 @@ def test_what_is_collected_and_written_is_the_reference(kind: str, dtype: torch.
         assert torch.equal(bits(out), bits(expected))
         weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
         found, others = [each.clone() for each in parts], [each.clone() for each in parts]
-        operations.write_less_(found, [1, n + 1], weights, unsent, 0.35)
-        reference.write_less_(others, [1, n + 1], weights, unsent, 0.35)
-        assert all(map(torch.equal, found, others))
+        starts = torch.arange(0, 2 * n + 1, 6, dtype=torch.int32)
+        for rows in (None, Rows(starts, 2, 2 * len(starts) - 1), Rows(starts[:1] + n, max(1, n), n)):
+            digests = operations.write_own_(found, [1, n + 1], weights, unsent, rows, 4, 0.35)
+            assert torch.equal(digests, reference.write_own_(others, [1, n + 1], weights, unsent, rows, 4, 0.35))
+            assert torch.equal(digests, reference.digests(found))
+            assert all(map(torch.equal, found, others))
     with pytest.raises(ValueError, match=r"2 elements from 2 on do not lie in \[0, 3\)"):
         operations.collect_(torch.zeros(3), [torch.zeros(2)], [2], [1.0])
 

@@ -82,6 +82,10 @@ uint32_t add_top_of_rows(const Passes &passes, const float *residual, Gradient g
 // The positions of the elements at `place`. False, and nothing done, where a place is not in [0, length).
 bool locate(Rows rows, const int32_t *place, int64_t k, int32_t *position);
 
+// to[i] = weights[from + i] - share unsent[from + i]; what is unsent is divided first in rows, whose starts ascend.
+void write_own(const Passes &passes, float *to, const float *weights, const float *unsent, int64_t from, int64_t n, Rows rows,
+               float divisor, float share);
+
 // Divides the elements in rows, which lie inside of x and do not overlap.
 void divide_rows(float *x, Rows rows, float divisor);
 

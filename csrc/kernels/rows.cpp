@@ -73,6 +73,22 @@ uint32_t add_top_of_rows(const Passes &passes, const float *residual, Gradient g
     return greatest;
 }
 
+void write_own(const Passes &passes, float *to, const float *weights, const float *unsent, int64_t from, int64_t n, Rows rows,
+               float divisor, float share) {
+    const int32_t *end = rows.starts + rows.count();
+    int64_t row = std::upper_bound(rows.starts, end, from) - rows.starts - 1;  // the last that begins at `from` or before
+    row = std::max(row, int64_t{0});
+    in_blocks({{from, from + n}}, [&](int64_t start, int64_t length) {
+        passes.less(to + (start - from), weights + start, unsent + start, length, share);
+        for (; row < rows.count() && rows.starts[row] < start + length; ++row) {
+            const int64_t first = std::max<int64_t>(start, rows.starts[row]), last = rows.starts[row] + rows.size(row);
+            for (int64_t i = first; i < std::min(start + length, last); ++i)
+                to[i - from] = weights[i] - unsent[i] / divisor * share;
+            if (last > start + length) break;  // the next block has the rest of it
+        }
+    });
+}
+
 void divide_rows(float *x, Rows rows, float divisor) {
     for (int64_t i = 0; i < rows.count(); ++i) {
         float *row = x + rows.starts[i];

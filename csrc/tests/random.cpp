@@ -128,6 +128,17 @@ void check_steps(const Passes &passes, int64_t n, int kind) {
     const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
     passes.momentum_step(a.data(), m.data(), z.data(), n, step);
     passes.less(to.data(), x.data(), y.data(), n, 0.35f);
+    std::vector<float> own(length);
+    std::vector<int32_t> starts;
+    const int64_t row = 1 + below(100), apart = row + below(200);
+    for (int64_t at = below(100); at + row <= n; at += apart) starts.push_back(static_cast<int32_t>(at));
+    const Rows rows{starts.data(), row, static_cast<int64_t>(starts.size()) * row};
+    const int64_t cut = n ? below(n) : 0;  // two targets
+    write_own(passes, own.data(), x.data(), y.data(), 0, cut, rows, 3.0f, 0.35f);
+    write_own(passes, own.data() + cut, x.data(), y.data(), cut, n - cut, rows, 3.0f, 0.35f);
+    std::vector<bool> divided(length);
+    for (const int32_t at : starts)
+        for (int64_t i = at; i < at + row; ++i) divided[static_cast<size_t>(i)] = true;
     passes.scaled(out.data(), x.data(), Type::float32, n, 1.5f);
     for (size_t i = 0; i < length; ++i) {
         const float moment = z[i] * adam.beta2 + x[i] * x[i] * adam.rest2;
@@ -137,6 +148,7 @@ void check_steps(const Passes &passes, int64_t n, int kind) {
         expect(alike(m[i], momentum), "momentum");
         expect(alike(a[i], x[i] * step.decay - momentum * step.length), "momentum_step");
         expect(alike(to[i], x[i] - y[i] * 0.35f), "less");
+        expect(alike(own[i], x[i] - (divided[i] ? y[i] / 3.0f : y[i]) * 0.35f), "write_own");
         expect(alike(out[i], x[i] * 1.5f), "scaled");
     }
     const std::vector<uint16_t> halves(length, 0x3c00);

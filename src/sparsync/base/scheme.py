@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, laid_out
+from sparsync.core import Bucket, Comm, Cost, Detail, ParameterSpan, Report, Rows, laid_out
 from sparsync.feedback import ErrorFeedback, Residuals, state_from
 from sparsync.kernels import operations as kernels
 
@@ -148,6 +148,14 @@ class Scheme(ABC):
         `bucket.grad` is not read.
         """
         return None
+
+    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None] | None:
+        """Return a vector, [n], and rows of it: `unsent` is the vector, divided by the number of ranks in these rows.
+
+        A scheme that would copy a residual to divide a part of it returns both, and spares the copy.
+        """
+        unsent = self.unsent(bucket, comm)
+        return None if unsent is None else (unsent, None)
 
     def rollback(self, bucket: Bucket) -> None:
         """Add what `reduce` wrote to `bucket.grad` to the residual again, on all ranks, because the step will not be applied."""

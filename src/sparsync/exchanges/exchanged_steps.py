@@ -549,14 +549,9 @@ class ExchangedSteps(StepMethod):
     def _write_own(self, idle: frozenset[str] | None = None) -> None:
         """Write the own weights, the common ones less what is unsent, of all parameters but the idle ones."""
         idle = self._idle if idle is None else idle
-        for bucket in self._weights.buckets:
-            unsent = bucket.unsent(self._scheme, self._comm, idle) if self._keep else None
-            if unsent is None:
-                bucket.write(bucket.common, idle)
-            else:
-                bucket.write_less(unsent, self._keep, idle)
+        written = [each.write_less_unsent(self._scheme, self._comm, self._keep, idle) for each in self._weights.buckets]
         self._replica.written()
-        self._weights.note_written()
+        self._weights.note_written(written)
 
     def _taking(self, bucket: WeightBucket) -> Sequence[ParameterSpan]:
         """Return the parameters of a bucket that take part in this step."""

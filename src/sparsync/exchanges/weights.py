@@ -99,12 +99,25 @@ class WeightBucket:
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
 
-    def write_less(self, unsent: Tensor, share: float, idle: Collection[str]) -> None:
-        """Make the common weights less `share` times `unsent` [n] the own ones, except for idle parameters."""
+    def write_less_unsent(self, scheme: Scheme, comm: Comm, share: float, idle: Collection[str]) -> Tensor | None:
+        """Make the common weights less `share` times what is unsent the own ones, except for idle parameters.
+
+        Returns digests of all parameters, as `LastWritten` has them; None where it has not made them.
+        """
+        held = scheme.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
+        if held is None:
+            unsent, rows = self.unsent(scheme, comm, idle) if share else None, None
+        else:
+            unsent, rows = held
+        if unsent is None:
+            self.write(self.common, idle)
+            return None
         taking = [entry for entry in self.layout if entry.name not in idle] if idle else self.layout
         parameters = [self.parameters[entry.name].detach() for entry in taking]
-        kernels.write_less_(parameters, [entry.span.start for entry in taking], self.common, unsent, share)
+        starts = [entry.span.start for entry in taking]
+        found = kernels.write_own_(parameters, starts, self.common, unsent.to(self.dtype), rows, comm.size, share)
         increment_version(parameters)  # which a kernel does not
+        return None if idle else found
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
         """Return `values` [n] as the bucket that a scheme reduces."""
@@ -131,16 +144,18 @@ class Weights:
             for number, each in enumerate(fragments_of(trained, fragments))
         ]
         self.buckets = [bucket for fragment in self.fragments for bucket in fragment]
-        self._written = LastWritten(trained)
+        # In the order of the buckets, which return digests of what they write.
+        self._written = LastWritten({name: each for bucket in self.buckets for name, each in bucket.parameters.items()})
 
     @property
     def elements(self) -> int:
         """The number of elements of all trained parameters."""
         return sum(each.common.numel() for each in self.buckets)
 
-    def note_written(self) -> None:
-        """Treat the model's present weights as written by us."""
-        self._written.note()
+    def note_written(self, digests: Sequence[Tensor | None] = ()) -> None:
+        """Treat the model's present weights as written by us; `digests` are those of each bucket's parameters, where they are known."""
+        known = [each for each in digests if each is not None]
+        self._written.note(torch.cat(known) if known and len(known) == len(self.buckets) else None)
 
     def adopt(self, names: Collection[str]) -> None:
         """Make the model's present values of these parameters the common weights."""
@@ -218,9 +233,9 @@ class LastWritten:
         self._parameters = parameters
         self.note()
 
-    def note(self) -> None:
-        """Note what the parameters hold now."""
-        self._digests, self._versions = self._now(), self._versions_now()
+    def note(self, digests: Tensor | None = None) -> None:
+        """Note what the parameters hold now; `digests` are those of what they hold, where they are known."""
+        self._digests, self._versions = self._now() if digests is None else digests, self._versions_now()
 
     def changed(self) -> list[str]:
         """Return the names of the parameters whose bits have changed; if there are any, also of all that were written to. A host sync.

@@ -147,14 +147,21 @@ def momentum_step_(weights: Vector, momentum: Vector, mean: Vector, beta1: float
     run("momentum_step_", weights, momentum, mean, beta1, decay, length)
 
 
-def write_less_(
-    targets: Sequence[Tensor], starts: Sequence[int], weights: Vector, unsent: Vector, share: float
-) -> None:
-    """Write weights - share unsent to `targets`, of any types and shapes; each has its elements from its start on.
+def write_own_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    weights: Vector,
+    unsent: Vector,
+    rows: Rows | None,
+    divisor: int,
+    share: float,
+) -> Int[Tensor, " targets"]:
+    """Write weights - share unsent to `targets`, of any types and shapes; each has its elements from its start on. Return their `digests`.
 
-    Raises ValueError where a target does not lie in `weights`.
+    What is unsent is divided by `divisor` in `rows`, whose starts ascend. Raises ValueError where a target does not lie in `weights`, and
+    IndexError for rows outside of it.
     """
-    run("write_less_", targets, starts, weights, unsent, share)
+    return run("write_own_", targets, starts, weights, unsent, rows, divisor, share)
 
 
 def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:

@@ -114,12 +114,22 @@ def momentum_step_(weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float
     weights.mul_(decay).sub_(momentum * length)
 
 
-def write_less_(
-    targets: Sequence[Tensor], starts: Sequence[int], weights: Tensor, unsent: Tensor, share: float
-) -> None:
+def write_own_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    weights: Tensor,
+    unsent: Tensor,
+    rows: Rows | None,
+    divisor: int,
+    share: float,
+) -> Tensor:
+    if rows is not None:
+        unsent = unsent.clone()
+        divide_rows_(unsent, rows, divisor)
     for target, start in zip(targets, starts, strict=True):
         span = Span(start, start + target.numel())
         target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
+    return digests(targets)
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:

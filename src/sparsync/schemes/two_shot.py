@@ -155,16 +155,23 @@ class TwoShot(ErrorFeedbackScheme):
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
-        n, P = bucket.grad.numel(), comm.size
-        residual = self.feedback.residual(bucket, comm.rank)
-        if P == 1:
+        residual, own = self.unsent_in_rows(bucket, comm)
+        if own is None:
             return residual
         unsent = residual.clone()
-        if self.leaves_out:
-            kernels.divide_rows_(unsent, BlockCyclic(n, P).rows(comm.rank, unsent.device), P)
-        else:  # adjacent ones, because no position travels
-            spans(n, P)[comm.rank].of(unsent).div_(P)
+        kernels.divide_rows_(unsent, own, comm.size)
         return unsent
+
+    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
+        n, P, rank = bucket.grad.numel(), comm.size, comm.rank
+        residual = self.feedback.residual(bucket, rank)
+        if P == 1:
+            return residual, None
+        if self.leaves_out:
+            return residual, BlockCyclic(n, P).rows(rank, residual.device)
+        own = spans(n, P)[rank]  # adjacent elements, because no position travels
+        start = torch.tensor([own.start], dtype=torch.int32, device=residual.device)
+        return residual, Rows(start, max(1, len(own)), len(own))
 
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         if self.divide_by != "ranks":

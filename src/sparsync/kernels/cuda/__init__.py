@@ -2,7 +2,7 @@
 
 What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
 would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions; `locate` and the
-codecs of positions work on the few elements selected, too; `collect_`, `write_less_` and `digests` are a few operations for each parameter.
+codecs of positions work on the few elements selected, too; `collect_`, `write_own_` and `digests` are a few operations for each parameter.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
