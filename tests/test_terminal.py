@@ -17,6 +17,7 @@ from sparsync_lab.terminal import Table, lines_of, markdown
         ("skip_reduce:skip=1,skip_reduce:skip=2", "skip_reduce skip=1,skip_reduce skip=2"),
         ("powersgd,powersgd:rank=8", "powersgd,powersgd rank=8"),
         ("adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign", "adamw_steps/two_shot 7 % sign"),
+        ("steps(keep=0.2)/two_shot:density=0.07:values=sign", "steps/two_shot 7 % sign"),
         (
             "local_steps(every=4:keep=0.5)/dense,local_steps(every=8:keep=0.5)/dense",
             "local_steps(every=4)/dense,local_steps(every=8)/dense",
