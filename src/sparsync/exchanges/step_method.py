@@ -190,7 +190,7 @@ class StepMethod(Handle):
         self.close()
 
     def _check(self, state: State) -> None:
-        saved, path = state_from(state, self.integration, type(self).__name__), f"state[{self.integration!r}]"
+        saved, path = state_from(state, self.integration, "this handle"), f"state[{self.integration!r}]"
         check_alike(path, saved, {"common": dict(self._weights.common()), "totals": self._totals})
         check_alike(path, saved, {"buffers": dict(self.model.named_buffers())}, finite=False)
 
@@ -233,7 +233,8 @@ class StepMethod(Handle):
             return
         thawed = [name for name, each in trained(self.model) if id(each) not in known]
         raise RuntimeError(
-            f"{', '.join(thawed)} had no gradient when this handle was made, or was not there, and is trained now; make a new one"
+            f"{', '.join(thawed)} had no gradient at {self.origin}, or was not there, and is trained now; call detach() on the handle, "
+            f"and {self.origin} again"
         )
 
     def _count(self, reports: Sequence[Report]) -> None:
