@@ -793,7 +793,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
         made.bias.requires_grad_(False)
         steps = make(comm, made, every=1)
         made.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="bias had no gradient at LocalTraining"):
+        with pytest.raises(RuntimeError, match="bias had no gradient when the model was attached"):
             steps.step()
 
     LocalWorld(1).run(body)

@@ -233,8 +233,8 @@ class StepMethod(Handle):
             return
         thawed = [name for name, each in trained(self.model) if id(each) not in known]
         raise RuntimeError(
-            f"{', '.join(thawed)} had no gradient at {self.origin}, or was not there, and is trained now; call detach() on the handle, "
-            f"and {self.origin} again"
+            f"{', '.join(thawed)} had no gradient when the model was attached, or was not there, and is trained now; call "
+            "handle.detach(), and attach again"
         )
 
     def _count(self, reports: Sequence[Report]) -> None:
