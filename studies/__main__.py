@@ -18,13 +18,13 @@ from sparsync_lab.writable import check_file
 PARTS = {
     "cost_forms": "closed forms of costs beside counted ones, to 1024 ranks: a table of docs/cost_model.md",
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
-    "demo_page": "what `make demo` has written, for the README",
+    "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "integrations": "what works where: a table of docs/attach.md",
     "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
     "predictions": "predicted steps beside measured ones: docs/predictions.md",
     "traffic_by_ranks": "the traffic of few ranks and of many: tables of docs/traffic.md",
-    "when_to_use": 'the table "when to use what" of the README',
+    "when_to_use": 'the part "when to use what" of docs/advise.md',
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes the two parts of the README that the demo made: of each half the picture, its caption, the table and the command.
+"""Writes what the demo made into two pages: of each half the picture, its caption, the table and the command.
 
     .venv/bin/python -m studies demo_page [FOLDER]
 
@@ -6,6 +6,7 @@ FOLDER is where `make demo` has written; demo by default. The pictures go to doc
 """
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from sparsync_lab.report.summary import summarise
 from sparsync_lab.terminal import Table, markdown
 from studies import parts
 
-LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns that the README leaves out
+PAGES = {"gpt": "README.md", "lstm": "docs/schemes.md"}  # of each half
+LESS = ("sent in\na step", "bits on\nthe inter-\nface")  # columns that these leave out
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,9 +39,11 @@ def main(argv: Sequence[str]) -> None:
         elements = found.run.workload["parameters"]
         title = f"{half.title}, {elements / 1e6:.2f} M parameters"
         shown = markdown(without(table(title, found, lambda scheme: scheme.label), LESS))
-        text = f"{title}:\n\n![{origin['caption']}]({picture})\n\n{shown}\n\n`{origin['command']}`"
-        parts.put("README.md", f"demo {half.folder}", text)
-        print(f"Written: README.md, {picture}")
+        page = PAGES[half.folder]
+        link = os.path.relpath(picture, Path(page).parent)
+        text = f"{title}:\n\n![{origin['caption']}]({link})\n\n{shown}\n\n`{origin['command']}`"
+        parts.put(page, f"demo {half.folder}", text)
+        print(f"Written: {page}, {picture}")
 
 
 def without(shown: Table, heads: Sequence[str]) -> Table:

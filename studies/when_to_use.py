@@ -1,4 +1,4 @@
-"""Writes the table "when to use what" of the README: ranks x link -> method, for SGD and for AdamW.
+"""Writes "when to use what" of docs/advise.md: ranks x link -> method, for SGD and for AdamW, and how each method is written.
 
     .venv/bin/python -m studies when_to_use [--print]
 
@@ -6,8 +6,10 @@ Predicted from the closed forms, with assumptions that stand under the table: ac
 factor of extra steps of a method is the largest that it had in the trainings of `sparsync advise`. Nothing is measured here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from sparsync.base import registry
+from sparsync.base.scheme_text import STEPS
 from sparsync_lab.advise import extra_steps
 from sparsync_lab.advise.command import even_backward, step
 from sparsync_lab.predict import advice
@@ -15,10 +17,10 @@ from sparsync_lab.predict.advice import Extra
 from sparsync_lab.predict.network import Link, flat_switch
 from sparsync_lab.predict.probe_file import KERNELS, Kernel, Latency, Memory, Probe, ProbedGroup
 from sparsync_lab.report.format import significant
-from sparsync_lab.scheme_choice import parse_schemes
+from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from studies import parts
 
-PAGE, PART = "README.md", "when to use what"
+PAGE, PART = "docs/advise.md", "when to use what"
 RANKS = (4, 16, 64)
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
 PARAMETERS = 100_000_000
@@ -53,12 +55,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def table() -> str:
-    """Return the table as Markdown, and its assumptions."""
+    """Return the table as Markdown, its assumptions, and a table of its methods as they are written."""
     heads = ["link of a rank", *(f"{P} ranks, {kind}" for kind in ("SGD", "AdamW") for P in RANKS)]
-    rows = [
-        [link, *(answer(P, bits_per_s, PARAMETERS, adaptive) for adaptive in (False, True) for P in RANKS)]
-        for link, bits_per_s in LINKS.items()
+    answers = [
+        [answer(P, bits_per_s, PARAMETERS, adaptive) for adaptive in (False, True) for P in RANKS]
+        for bits_per_s in LINKS.values()
     ]
+    rows = [[link, *map(cell, found)] for link, found in zip(LINKS, answers, strict=True)]
+    chosen = {label for found in answers for label, _ in found}
     lines = [
         parts.table(heads, rows),
         "",
@@ -66,15 +70,47 @@ def table() -> str:
         f"{TOKENS} tokens per",
         f"rank and step at {RATE / 1e12:g} TFLOP/s, a flat network with {1e6 * LATENCY_S:g} µs latency, buckets of 25 MB, memory of "
         f"{MEMORY / 1e9:g} GB/s, kernels at a",
-        "tenth of it (none was timed on a GPU). Extra steps are the most seen in trainings of "
-        "[small models on 4 ranks](docs/advise.md);",
+        "tenth of it (none was timed on a GPU). Extra steps are the most seen in trainings of small models on 4 ranks "
+        "([below](#how-extra-steps-are-estimated));",
         f"methods that needed more than {MOST_EXTRA:g} times the steps are left out.",
+        "",
+        parts.table(
+            ["method", "in commands", "in a script"],
+            [[SHORT[label], f"`{text(label)}`", f"`{in_python(label)}`"] for label in SHORT if label in chosen],
+        ),
     ]
     return "\n".join(lines)
 
 
-def answer(P: int, bits_per_s: float, n: int, adaptive: bool) -> str:
-    """Return the verdict in one cell."""
+def text(label: str) -> str:
+    """Return a method as commands take it, with the name of steps that `attach` has for them too; records have the older one."""
+    return label.replace("adamw_steps(", "steps(", 1)
+
+
+def in_python(label: str) -> str:
+    """Return the line that reduces with a method."""
+    (choice,) = parse_schemes(label, 0.01)
+    made = f"sparsync.{registry.where(choice.name).rpartition(':')[2]}{_arguments(choice.config)}"
+    return f"sparsync.attach(model, {made}, optimizer=optimizer{_exchange(choice)})"
+
+
+def _exchange(choice: SchemeChoice) -> str:
+    return "" if choice.local is None else f", exchange=sparsync.{STEPS[choice.steps]}{_arguments(choice.local)}"
+
+
+def _arguments(settings: Mapping[str, object]) -> str:
+    given = (f"{key}={value!r}".replace("'", '"') for key, value in settings.items())
+    return f"({', '.join(given)})"
+
+
+def cell(found: tuple[str, float]) -> str:
+    """Return a verdict in words."""
+    label, gain = found
+    return SHORT[label] + ("" if label == "bf16" else f", {significant(gain, 2)}x")
+
+
+def answer(P: int, bits_per_s: float, n: int, adaptive: bool) -> tuple[str, float]:
+    """Return the label of the method to use, and its speed-up over dense bf16."""
     factors: dict[str, float] = {}
     for each in extra_steps.trainings():
         if each.adaptive == adaptive:
@@ -96,5 +132,4 @@ def answer(P: int, bits_per_s: float, n: int, adaptive: bool) -> str:
     steps = {each.label: step(each, probe, backward, network) for each in parse_schemes(",".join(labels), 0.01)}
     extra = {label: Extra(factors[label], 1.0, MARGIN * factors[label]) for label in labels if label in factors}
     chosen = advice.verdict(steps, extra).label
-    gain = steps["bf16"].step_s / (steps[chosen].step_s * extra.get(chosen, Extra()).factor)
-    return SHORT[chosen] + ("" if chosen == "bf16" else f", {significant(gain, 2)}x")
+    return chosen, steps["bf16"].step_s / (steps[chosen].step_s * extra.get(chosen, Extra()).factor)

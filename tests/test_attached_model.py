@@ -243,7 +243,7 @@ def another_scheme() -> None:
     handle.switch(TopK(density=0.1))
     gradients(model, 11)
     steps = LocalTraining(bare(), torch.optim.SGD(bare().parameters(), 0.1), Dense(), every=1)
-    with refused(RuntimeError, "LocalTraining keeps the scheme"):
+    with refused(RuntimeError, "this handle keeps the scheme"):
         steps.scheme = Dense()
     handle.close()
 

@@ -249,7 +249,7 @@ def refused() -> None:
             sparsync.attach(model, TopK(0.1), exchange="steps")  # pyright: ignore[reportArgumentType]
     with case("steps of another optimizer"):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(TypeError, match="got SGD; for others there is LocalSteps"):
+        with pytest.raises(TypeError, match="got SGD; for others attach with exchange="):
             sparsync.attach(model, TopK(0.1), optimizer=sgd, exchange=Steps())
     with case("a parameter that DDP ignores"):
         bare = bare_model()

@@ -280,7 +280,7 @@ def test_doctor_runs_a_script_up_to_its_first_step(
     assert (found.failure, found.model, found.optimizer) == (expected.failure, expected.model, expected.optimizer)
     if argument == "stepping":
         assert not found.findings  # steps are exchanged
-    assert found.scheme.startswith("DdpHandle of TopK, made by the script" if argument == "own" else expected.scheme)
+    assert found.scheme.startswith("TopK, by sparsync.attach in the script" if argument == "own" else expected.scheme)
     assert any("OSError: no data" in line for line in found.output) == (argument == "failing")
 
 

@@ -34,11 +34,12 @@ def test_the_methods_of_both_halves_run_beside_dense_and_bf16() -> None:
 def test_equal_densities_and_equal_bytes_are_what_the_schemes_send() -> None:
     """Of a random gradient, on the first step."""
     sent = {scheme.label: nbytes(scheme) for scheme in chosen(demo.commands(Path("demo"))[0])[2:]}
-    topk = sent.pop("topk:density=0.01:values=int4")
-    equal_bytes = {label: found for label, found in sent.items() if "density=0.01:" not in label}
-    assert len(equal_bytes) == 2
-    for label, found in equal_bytes.items():
-        assert found == pytest.approx(topk, rel=0.15), label
+    names = ("topk", "micro", "oktopk", "two_shot")
+    assert [label for label in sent if "density=0.01:" in label] == [
+        f"{name}:density=0.01:values=int4" for name in names
+    ]
+    (equal_bytes,) = (label for label in sent if "density=0.01:" not in label)
+    assert sent[equal_bytes] == pytest.approx(sent["topk:density=0.01:values=int4"], rel=0.15)
 
 
 def nbytes(choice: SchemeChoice) -> float:

@@ -15,10 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from helpers.distributed import case
@@ -31,23 +34,26 @@ from sparsync_lab.report.parts import replaced
 from sparsync_lab.report.plots import ORIGIN
 from sparsync_lab.scheme_choice import parse_schemes
 from studies import __main__ as studies
+from studies import demo_page, when_to_use
 
 DOCS = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 # Those that a reader meets first; the others are in the slow tests, each page in an interpreter of its own.
 FIRST = (
-    "README.md",
     "docs/quickstart.md",
     "docs/own_scheme.md",
     "docs/compare.md",
+    "docs/advise.md",
     "docs/adamw_steps.md",
     "docs/local_steps.md",
 )
 NOT_RUN_AT_MOST = 2
+MOST_WORDS = 900  # of the README
 
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`((?:\.venv/bin/)?sparsync [^`]+|make [a-z-]+)`")
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -99,9 +105,27 @@ def run_python(pages: Sequence[str], folder: Path) -> None:
                     exec(compile("\n" * block.above + block.code, page, "exec"), names)
 
 
-def test_the_python_of_the_first_pages_runs_as_written(probed: Path) -> None:
-    on_ranks(run_python, 1, pages=FIRST, folder=probed)
-    assert probe_file.read(probed / "probe.toml").backward is not None  # docs/compare.md writes it
+def run_diffs() -> list[object]:
+    """Run the changed scripts of the README, with a step of each; return what they exchange."""
+    exchanges: list[object] = []
+    for diff in DIFF.findall((ROOT / "README.md").read_text("utf-8")):
+        names: dict[str, Any] = {"torch": torch, "DistributedDataParallel": DistributedDataParallel}
+        names["model"] = torch.nn.Linear(64, 32)
+        exec("\n".join(line[1:] for line in diff.splitlines()), names)
+        names["model"](torch.ones(2, 64)).sum().backward()
+        names["optimizer"].step()
+        exchanges.append(names["handle"].exchange)
+    return exchanges
+
+
+def run_first(folder: Path) -> list[object]:
+    run_python(FIRST, folder)
+    return run_diffs()
+
+
+def test_the_code_of_the_first_pages_runs_as_written(probed: Path) -> None:
+    assert on_ranks(run_first, 1, folder=probed) == [[sparsync.Steps(), sparsync.Gradients()]]
+    assert probe_file.read(probed / "probe.toml").backward is not None  # docs/advise.md writes it
 
 
 @pytest.mark.slow
@@ -290,21 +314,45 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def test_caption_command_and_table_beside_each_picture_of_the_readme_are_those_of_the_run_that_drew_it() -> None:
+@pytest.mark.parametrize("half", demo.HALVES, ids=lambda half: half.folder)
+def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the_run_that_drew_it(
+    half: demo.Half,
+) -> None:
+    page = ROOT / demo_page.PAGES[half.folder]
+    text = page.read_text()
+    part = text[text.index(f"<!-- begin demo {half.folder} -->") : text.index(f"<!-- end demo {half.folder} -->")]
+    (picture,) = PICTURE.finditer(part)
+    with Image.open(page.parent / picture[2]) as image:
+        origin = json.loads(image.info[ORIGIN])
+    assert picture[1] == origin["caption"]
+    assert f"`{origin['command']}`" in part
+    heads, _, *rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    (target,) = (place for place, head in enumerate(heads) if head.strip().startswith("seconds to"))
+    (end,) = (place for place, head in enumerate(heads) if head.strip().endswith("at the end"))
+    shown = {row[0].strip(" `"): (row[target].strip(), row[end].strip()) for row in rows}
+    drawn = {name: (each["seconds"] or "not reached", each["quality"]) for name, each in origin["schemes"].items()}
+    assert shown == drawn
+    (ours,) = (each for each in demo.commands(Path("demo")) if each[-1] == f"demo/{half.folder}")
+    assert origin["command"] == shlex.join(["sparsync", *ours])
+
+
+@pytest.mark.parametrize("label", when_to_use.SHORT)
+def test_what_commands_and_scripts_take_for_a_method_is_the_same(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (choice,) = parse_schemes(when_to_use.text(label), 0.01)
+    given: list[object] = []
+    monkeypatch.setattr(
+        sparsync, "attach", lambda _, scheme, **options: given.extend([scheme, options.get("exchange")])
+    )
+    exec(when_to_use.in_python(label), {"sparsync": sparsync, "model": None, "optimizer": None})
+    kind = sparsync.LocalSteps if choice.steps == "local_steps" else sparsync.Steps
+    assert given == [choice.make(), None if choice.local is None else kind(**choice.local)]
+
+
+def test_the_table_of_what_to_use_is_what_its_study_writes() -> None:
+    assert when_to_use.table() in (ROOT / when_to_use.PAGE).read_text()
+
+
+def test_the_front_page_is_short_and_has_one_picture() -> None:
     text = (ROOT / "README.md").read_text()
-    found = list(PICTURE.finditer(text))
-    assert len(found) == len(demo.HALVES)
-    for picture, half in zip(found, demo.HALVES, strict=True):
-        with Image.open(ROOT / picture[2]) as image:
-            origin = json.loads(image.info[ORIGIN])
-        part = text[text.index(f"<!-- begin demo {half.folder} -->") : text.index(f"<!-- end demo {half.folder} -->")]
-        assert picture[0] in part and picture[1] == origin["caption"]
-        assert f"`{origin['command']}`" in part
-        (ours,) = (each for each in demo.commands(Path("demo")) if each[-1] == f"demo/{half.folder}")
-        assert origin["command"] == shlex.join(["sparsync", *ours])
-        heads, _, *rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
-        (target,) = (place for place, head in enumerate(heads) if head.strip().startswith("seconds to"))
-        (end,) = (place for place, head in enumerate(heads) if head.strip().endswith("at the end"))
-        shown = {row[0].strip(" `"): (row[target].strip(), row[end].strip()) for row in rows}
-        drawn = {name: (each["seconds"] or "not reached", each["quality"]) for name, each in origin["schemes"].items()}
-        assert shown == drawn
+    assert len(text.split()) <= MOST_WORDS
+    assert len(PICTURE.findall(text)) == 1

@@ -388,7 +388,7 @@ def test_the_end_says_which_ranks_took_the_scheme(code: str, shown: str, told: b
         status, _, err = run.finish()
     assert status == 0
     assert f"2 ranks, loopback, without limits, {shown}, " in err
-    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model) in the script"
+    said = "no rank read SPARSYNC_SCHEME, so nothing was reduced with topk; call sparsync.attach(model, optimizer=optimizer)"
     assert (said in err) == told
 
 

@@ -793,7 +793,7 @@ def test_what_cannot_be_trained_by_local_steps_is_refused() -> None:
         made.bias.requires_grad_(False)
         steps = make(comm, made, every=1)
         made.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="bias had no gradient when this handle was made"):
+        with pytest.raises(RuntimeError, match="bias had no gradient when the model was attached"):
             steps.step()
 
     LocalWorld(1).run(body)
@@ -854,7 +854,7 @@ def test_a_state_of_another_model_or_other_fragments_changes_nothing() -> None:
         )
         with pytest.raises(ValueError, match=r"it has a parameter '0.weight', which this model has not"):
             small.load_state_dict(state)
-        with pytest.raises(ValueError, match="the state of LocalTraining needs 'local_steps'"):
+        with pytest.raises(ValueError, match="the state of this handle needs 'local_steps'"):
             steps.load_state_dict({key: value for key, value in state.items() if key != "local_steps"})
 
     LocalWorld(1).run(body)

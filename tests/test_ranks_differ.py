@@ -542,4 +542,4 @@ def closed_handle() -> str:
 
 def test_a_closed_handle_says_so_and_keeps_its_reports() -> None:
     for found in run(closed_handle, 2):
-        assert "this handle is closed; wrap the model again, and make a new one" in found
+        assert "this handle is closed; wrap the model again, and call sparsync.attach" in found

@@ -1,5 +1,6 @@
 """Methods as a command names them: schemes with their settings, and local steps around them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +54,24 @@ def test_local_steps_are_a_scheme_with_settings_around_it() -> None:
     assert made == TwoShot(0.1, divide_by="contributors")
 
 
+def test_steps_have_the_name_of_what_attach_takes_and_an_older_one() -> None:
+    new, old = one("steps(keep=0.5)/topk"), one("adamw_steps(keep=0.5)/topk")
+    assert (new.label, new.local) == ("steps(keep=0.5)/topk", {"keep": 0.5})
+    assert (new.steps, new.described()) == (old.steps, old.described())  # finished trainings of either are found
+    try_out(new, 2)
+
+
+def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "steps.py").write_text("from sparsync import TopK\n")
+    monkeypatch.chdir(tmp_path)
+    assert one("steps.py:TopK").make() == TopK(0.25)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("steps", "steps are written as"),
+        ("steps(kept=1)/topk", "^steps have no setting 'kept'"),
         ("local_steps/topk", "need every=STEPS"),
         ("local_steps(every=4:kept=1)/topk", "have no setting 'kept'"),
         ("local_steps(every=4)/topq", "unknown scheme 'topq'"),

@@ -60,6 +60,7 @@ def test_a_text_is_the_scheme_that_the_constructor_makes(text: str, made: sparsy
         ),
         ("dense,topk", r"one scheme is asked for, got 'dense,topk'"),
         ("local_steps(every=4)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.LocalSteps\("),
+        ("steps(keep=0.5)/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("adamw_steps/topk", r"sparsync\.attach\(model, scheme, .*exchange=sparsync\.Steps\("),
         ("diloco", r"'diloco', which is local_steps\(every=50.*sparsync\.LocalSteps"),
     ],

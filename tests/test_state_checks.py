@@ -199,13 +199,13 @@ def test_a_state_continues_its_own_integration_only_also_from_a_file_and_also_an
                 load()
                 continue
             with pytest.raises(
-                ValueError, match=r"it was saved by .*, whose residuals are in other units than those of "
+                ValueError, match=r"it was saved with .*, whose residuals are in other units than those of "
             ):
                 load()
             assert same(loaded.state_dict(), before)
         del saved  # or the folder is another model's of this process
         if saved_by != loaded_by:
-            with pytest.raises(ValueError, match=r"it was saved by .*; pass name="):
+            with pytest.raises(ValueError, match=r"it was saved with .*; pass name="):
                 checkpoint.save(loaded, tmp_path)
 
     LocalWorld(1).run(body)

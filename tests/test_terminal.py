@@ -19,6 +19,7 @@ from sparsync_lab.terminal import Table, lines_of, markdown
         ("adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign", "adamw_steps/two_shot 7 % sign"),
         ("two_shot:density=0.03:values=sign:density_down=0.13", "two_shot 3 % sign 13 % down"),
         ("two_shot:density=1.0:values=sign:values_down=int3", "two_shot 100 % sign int3 down"),
+        ("steps(keep=0.2)/two_shot:density=0.07:values=sign", "steps/two_shot 7 % sign"),
         (
             "local_steps(every=4:keep=0.5)/dense,local_steps(every=8:keep=0.5)/dense",
             "local_steps(every=4)/dense,local_steps(every=8)/dense",

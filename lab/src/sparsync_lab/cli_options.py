@@ -17,7 +17,7 @@ ADVISED = (
     "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
 )
 ADVISED_LOCAL = "local_steps(every=4)/two_shot:density=1.0:values=int4,local_steps(every=8)/dense"
-ADVISED_ADAMW = "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign"
+ADVISED_ADAMW = "steps(keep=0.35)/two_shot:density=0.072:values=sign"
 
 # Whose buckets a probe measures: what these reduce with.
 PROBED = f"{ADVISED},two_shot:density=0.072:values=sign"
@@ -25,7 +25,7 @@ PROBED = f"{ADVISED},two_shot:density=0.072:values=sign"
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
 METHODS_HELP = (
     SCHEMES_HELP
-    + "; in front of one local_steps(every=4)/ or adamw_steps(keep=0.5)/, see sparsync.LocalSteps and AdamWSteps"
+    + "; in front of one steps(keep=0.5)/ or local_steps(every=4)/, as attach(..., exchange=Steps(keep=0.5)) or LocalSteps(every=4)"
 )
 
 
@@ -142,7 +142,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         default=None,
         metavar="A:KEY=VALUE",
-        help=f"for scripts that call sparsync.attach(model): {SCHEMES_HELP}",
+        help=f"for scripts that call sparsync.attach(model, optimizer=optimizer): {SCHEMES_HELP}",
     )
     add(
         "--nodes", action="store_true", help="each rank is a machine to the script: LOCAL_RANK is 0, LOCAL_WORLD_SIZE 1"

@@ -39,10 +39,9 @@ HALVES = (
         "lstm",
         "A word-level language model (LSTM), trained by SGD",
         "--workload shakespeare-small --ranks 4 --link 100mbit --target 80 --steps 120 --eval-every 20 --seed 0 --schemes "
-        # topk at 1 %; then the same density; then as many bytes as topk sends.
-        "dense,bf16,topk:density=0.01:values=int4,"
-        "oktopk:density=0.01:values=int4,two_shot:density=0.01:values=int4,"
-        "oktopk:density=0.023:values=int4,two_shot:density=0.022:values=int4",
+        # Four schemes at the same density; then two_shot with as many bytes as topk sends.
+        "dense,bf16,topk:density=0.01:values=int4,micro:density=0.01:values=int4,"
+        "oktopk:density=0.01:values=int4,two_shot:density=0.01:values=int4,two_shot:density=0.022:values=int4",
         "three to four minutes",
     ),
     Half(

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsync.base.scheme_text import by_key, parsed
+from sparsync.base.scheme_text import STEPS, by_key, parsed
 from sparsync_lab.recipes import RECIPES
 
 PHASES = ("accumulate", "select", "encode", "decode", "apply")  # of a bucket, as `sparsync.core.Phase` has them
-AROUND = re.compile(r"(local_steps|adamw_steps)(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
+AROUND = re.compile(rf"({'|'.join(STEPS)})(?:\(([^()]*)\))?/(.*)")  # what, its settings, and the scheme
 # Written without their key.
 _ALWAYS = {
     "density": lambda value: f"{100 * value:.4g} %",
@@ -25,7 +25,7 @@ class _Parts:
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as in a scheme's text
-    steps: str = ""  # local_steps or adamw_steps around it
+    steps: str = ""  # local_steps or steps around it
     around: Mapping[str, Any] = field(default_factory=dict)  # their settings
 
 

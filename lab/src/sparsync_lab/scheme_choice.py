@@ -1,11 +1,13 @@
 """Schemes as a command names them: "topk", "oktopk:density=0.001", "package.module:Class:key=value", "path/to/file.py:Class".
 
 In front of any of them may stand "local_steps(every=4:keep=0.5)/": the ranks then train by themselves, and the scheme reduces the
-changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "adamw_steps(keep=0.5)/": the scheme
-reduces AdamW steps, as with `sparsync.Steps`. The names in `recipes` stand for such combinations of published systems.
+changes of their weights every few steps, as with `sparsync.LocalSteps` of these settings. Or "steps(keep=0.5)/": the scheme reduces
+the steps of the optimizer, as with `sparsync.Steps`; "adamw_steps(keep=0.5)/" is the older name. The names in `recipes` stand for such
+combinations of published systems.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,6 +25,7 @@ from sparsync_lab.recipes import RECIPES
 
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
+_BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
 
 _OUTER = {"outer_rate": "rate", "outer_momentum": "momentum"}  # settings of OuterSGD, as a command names them
 
@@ -148,19 +151,20 @@ def _trial_steps(choice: SchemeChoice, comm: LocalComm) -> Any:  # Any: as `make
 def _parse_method(text: str, density: float, skip: int | float | None, also: Mapping[str, str]) -> SchemeChoice:
     label, text = text, RECIPES[text][0] if text in RECIPES else text
     found = AROUND.fullmatch(text)
-    if found is None and text.startswith(tuple(STEPS)):
+    if found is None and _BEGINS_AS_STEPS.match(text):
         raise ValueError(
-            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or adamw_steps(keep=0.5)/SCHEME, got {text!r}"
+            f"steps are written as local_steps(every=4:keep=0.5)/SCHEME:KEY=VALUE or steps(keep=0.5)/SCHEME, got {text!r}"
         )
     if found is None:
         return _parse_scheme(text, text, None, "local_steps", density, skip, also)
-    steps, settings, scheme = found.groups()
+    written, settings, scheme = found.groups()
+    steps = "local_steps" if written == "local_steps" else "adamw_steps"  # as results and their folders have it
     local = by_key((each for each in (settings or "").split(":") if each), text)
     known = list(inspect.signature(_class(steps)).parameters)[3:] + (list(_OUTER) if steps == "local_steps" else [])
     unknown = next((key for key in local if key not in known), None)
     if unknown is not None or (steps == "local_steps" and "every" not in local):
         problem = f"have no setting {unknown!r}" if unknown is not None else "need every=STEPS"
-        raise ValueError(f"{steps} {problem}, got {text!r}; settings are {', '.join(known)}")
+        raise ValueError(f"{written} {problem}, got {text!r}; settings are {', '.join(known)}")
     if local.get("clip_factor") == "measured":
         raise ValueError(
             f"a job clips by itself, so nothing would be measured; give clip_factor as a number, or leave it out, in {text!r}"

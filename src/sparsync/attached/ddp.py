@@ -309,12 +309,15 @@ def ddp_comm_hook(
 ) -> CommHook:
     """Return the state and the hook with which `scheme` reduces: `model.register_comm_hook(*sparsync.ddp_comm_hook(scheme))`.
 
-    For trainers that take such a pair; prefer `sparsync.attach` if you have the DistributedDataParallel model. A pair is for one model, and
-    the backward pass of a second one raises. The first bucket makes the handle on all ranks; afterwards it is `state.handle`. To load a
-    checkpoint before the first step, call `state.open()` on all ranks after init_process_group; it returns the handle.
+    Only for trainers that take such a pair and nothing else; wherever you have the DistributedDataParallel model, use `sparsync.attach`.
+    A pair is for one model, and the backward pass of a second one raises. The first bucket makes the handle on all ranks; afterwards it is
+    `state.handle`. To load a checkpoint before the first step, call `state.open()` on all ranks after init_process_group; it returns the
+    handle.
 
-    A hook lacks what DDP does not tell it:
+    A hook sees DDP's gradient buckets and nothing else. Compared with `attach`, it lacks:
 
+    - Steps and local steps. It exchanges gradients only, which costs AdamW quality if they are sparse; there are no own weights.
+    - Clipping and learning rates. Residuals follow them, and ranks compare settings, only if you pass `optimizer` yourself.
     - Names. Without `module`, parameters are called parameter0, parameter1, ... in the order of the first step's buckets, and patterns such
       as `protect=` match nothing else. A checkpoint then fits only a model whose first step has the same buckets: the same `bucket_cap_mb`
       and the same trained parameters.

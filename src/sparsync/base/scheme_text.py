@@ -31,10 +31,8 @@ VARIABLE = "SPARSYNC_SCHEME"
 COMMAND_LINE = "SPARSYNC_SCHEME_OF_COMMAND_LINE"  # by `sparsync launch --scheme`: where VARIABLE has the same text, it may name a class
 NOTE = "SPARSYNC_SCHEME_NOTE"  # a file that `sparsync launch` has made for a rank: what reads VARIABLE writes its text there
 DEFAULT = "dense"  # where the variable is not set
-STEPS = {
-    "local_steps": "LocalSteps",
-    "adamw_steps": "Steps",
-}  # what may stand around a scheme, and what attach takes for it
+# What may stand around a scheme, and what attach takes for it. adamw_steps is the older name of steps.
+STEPS = {"local_steps": "LocalSteps", "steps": "Steps", "adamw_steps": "Steps"}
 LISTS = ("protect", "dense")  # settings that are lists even when one value is given
 
 _SETTING = re.compile(r":(?=[A-Za-z_]\w*=)")  # the colon before a key=value; other colons belong to the name

@@ -192,8 +192,8 @@ class ExchangedSteps(StepMethod):
     ) -> None:
         if steps_in_backward(replica.module):
             raise ValueError(
-                f"an optimizer steps during the backward pass and leaves no gradient to {type(self).__name__}; remove it, or use "
-                "LocalSteps, which exchanges the result of each rank's optimizer"
+                "an optimizer steps during the backward pass and leaves no gradient for a step; remove it, or attach with "
+                "exchange=sparsync.LocalSteps(every=...), which exchanges the result of each rank's optimizer"
             )
         self.optimizers = optimizers_of(optimizer)
         self._given = [*self.optimizers, *([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
@@ -598,7 +598,7 @@ class ExchangedSteps(StepMethod):
             )
         if self._skipped == 1:
             warnings.warn(
-                f"step {self._step} of {type(self).__name__} was skipped on all ranks: {found}; `stats()` counts these steps",
+                f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps",
                 stacklevel=4,
             )
 

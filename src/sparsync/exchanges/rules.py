@@ -114,8 +114,8 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
         return _muon_rule(optimizer, group)
     if not isinstance(optimizer, Adam) and group.get("use_muon") is None:
         raise TypeError(
-            f"steps are exchanged of torch.optim.AdamW, Adam and Muon, got {type(optimizer).__name__}; for others there is LocalSteps, "
-            "and exchange=sparsync.Gradients()"
+            f"steps are exchanged of torch.optim.AdamW, Adam and Muon, got {type(optimizer).__name__}; for others attach with "
+            "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
     if group.get("amsgrad") or group.get("maximize"):
         raise ValueError("exchanged steps have neither amsgrad nor maximize; make the optimizer without")

@@ -191,7 +191,7 @@ class StepMethod(Handle):
         self.close()
 
     def _check(self, state: State) -> None:
-        saved, path = state_from(state, self.integration, type(self).__name__), f"state[{self.integration!r}]"
+        saved, path = state_from(state, self.integration, "this handle"), f"state[{self.integration!r}]"
         check_alike(path, saved, {"common": dict(self._weights.common()), "totals": self._totals})
         check_alike(path, saved, {"buffers": dict(self.model.named_buffers())}, finite=False)
 
@@ -237,7 +237,8 @@ class StepMethod(Handle):
             self._members.note()
             return
         raise RuntimeError(
-            f"{', '.join(thawed)} had no gradient when this handle was made, or was not there, and is trained now; make a new one"
+            f"{', '.join(thawed)} had no gradient when the model was attached, or was not there, and is trained now; call "
+            "handle.detach(), and attach again"
         )
 
     def _count(self, reports: Sequence[Report]) -> None:

@@ -243,7 +243,7 @@ class Connection:
     def _open(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Begin a step; after a failure, on fresh connections."""
         if self._shut:
-            raise RuntimeError("this handle is closed; wrap the model again, and make a new one")
+            raise RuntimeError("this handle is closed; wrap the model again, and call sparsync.attach")
         if step != self._step:
             self.end_step()
             self._step = step

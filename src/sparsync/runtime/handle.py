@@ -139,7 +139,7 @@ class Handle:
         feedback, and takes that of a PerParameter with the same patterns only. Otherwise train one step with TopK(density=1.0), which
         sends all that is held back, and pass `residual="drop"`, which forgets what is left.
         The next step compares the settings of all ranks, and raises RanksDifferError on all of them where they differ.
-        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (LocalSteps, AdamWSteps, a shard
+        Raises RuntimeError after `detach`, inside a backward pass and for handles that cannot switch (steps, local steps, a shard
         axis), TypeError for anything but a Scheme, and ValueError for one that another handle drives and where the residual cannot be
         carried over.
         """
@@ -147,7 +147,8 @@ class Handle:
         self._check_attached()
         if not self.switches:
             raise RuntimeError(
-                f"{type(self).__name__} keeps the scheme that it was made with; save a checkpoint and make a new one with other settings"
+                "this handle keeps the scheme that it was made with; save a checkpoint, call detach(), and attach with another scheme or "
+                "other settings"
             )
         # HACK: torch has no public function for this. Price: it may change with torch; tests/test_switch.py calls it.
         if torch._C._current_graph_task_id() != -1:
@@ -267,9 +268,9 @@ class Handle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank. Call it on all ranks, with states of the same step.
 
-        Settings of the scheme may have changed. `attach` and GradientReducer continue each other's states. Raises ValueError, and changes
-        nothing, for a state of another integration, scheme, model, format, rank or number of ranks, and for impossible entries such as
-        NaN. The present state is copied once, to return to it, unless an error has left none.
+        Settings of the scheme may have changed. A state saved under DDP also loads without a wrapper, and the other way round.
+        Raises ValueError, and changes nothing, for a state of another integration, scheme, model, format, rank or number of ranks, and for
+        impossible entries such as NaN. The present state is copied once, to return to it, unless an error has left none.
         """
         refuse_distributed_checkpoint()
         with _as_value_errors(self):

@@ -20,8 +20,12 @@ _MOST = 2**62  # of a count
 _FORM = {"rank": 0, "ranks": 0, "part": "", "step": None, "scheme_name": "", "settings": "", "layout": {}, "scheme": {}}
 _FORM |= {"rates": {}, "highest_rates": {}, "loss_scale": None}
 _CLIPPING = {"mean": None, "steps": 0, "cuts": False}
-# What the user called, by integration; the residuals of each have other units.
-_SAVED_BY = {"gradients": "attach or GradientReducer", "adamw_steps": "AdamWSteps", "local_steps": "LocalSteps"}
+# What attach exchanged, by integration; the residuals of each have other units.
+_SAVED_WITH = {
+    "gradients": "exchange=Gradients()",
+    "adamw_steps": "exchange=Steps()",
+    "local_steps": "exchange=LocalSteps()",
+}
 
 
 def check_version(state: State) -> None:
@@ -64,8 +68,8 @@ def other_model(state: State, integration: str, scheme: str, layout: Layout) -> 
     known = (key for key in ("adamw_steps", "local_steps") if key in state)
     saved_by = state.get("integration") or next(known, "gradients")
     if saved_by != integration:
-        named, here = (_SAVED_BY.get(each, repr(each)) for each in (saved_by, integration))
-        return f"it was saved by {named}, whose residuals are in other units than those of {here}"
+        named, here = (_SAVED_WITH.get(each, repr(each)) for each in (saved_by, integration))
+        return f"it was saved with {named}, whose residuals are in other units than those of {here}"
     if state["scheme_name"] != scheme:
         return f"its scheme is {state['scheme_name']!r}, and this one is {scheme!r}"
     if not saved or not layout:  # the layout is not known

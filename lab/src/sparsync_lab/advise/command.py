@@ -170,7 +170,7 @@ def adaptive(workload: Workload) -> bool:
 
 
 def trained_by_adamw(workload: Workload) -> bool:
-    """Return whether the job's optimizer is one that AdamWSteps replaces."""
+    """Return whether the job's optimizer is an AdamW, whose steps can be exchanged."""
     optimizer, _ = workload.optimizer(workload.model(0), 1)
     return isinstance(optimizer, AdamW)
 

@@ -132,7 +132,7 @@ def _watch(job: TrialJob, path: Path) -> None:
     def called(module: nn.Module, _: Any) -> None:  # Any: what the model is called with
         models.append(module)
         if handles:
-            used = f"{type(handles[0]).__name__} of {type(handles[0].scheme).__name__}, made by the script; sparsync has checked it"
+            used = f"{type(handles[0].scheme).__name__}, by {handles[0].origin} in the script, which has checked it"
             end(Result("", _described(module), "the script's own", used))
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:  # Any: its arguments
@@ -154,8 +154,8 @@ def examined(model: Any, optimizer: Any, scheme: str) -> Result:  # Any: torch's
     try:
         found = sparsync.doctor(model, sparsync.scheme(scheme or "dense"), optimizer=optimizer)
     except TypeError:
-        what = f"{type(model).__name__} is not wrapped by DistributedDataParallel or fully_shard"
-        cure = "wrap it, or reduce its gradients with sparsync.GradientReducer"
+        what = f"{type(model).__name__} reduces gradients by itself"
+        cure = "wrap the model by DistributedDataParallel or fully_shard, or pass the bare one to sparsync.attach"
         return Result("", *about, [{"what": what, "cure": cure, "refused": "TypeError"}])
     findings = [
         {"what": each.what, "cure": each.cure, "refused": each.refused.__name__ if each.refused else ""}

@@ -163,8 +163,8 @@ def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int
         output.say(f"stopped by {signal.Signals(run.stopped_by).name}; nothing is left running")
     if scheme is not None and not readers:
         output.say(
-            f"no rank read {VARIABLE}, so nothing was reduced with {scheme}; call sparsync.attach(model) in the script, "
-            "without a scheme"
+            f"no rank read {VARIABLE}, so nothing was reduced with {scheme}; call sparsync.attach(model, optimizer=optimizer) in "
+            "the script, without a scheme"
         )
     output.say(meter.table(ended_s, [rank.ending for rank in run.ranks.all], readers, output.width))
     while output.waits_for is not None:
