@@ -40,9 +40,10 @@ test-all: test test-slow
 test-adapters: $(OTHERS)/.ready
 	$(OTHERS)/bin/python -m pytest tests/test_adapter_*.py tests/test_metrics.py
 
-$(OTHERS)/.ready: pyproject.toml
+$(OTHERS)/.ready: pyproject.toml lab/pyproject.toml
 	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
+	SKBUILD_WHEEL_CMAKE=0 SKBUILD_WHEEL_PY_API=py3 $(OTHERS)/bin/python -m pip install --quiet --editable ./lab # tests use it
 	$(OTHERS)/bin/python -m pip install --quiet --editable ".[dev,adapters]"
 	touch $(OTHERS)/.ready
 

@@ -20,6 +20,7 @@ PARTS = {
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
     "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
+    "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",
     "integrations": "what works where: a table of docs/attach.md",
     "kernels_table": "every backend of the kernels of this machine: the table of docs/kernels.md",
     "predictions": "predicted steps beside measured ones: docs/predictions.md",

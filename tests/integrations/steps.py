@@ -133,6 +133,7 @@ class ByAdamW(SteppedTraining):
         comm, group, wrapping = settings.pop("comm"), settings.pop("group"), settings.pop("wrapping", {})
         if comm is None:
             self.forward = self.wrapped(group, **wrapping)
+            settings["group"] = group if self.forward is self.model else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5)
         if comm is not None:
             return AdamWSteps(self.model, self.optimizer, self.scheme, comm=comm, **options, **settings)
@@ -565,9 +566,7 @@ def cases(make: Make) -> dict[str, Case]:
         ),
         "sparse embeddings": absent("FSDP2 cannot cut sparse gradients into shards") if sharded else case(sparse),
         "two models at once": case(two, SAME),
-        "a group that is not the world": absent("all ranks exchange the steps of a bare module")
-        if make is ByAdamW
-        else case(in_a_group, alone=trained, P=3),
+        "a group that is not the world": case(in_a_group, alone=trained, P=3),
         "buckets that change": case(
             rebucketed, f"{SAME} of common weights and residuals from a state saved with buckets of another size"
         ),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ def attach(
     scheme: Scheme | None = None,
     *,
     exchange: Exchange | None = None,
+    group: dist.ProcessGroup | None = None,
     replicate: Axis | None = None,
     parameters: Values | ParameterFormat | None = None,
     optimizer: Optimizers | None = None,
@@ -56,6 +58,7 @@ def attach(
         exchange: `Gradients()`; `Steps()` of an Adam, AdamW or Muon; or `LocalSteps(every=...)`, weight changes every few steps; see there.
             The training loop is the same. None: steps, except under FSDP2 without replicas, where `optimizer` is one of these and the
             scheme sends fewer than 4 bits an element, gradients otherwise. `handle.exchange` says which.
+        group: for a bare model, the ranks that train it. None: the default group. A wrapped model has its own.
         replicate: for FSDP2, the axis of a mesh, or the process group, over which every rank has the same shard.
         parameters: for FSDP2, how the shard axis exchanges parameters. None: FSDP2's own all-gather.
         optimizer: the one whose steps are exchanged, whose `step` does that until `close()`; or several, such as a Muon for matrices and an
@@ -95,6 +98,10 @@ def attach(
         raise ValueError(
             "join_mb and dense_below are about gradients in the buckets of DistributedDataParallel; leave them out here"
         )
+    if (fsdp or wrapped) and group is not None:
+        raise ValueError(
+            "group is of a bare model; leave it out here, and give DistributedDataParallel process_group=, FSDP2 a mesh"
+        )
     if not fsdp and replicate is not None:
         raise ValueError("replicate is an axis of an FSDP2 model; leave it out for others")
     if not fsdp and parameters is not None:
@@ -117,13 +124,13 @@ def attach(
         assert optimizer is not None  # as `choose` has checked
         if check_weights_every is not None:
             chosen = replace(chosen, check_weights_every=check_weights_every)
-        return attach_steps(model, called, scheme, optimizer, chosen, replicate, scaler, timeout_s)
+        return attach_steps(model, called, scheme, optimizer, chosen, replicate, group, scaler, timeout_s)
     every = CHECK_WEIGHTS_EVERY if check_weights_every is None else check_weights_every
     options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, every)
     if isinstance(model, DistributedDataParallel):
         return ddp.attach(model, scheme, options, join_mb, dense_below)
     if by_call:
-        return must_reduce(model, scheme, options)
+        return must_reduce(model, scheme, options, group)
     from sparsync.attached import fsdp2  # loads torch's FSDP
 
     return fsdp2.attach(model, scheme, options, replicate, parameters)

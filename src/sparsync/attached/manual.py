@@ -154,9 +154,9 @@ class GradientReducer(Handle):
         return report
 
 
-def must_reduce(model: nn.Module, scheme: Scheme, options: Options) -> GradientReducer:
+def must_reduce(model: nn.Module, scheme: Scheme, options: Options, group: dist.ProcessGroup | None) -> GradientReducer:
     """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
-    made = GradientReducer(model, scheme, **vars(options))
+    made = GradientReducer(model, scheme, group=group, **vars(options))
     made.origin = "sparsync.attach"
     hook = register_optimizer_step_pre_hook(partial(_refuse_unreduced, weakref.ref(made)))
     weakref.finalize(made, hook.remove)

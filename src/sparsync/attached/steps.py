@@ -66,15 +66,16 @@ def attach(
     optimizer: Optimizers,
     exchange: Steps | LocalSteps,
     replicate: Axis | None,
+    group: dist.ProcessGroup | None,
     scaler: GradScaler | None,
     timeout_s: float,
 ) -> AdamWSteps | LocalTraining:
     """Have the steps of `optimizer` for `model` exchanged, or what these change; return the handle. See `attach.attach`.
 
-    `called` is `model`, or what torch.compile or Fabric made of it. Under DistributedDataParallel each rank keeps its own gradients: the
-    hook hands back every bucket.
+    `called` is `model`, or what torch.compile or Fabric made of it; `group` is of a bare model. Under DistributedDataParallel each rank
+    keeps its own gradients: the hook hands back every bucket.
     """
-    replica, group = _replica(model, called, replicate)
+    replica, group = _replica(model, called, replicate, group)
     options = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
     options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
     inner = optimizers_of(optimizer)
@@ -112,7 +113,9 @@ def _local(handle: LocalTraining) -> LocalTraining:
     return handle
 
 
-def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tuple[Replica, dist.ProcessGroup | None]:
+def _replica(
+    model: nn.Module, called: nn.Module, replicate: Axis | None, group: dist.ProcessGroup | None
+) -> tuple[Replica, dist.ProcessGroup | None]:
     """Return what this rank has of a copy of the model, and the ranks that have the same of others."""
     if is_fsdp2(model):
         from sparsync.attached.fsdp2_steps import ShardedReplica  # loads torch's FSDP
@@ -120,7 +123,7 @@ def _replica(model: nn.Module, called: nn.Module, replicate: Axis | None) -> tup
         sharded = ShardedReplica(model, [called], replicate)
         return sharded, sharded.replicas
     if not isinstance(model, DistributedDataParallel):
-        return Replica(model, [called]), None
+        return Replica(model, [called]), group
     if left_alone := ignored(model.module):
         raise ValueError(
             f"DDP ignores {', '.join(sorted(left_alone))}, and steps are exchanged of all trained parameters; freeze these, or "
