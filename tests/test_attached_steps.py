@@ -370,6 +370,19 @@ def test_what_is_exchanged_follows_from_the_scheme_and_the_optimizer(case: tuple
     assert choose(None, scheme, None, steps_possible=True) == Gradients()
 
 
+class _FabricOptimizer(torch.optim.Optimizer):
+    """Passes on to the optimizer inside, as that of Fabric does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.__class__ = type(f"Fabric{type(optimizer).__name__}", (type(self), type(optimizer)), {})
+
+
+def test_a_trainers_wrapper_of_adamw_counts_as_adamw() -> None:
+    sign, adamw = TwoShot(density=0.07, values="sign"), torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    assert choose(None, sign, _FabricOptimizer(adamw), steps_possible=True) == Steps()
+
+
 def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one() -> None:
     def body(comm: LocalComm) -> list[Tensor]:
         """Train with gradients from a backward pass, and with the same ones set by hand; the ratio is the same, and so are the steps."""

@@ -11,11 +11,8 @@ from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
-_TRAINERS_OPTIMIZERS = (
-    "AcceleratedOptimizer",
-    "LightningOptimizer",
-    "_FabricOptimizer",
-)  # which pass on to the one inside
+# Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
+_TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
 
 
 Exchange = Gradients | Steps | LocalSteps
@@ -72,7 +69,7 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
         return False
     found = optimizers_of(optimizer)
     inside = isinstance(optimizer, Optimizer) and len(found) == 1 and found[0] is not optimizer
-    if inside and type(optimizer).__name__ not in _TRAINERS_OPTIMIZERS:
+    if inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}:
         return False  # it may do more than pass on to the one inside
     try:
         rules_of(found)
