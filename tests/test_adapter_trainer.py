@@ -164,3 +164,51 @@ def test_the_trainer_exchanges_steps_of_its_adamw_and_evaluates_saves_and_goes_o
     for whole, again, other in zip(*first, second[0], strict=True):
         assert torch.equal(whole, again)
         assert torch.equal(whole, other)
+
+
+def fine_tuned(folder: Path) -> list[dict[str, Tensor]]:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    vocabulary = {f"w{number}": number for number in range(WORDS - 1)} | {"<end>": WORDS - 1}
+    by_words = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    by_words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<end>", eos_token="<end>")
+    texts = [" ".join(f"w{int(word)}" for word in tokens if word < WORDS - 1) for tokens in Sentences(48).tokens]
+
+    def weights(goes_on_from: Path | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=2 * TOKENS, n_embd=32, n_layer=1, n_head=2))
+        arguments = SFTConfig(
+            str(folder),
+            max_steps=STEPS,
+            save_steps=STEPS // 2,
+            per_device_train_batch_size=2,
+            max_length=TOKENS,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            ddp_backend="gloo",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(
+            model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
+        )
+        callback = attach(trainer, TwoShot(density=0.1, values="sign"), timeout_s=120)
+        trainer.train(resume_from_checkpoint=None if goes_on_from is None else str(goes_on_from))
+        assert callback.handle is not None
+        assert callback.handle.exchange == Steps()
+        return {name: each.clone() for name, each in model.state_dict().items()}
+
+    as_torchrun()
+    return [weights(), weights(folder / f"checkpoint-{STEPS // 2}")]
+
+
+def test_the_sft_trainer_of_trl_exchanges_steps_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    whole, *others = (each for rank in run(fine_tuned, 2, folder=tmp_path) for each in rank)
+    for other in others:
+        assert all(torch.equal(each, other[name]) for name, each in whole.items())
