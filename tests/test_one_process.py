@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from helpers.third_party import LineFit
 from sparsync import Dense, Report, TopK
 from sparsync.core import Bucket, Comm
+from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.one_process import train_locally, train_with_scheme
@@ -92,6 +93,27 @@ def test_a_rank_clips_its_own_gradient_at_the_factor_of_local_steps() -> None:
     assert factors == [2.0] * 4
     train_with_scheme(ClipFactors(), Dense, 0, 1, 2, {1})
     assert factors[4:] == [1.0]
+
+
+def test_gradients_of_steps_are_clipped_at_the_jobs_norm_because_they_are_divided_already() -> None:
+    factors: list[float] = []
+
+    class Longer(AdamWSteps):
+        clip_factor = 2.0  # pyright: ignore[reportAssignmentType]  # a property
+
+    class ClipFactors(LineFit):
+        def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+            return adamw, torch.optim.lr_scheduler.ConstantLR(adamw)
+
+        def clip(self, model: nn.Module, factor: float = 1.0) -> None:
+            factors.append(factor)
+
+    def make(model: nn.Module, optimizer: Optimizer, comm: Comm) -> AdamWSteps:
+        return Longer(model, optimizer, Dense(), comm=comm)
+
+    train_locally(ClipFactors(), make, 0, 3, 2, {3})
+    assert factors == [1.0] * 6
 
 
 def test_residuals_follow_the_rate_where_they_are_asked_to() -> None:

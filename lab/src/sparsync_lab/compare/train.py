@@ -129,7 +129,7 @@ class _Training:
     def clip_factor(self) -> float:
         if self.reducer is not None:
             return own_clip_factor(dist.get_world_size(self.reducer.group))
-        return 1.0 if self.local is None else self.local.clip_factor
+        return 1.0 if self.local is None else one_process.own_clip_factor_of(self.local)
 
     def common_weights(self) -> AbstractContextManager[None]:
         """Have in the model what all ranks have in common."""

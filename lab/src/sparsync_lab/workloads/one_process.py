@@ -42,6 +42,11 @@ class LocalTraining(Protocol):
     def stats(self) -> dict[str, int | float]: ...
 
 
+def own_clip_factor_of(local: LocalTraining) -> float:
+    """Return how much longer than the mean gradient the gradients may be that a rank's backward pass leaves: steps have divided theirs."""
+    return 1.0 if local.replaces_optimizer else local.clip_factor
+
+
 def exchanged(local: LocalTraining) -> dict[str, int]:
     """Return how many `exchanges` changed the weights, and how many were `missed`: dropped, or left out with a skipped step."""
     counts = local.stats()
@@ -170,7 +175,7 @@ def train_locally(
             model.zero_grad(set_to_none=True)
             loss_of(workload, model, seed, step, comm.rank, ranks).backward()
             with naming(workload.job_class(), "clip", step, comm.rank, ranks):
-                workload.clip(model, local.clip_factor)
+                workload.clip(model, own_clip_factor_of(local))
             if not local.replaces_optimizer:
                 optimizer.step()
             # After the step: the rate of this one has been used.
