@@ -375,7 +375,7 @@ class _FabricOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.__class__ = type(f"Fabric{type(optimizer).__name__}", (type(self), type(optimizer)), {})
+        self.__class__ = type(f"Fabric{type(optimizer).__name__}", (type(self), type(optimizer)), {})  # pyright: ignore
 
 
 def test_a_trainers_wrapper_of_adamw_counts_as_adamw() -> None:

@@ -99,7 +99,9 @@ def test_gradients_of_steps_are_clipped_at_the_jobs_norm_because_they_are_divide
     factors: list[float] = []
 
     class Longer(AdamWSteps):
-        clip_factor = 2.0  # pyright: ignore[reportAssignmentType]  # a property
+        @property
+        def clip_factor(self) -> float:
+            return 2.0
 
     class ClipFactors(LineFit):
         def optimizer(self, model: nn.Module, steps: int) -> tuple[Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -25,9 +25,9 @@ from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, ResidualRescaler
+from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
-from sparsync.runtime.parameter_names import Members, trained
+from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.state_checks import check_alike
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict

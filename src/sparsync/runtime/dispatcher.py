@@ -24,7 +24,8 @@ from sparsync.core import Bucket, Report
 from sparsync.runtime.connection import Connection, Reduction, described
 from sparsync.runtime.findings import Finding, warn_of
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.parameter_names import Members, trained
+from sparsync.runtime.optimizers import Members
+from sparsync.runtime.parameter_names import trained
 from sparsync.runtime.summary import Hidden
 
 EXIT_S = 5.0  # how long a process that ends waits for its workers to close their connections

@@ -1,4 +1,4 @@
-"""What is read from the user's optimizers in each step: settings that ranks compare, and the rates and clipping that residuals follow.
+"""What is read from the user's optimizers and model in each step: settings that ranks compare, rates and clipping that residuals follow.
 
 Ranks compare settings before each bucket, and every few steps a digest of the weights; see `Connection`.
 
@@ -21,7 +21,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -140,6 +140,36 @@ class OptimizerSettings:
     def _described(self, parameter: Tensor) -> str:
         name = self._names.get(id(parameter))
         return f"a parameter of {list(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+
+class Members:
+    """The modules and parameters of a model, and which are trained, as they were at the last `note`. Refers to them weakly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._noted: object = None
+
+    def changed(self) -> bool:
+        """Return whether any came, went, or was frozen or not. Makes no names, which is slow, so that each step can ask."""
+        return self._noted is None or self._now() != self._noted
+
+    def note(self) -> None:
+        """Note the present ones."""
+        if (model := self._model()) is not None:
+            self._modules = [weakref.ref(each) for each in model.modules()]
+            self._noted = self._now()
+
+    def _now(self) -> object:
+        modules = [found for each in self._modules if (found := each()) is not None]
+        return (
+            [
+                parameter is not None and parameter.requires_grad and id(parameter)
+                for module in modules
+                for parameter in module._parameters.values()
+            ],
+            [id(each) for module in modules for each in module._modules.values()],
+        )
 
 
 def weight_lines(weights: Named, when: str) -> list[str]:

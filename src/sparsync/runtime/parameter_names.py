@@ -1,7 +1,6 @@
 """The names of parameters, the same whether a model is compiled or checkpoints its activations, so that a state fits either way."""
 
 import sys
-import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -23,36 +22,6 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a module that require gradients, each once, with their names."""
     return [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
-
-
-class Members:
-    """The modules and parameters of a model, and which are trained, as they were at the last `note`. Refers to them weakly."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._noted: object = None
-
-    def changed(self) -> bool:
-        """Return whether any came, went, or was frozen or not. Makes no names, which is slow, so that each step can ask."""
-        return self._noted is None or self._now() != self._noted
-
-    def note(self) -> None:
-        """Note the present ones."""
-        if (model := self._model()) is not None:
-            self._modules = [weakref.ref(each) for each in model.modules()]
-            self._noted = self._now()
-
-    def _now(self) -> object:
-        modules = [found for each in self._modules if (found := each()) is not None]
-        return (
-            [
-                parameter is not None and parameter.requires_grad and id(parameter)
-                for module in modules
-                for parameter in module._parameters.values()
-            ],
-            [id(each) for module in modules for each in module._modules.values()],
-        )
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
