@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch.distributed as dist
@@ -88,6 +88,7 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         _keep_own_gradients(model, handle)
     kinds = " and ".join(type(each).__name__ for each in inner)
+    exchange = replace(exchange, keep=exchange.keep_for(scheme))
     _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)
     return handle
 

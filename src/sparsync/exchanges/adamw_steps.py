@@ -49,7 +49,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
             read from it, and compared between ranks, in each step, so schedules work. Its state is not used. All groups share betas
             and eps.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
+            0.5 where it sends all of them.
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
             measure.

@@ -44,7 +44,8 @@ class Steps(StepOptions):
     For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
+            0.5 where it sends all of them.
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
             measure.
@@ -52,7 +53,7 @@ class Steps(StepOptions):
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
 
-    keep: float = 0.35
+    keep: float | None = None
     block: int = 64
     measure_every: int = 8
 
@@ -62,6 +63,11 @@ class Steps(StepOptions):
             raise ValueError(f"block must be at least 1 element, got {self.block}")
         if self.measure_every < 1:
             raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
+
+    def keep_for(self, scheme: Scheme) -> float:
+        if self.keep is None:
+            return 0.2 if scheme.leaves_out else 0.5
+        return self.keep
 
 
 class MeanOfSketches(Reduction):

@@ -37,17 +37,21 @@ State = Mapping[str, Any]  # Any: as Handle.state_dict
 class StepOptions:
     """The options of all step methods, the same on all ranks. Raises ValueError for a value out of range."""
 
-    keep: float = 0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights
+    keep: float | None = 0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
     bucket_mb: float = 25.0  # megabytes of a bucket
     check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
 
     def __post_init__(self) -> None:
-        if not 0 <= self.keep <= 1:
+        if self.keep is not None and not 0 <= self.keep <= 1:
             raise ValueError(
                 f"keep must be in [0, 1], the part of what is not sent that stays in a rank's weights, got {self.keep}"
             )
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0 megabytes, got {self.bucket_mb}")
+
+    def keep_for(self, scheme: Scheme) -> float:
+        """Return `keep`, or where it is None what suits the scheme."""
+        return self.keep or 0.0
 
     def described(self) -> dict[str, object]:
         """Return the options by name, as ranks compare them."""
@@ -107,7 +111,7 @@ class StepMethod(Handle):
         copy_from_first(replica.held(), comm)
         self._weights.adopt(parameters)
         self._adopted = comparison.adopted  # parameters that were set from outside, and not compared since
-        self._comm, self._keep = comm, options.keep
+        self._comm, self._keep = comm, options.keep_for(scheme)
         self._totals = {"bytes_sent": 0}
         self._averaging = False  # `averaged` has the common weights in the model
         self._shown: ShownWeights | None = None  # where own weights differ from the common ones
