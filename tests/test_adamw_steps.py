@@ -423,6 +423,24 @@ def test_loading_the_common_weights_puts_the_own_ones_back_also_where_these_are_
     assert torch.equal(weights, others)
 
 
+def test_own_weights_of_a_layer_are_put_back_and_resumed_with_their_bits_whatever_the_other_layers_got() -> None:
+    def body(comm: LocalComm) -> None:
+        steps, again = (start(comm, TwoShot(0.25, values="sign"), keep=0.5) for _ in range(2))
+        train(steps, range(6))
+        before = flat(deepcopy(steps.model).parameters())
+        with steps.averaged():
+            layer = {name: each.clone() for name, each in steps.model.state_dict().items() if name.startswith("1.")}
+        steps.model.load_state_dict(layer, strict=False)
+        assert steps._adopt() == []
+        assert torch.equal(flat(steps.model.parameters()), before)
+        steps.model.load_state_dict({name: each + 1 for name, each in layer.items()}, strict=False)
+        again.load_state_dict(deepcopy(steps.state_dict()))
+        assert torch.equal(flat(steps.model.parameters()), flat(again.model.parameters()))
+        assert torch.equal(common(steps), common(again))
+
+    LocalWorld(2).run(body)
+
+
 def test_weights_that_are_loaded_inside_averaged_are_an_error_because_they_would_be_lost() -> None:
     def body(comm: LocalComm) -> None:
         steps = start(comm, TopK(0.25))
@@ -835,6 +853,23 @@ def test_a_step_is_as_long_as_the_rate_of_its_group_now() -> None:
             assert torch.allclose(common(steps) - before, wanted, rtol=1e-6)
 
     LocalWorld(1).run(body)
+
+
+def test_a_parameter_that_changes_its_group_has_the_settings_of_the_new_one_from_the_next_step_on() -> None:
+    def body(comm: LocalComm) -> None:
+        steps = start(comm, Dense(), rates=(0.25, 0.0))
+        one, other = steps.optimizers[0].param_groups
+        train(steps, range(2))
+        one["params"], other["params"] = other["params"], one["params"]
+        before = common(steps)
+        train(steps, range(2, 3))
+        assert (common(steps) - before).tolist() != [0.0] * len(before)
+        layers = [each for each in steps.model if isinstance(each, nn.Linear)]
+        assert (
+            steps._groups[next(name for name, each in steps.model.named_parameters() if each is layers[0].weight)] == 1
+        )
+
+    LocalWorld(2).run(body)
 
 
 def test_a_loop_steps_in_one_way_only_and_a_loss_scaler_works_with_that_of_the_handle() -> None:

@@ -25,6 +25,7 @@ from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
+from sparsync.exchanges.rules import rules_of
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +102,22 @@ def trained_both_ways() -> None:
 
 def test_the_loop_of_plain_torch_gives_the_same_bits_under_ddp_and_without_it() -> None:
     run(trained_both_ways, P)
+
+
+def thawed_on_one_rank() -> str:
+    training = Training(wrapped=False)
+    training.step(0)
+    if dist.get_rank() == 1:
+        training.bare.append(nn.Linear(7, 7))
+    with pytest.raises(RuntimeError) as raised:
+        training.step(1)
+    return str(raised.value)
+
+
+def test_what_one_rank_alone_is_refused_is_an_error_on_all_ranks_at_once() -> None:
+    other, own = run(thawed_on_one_rank, P)
+    assert "4.weight, 4.bias had no gradient when the model was attached" in own
+    assert "4.weight, 4.bias had no gradient when the model was attached" in other  # as the rank tells, and no timeout
 
 
 def evaluated_and_saved() -> None:
@@ -378,9 +395,43 @@ class _FabricOptimizer(torch.optim.Optimizer):
         self.__class__ = type(f"Fabric{type(optimizer).__name__}", (type(self), type(optimizer)), {})  # pyright: ignore
 
 
-def test_a_trainers_wrapper_of_adamw_counts_as_adamw() -> None:
-    sign, adamw = TwoShot(density=0.07, values="sign"), torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    assert choose(None, sign, _FabricOptimizer(adamw), steps_possible=True) == Steps()
+class Lookahead(torch.optim.Optimizer):
+    """Does more than the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class Cautious(torch.optim.AdamW):
+    """Has another step than AdamW."""
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+class Renamed(torch.optim.AdamW):
+    """Has AdamW's step."""
+
+
+def test_a_trainers_wrapper_of_adamw_counts_as_adamw_and_what_may_do_more_does_not() -> None:
+    sign, parameters = TwoShot(density=0.07, values="sign"), list(nn.Linear(2, 2).parameters())
+    adamw = torch.optim.AdamW(parameters)
+    without = torch.optim.AdamW(parameters)
+    del without.param_groups[0]["eps"]
+    for optimizer, wanted in [
+        (_FabricOptimizer(adamw), Steps()),
+        ([_FabricOptimizer(adamw)], Steps()),
+        (Renamed(parameters), Steps()),
+        (Lookahead(adamw), Gradients()),
+        ([Lookahead(adamw)], Gradients()),
+        (Cautious(parameters), Gradients()),
+        (without, Gradients()),
+    ]:
+        assert choose(None, sign, optimizer, steps_possible=True) == wanted, optimizer
+    with pytest.raises(TypeError, match="Cautious has a `step` that is not AdamW's"):
+        rules_of([Cautious(parameters)])
+    with pytest.raises(ValueError, match="lacks eps, which AdamW steps need"):
+        rules_of([without])
 
 
 def test_a_gradient_that_the_loop_itself_sets_is_not_taken_for_a_shortened_one() -> None:

@@ -20,7 +20,7 @@ from sparsync import Dense, Steps, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
-from sparsync.exchanges.rules import MuonRule, orthogonalised
+from sparsync.exchanges.rules import MuonRule, orthogonalised, rules_of
 
 P, STEPS = 2, 7
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
@@ -163,6 +163,17 @@ def test_singular_values_become_about_one_and_zero_stays_zero() -> None:
         values = torch.linalg.svdvals(orthogonalised(matrix, published.coefficients, published.iterations))
         assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
     assert not orthogonalised(torch.zeros(3, 4), published.coefficients, 5).any()
+
+
+def test_a_stack_of_matrices_is_refused_and_a_convolution_is_not() -> None:
+    def rule(*shape: int) -> object:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(shape))], lr=0.1)
+        optimizer.param_groups[0]["use_muon"] = True
+        return rules_of([optimizer])[0]
+
+    assert isinstance(rule(4, 3, 2, 2), MuonRule)
+    with pytest.raises(ValueError, match=r"shape \[4, 3, 3\] may be a stack of matrices"):
+        rule(4, 3, 3)
 
 
 def test_steps_are_chosen_for_muon_and_a_pair_where_few_bits_are_sent() -> None:

@@ -50,7 +50,7 @@ HALVES = (
         "--workload gpt --ranks 4 --link 100mbit --target 15 --steps 120 --eval-every 10 --seed 0 --schemes "
         # PowerSGD's lowest rank that comes near dense here, and the lowest that is level with it.
         "dense,bf16,powersgd:rank=8,powersgd:rank=16,topk:density=0.01:values=int4,"
-        "adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign",
+        "steps/two_shot:density=0.03:values=sign:density_down=0.12",
         "four to five minutes",
     ),
 )

@@ -67,12 +67,18 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     coarse = scheme.leaves_out or any(each in _COARSE for each in formats)
     if not (coarse and scheme.has_residual) or scheme.has_momentum:
         return False
-    found = optimizers_of(optimizer)
-    inside = isinstance(optimizer, Optimizer) and len(found) == 1 and found[0] is not optimizer
-    if inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}:
-        return False  # it may do more than pass on to the one inside
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if any(_may_do_more(each) for each in given):
+        return False
     try:
-        rules_of(found)
+        rules_of(optimizers_of(optimizer))
     except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
         return False
     return True
+
+
+def _may_do_more(optimizer: Optimizer) -> bool:
+    """Return whether this holds another optimizer, and is none of a trainer's, which pass on to the one inside."""
+    found = optimizers_of(optimizer)
+    inside = len(found) == 1 and found[0] is not optimizer
+    return inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}

@@ -209,7 +209,10 @@ class ExchangedSteps(StepMethod):
                 "scaler, or attach with exchange=sparsync.Gradients()"
             )
         self._rules = rules_of(self.optimizers)  # of each parameter group, read in each step
-        self._groups = _group_numbers(self.optimizers, replica.owned)
+        self._groups, self._members_of_groups = (
+            _group_numbers(self.optimizers, replica.owned),
+            _members(self.optimizers),
+        )
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         common = [each.common for each in self._weights.buckets]
@@ -311,15 +314,15 @@ class ExchangedSteps(StepMethod):
 
     @torch.no_grad()
     def _take_step(self) -> list[Report]:
-        self._check_own()
-        self._check_trained()
-        self._replica.take_gradients()
         # A failed step counts, for it may have failed on some ranks only.
         self._step += 1
         # torch's schedules warn where the optimizer they belong to has not stepped.
         for each in self._given:
             each._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         with self._connection.step():
+            self._check_own()
+            self._check_trained()
+            self._replica.take_gradients()
             self._check_settings()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
@@ -348,6 +351,8 @@ class ExchangedSteps(StepMethod):
         """Read the settings of the optimizers. Raises ValueError for one that a step cannot have."""
         _check_finite(self.optimizers)
         self._rules = rules_of(self.optimizers)
+        if (members := _members(self.optimizers)) != self._members_of_groups:
+            self._groups, self._members_of_groups = _group_numbers(self.optimizers, self._replica.owned), members
 
     @property
     def clip_factor(self) -> float:
@@ -391,6 +396,7 @@ class ExchangedSteps(StepMethod):
             "ratio": ratios.state_dict(self._keys),
             # These do not follow from the common ones and the residual.
             "own": {name: trained[name].detach().flatten().clone() for name in sorted(self._idle | self._adopted)},
+            "idle": dict.fromkeys(sorted(self._idle), 1),
             "measured": ratios.measured,
             "measure_until": ratios.measure_until,
             "skipped": self._skipped,
@@ -418,6 +424,7 @@ class ExchangedSteps(StepMethod):
             for name in like:
                 check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
         check_known(f"{path}['own']", own["own"], like)
+        check_known(f"{path}['idle']", own.get("idle", {}), like)
         check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
         squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
         for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
@@ -437,14 +444,17 @@ class ExchangedSteps(StepMethod):
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
         self._counts = {key: dict(saved[key]) for key in self.counts}
-        self._skipped, self._idle = saved["skipped"], frozenset(saved["own"])
+        self._skipped, self._idle = (
+            saved["skipped"],
+            frozenset(saved.get("idle", saved["own"])),
+        )  # earlier states lack it
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
         self._divisor.next_step(self.clip_factor)
         for name, own in saved["own"].items():
             parameter = self._weights.trained[name].detach()
             parameter.copy_(own.view(parameter.shape))
-        self._write_own()
+        self._write_own(frozenset(saved["own"]))
 
     def _idle_now(self) -> frozenset[str]:
         """Return the parameters that are frozen or have a gradient on no rank. The same on all ranks."""
@@ -552,10 +562,12 @@ class ExchangedSteps(StepMethod):
         return replace(report, details={**report.details, "overflow": overflowed(report, bucket.grad)})
 
     @torch.no_grad()
-    def _write_own(self, idle: frozenset[str] | None = None) -> None:
-        """Write the own weights, the common ones less what is unsent, of all parameters but the idle ones."""
-        idle = self._idle if idle is None else idle
-        written = [each.write_less_unsent(self._scheme, self._comm, self._keep, idle) for each in self._weights.buckets]
+    def _write_own(self, left: frozenset[str] | None = None) -> None:
+        """Write the own weights, the common ones less what is unsent, of all parameters but those `left`; None: the idle ones."""
+        idle, left = self._idle, self._idle if left is None else left
+        written = [
+            each.write_less_unsent(self._scheme, self._comm, self._keep, idle, left) for each in self._weights.buckets
+        ]
         self._replica.written()
         self._weights.note_written(written)
 
@@ -650,6 +662,11 @@ def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Par
             f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
         )
     return {name: by_id[id(each)] for name, each in trained.items()}
+
+
+def _members(optimizers: Iterable[Optimizer]) -> list[list[int]]:
+    """Return the ids of the parameters of each parameter group."""
+    return [[id(parameter) for parameter in group["params"]] for each in optimizers for group in each.param_groups]
 
 
 def _check_finite(optimizers: Iterable[Optimizer]) -> None:

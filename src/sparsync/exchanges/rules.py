@@ -5,6 +5,7 @@ these, which is the same on all ranks: momentum and the step itself for AdamW; m
 for Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon is Scalable for LLM Training", arXiv 2502.16982).
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,16 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:  # Any: se
             f"steps are exchanged of torch.optim.AdamW, Adam and Muon, got {type(optimizer).__name__}; for others attach with "
             "exchange=sparsync.Gradients() or exchange=sparsync.LocalSteps(every=...)"
         )
+    # Without torch's wrappers, one for each class that was made.
+    if isinstance(optimizer, Adam) and inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
+        raise TypeError(
+            f"{type(optimizer).__name__} has a `step` that is not AdamW's, and only AdamW's would be exchanged; exchange what it changes, "
+            "with exchange=sparsync.LocalSteps(every=...), or gradients, with exchange=sparsync.Gradients()"
+        )
+    if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+        raise ValueError(
+            f"a parameter group of this {type(optimizer).__name__} lacks {', '.join(missing)}, which AdamW steps need; set it in the group"
+        )
     if group.get("amsgrad") or group.get("maximize"):
         raise ValueError("exchanged steps have neither amsgrad nor maximize; make the optimizer without")
     if group["weight_decay"] and isinstance(optimizer, Adam) and not group.get("decoupled_weight_decay"):
@@ -135,6 +146,11 @@ def _muon_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> MuonRule:  # A
             raise ValueError(
                 f"Muon makes steps of matrices, and this {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}; "
                 "give it to AdamW"
+            )
+        if parameter.dim() == 3:
+            raise ValueError(
+                f"Muon's steps are exchanged of matrices and of convolutions, and a parameter of shape {list(parameter.shape)} may be a "
+                "stack of matrices; make it several parameters, or give it to AdamW"
             )
         if hasattr(parameter, "to_local"):
             raise ValueError(

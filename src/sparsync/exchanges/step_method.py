@@ -37,7 +37,9 @@ State = Mapping[str, Any]  # Any: as Handle.state_dict
 class StepOptions:
     """The options of all step methods, the same on all ranks. Raises ValueError for a value out of range."""
 
-    keep: float | None = 0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
+    keep: float | None = (
+        0.0  # in [0, 1], the part of what a rank has not sent that stays in its own weights; None: see `keep_for`
+    )
     bucket_mb: float = 25.0  # megabytes of a bucket
     check_weights_every: int = CHECK_WEIGHTS_EVERY  # steps between two comparisons of the common weights, 0: never
 

@@ -99,10 +99,13 @@ class WeightBucket:
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
 
-    def write_less_unsent(self, scheme: Scheme, comm: Comm, share: float, idle: Collection[str]) -> Tensor | None:
-        """Make the common weights less `share` times what is unsent the own ones, except for idle parameters.
+    def write_less_unsent(
+        self, scheme: Scheme, comm: Comm, share: float, idle: Collection[str], left: Collection[str]
+    ) -> Tensor | None:
+        """Make the common weights less `share` times what is unsent the own ones, except for the parameters `left`.
 
-        Returns digests of all parameters, as `LastWritten` has them; None where it has not made them.
+        `idle` are those that the last reduction left out: where a rank's region lies depends on them. Returns digests of all parameters,
+        as `LastWritten` has them; None where it has not made them.
         """
         held = scheme.unsent_in_rows(self.bucket(self.common, 0), comm) if share and not idle else None
         if held is None:
@@ -110,14 +113,14 @@ class WeightBucket:
         else:
             unsent, rows = held
         if unsent is None:
-            self.write(self.common, idle)
+            self.write(self.common, left)
             return None
-        taking = [entry for entry in self.layout if entry.name not in idle] if idle else self.layout
+        taking = [entry for entry in self.layout if entry.name not in left] if left else self.layout
         parameters = [self.parameters[entry.name].detach() for entry in taking]
         starts = [entry.span.start for entry in taking]
         found = kernels.write_own_(parameters, starts, self.common, unsent.to(self.dtype), rows, comm.size, share)
         increment_version(parameters)  # which a kernel does not
-        return None if idle else found
+        return None if left else found
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
         """Return `values` [n] as the bucket that a scheme reduces."""
