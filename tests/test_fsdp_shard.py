@@ -219,6 +219,7 @@ def shard_axis() -> None:
             part()
 
 
+@pytest.mark.slow
 def test_on_the_shard_axis_the_mean_is_over_contributors_and_residuals_lose_nothing() -> None:
     run(shard_axis, 4)
 
