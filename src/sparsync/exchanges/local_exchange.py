@@ -289,7 +289,7 @@ class Exchanger:
         if numbers and len(applied) != len(fragments):
             raise ValueError(
                 f"this state has {len(applied)} fragments, of which {numbers} are on their way, and there are {len(fragments)} here; "
-                "continue with as many, or call exchange() before saving"
+                "continue with as many, or call flush() before saving"
             )
         for bucket in self._weights.buckets:
             vectors = by_name([bucket], [bucket.common])
