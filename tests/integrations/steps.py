@@ -133,7 +133,7 @@ class ByAdamW(SteppedTraining):
         comm, group, wrapping = settings.pop("comm"), settings.pop("group"), settings.pop("wrapping", {})
         if comm is None:
             self.forward = self.wrapped(group, **wrapping)
-            settings["group"] = group if self.forward is self.model else None
+            settings["group"] = group if type(self) is ByAdamW else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.125, weight_decay=0.5)
         if comm is not None:
             return AdamWSteps(self.model, self.optimizer, self.scheme, comm=comm, **options, **settings)
