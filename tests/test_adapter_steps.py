@@ -3,7 +3,9 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def by_accelerate(folder: Path) -> tuple[Found, Found]:
     return whole, trained(range(HALF, STEPS), load=True)
 
 
-def by_lightning(folder: Path) -> tuple[Found, Found]:
+def by_lightning(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: a text that Lightning knows
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -102,6 +104,7 @@ def by_lightning(folder: Path) -> tuple[Found, Found]:
             max_epochs=epochs,
             accelerator="cpu",
             devices=2,
+            precision=precision,
             strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
             callbacks=[callback],
             gradient_clip_val=0.5,
@@ -123,7 +126,7 @@ def by_lightning(folder: Path) -> tuple[Found, Found]:
     return whole, trained(2, folder / "1.ckpt")
 
 
-def by_fabric(folder: Path) -> tuple[Found, Found]:
+def by_fabric(folder: Path, precision: Any = "32-true") -> tuple[Found, Found]:  # Any: a text that Fabric knows
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
@@ -132,7 +135,10 @@ def by_fabric(folder: Path) -> tuple[Found, Found]:
 
     def trained(steps: range, save: bool = False, load: bool = False) -> Found:
         fabric = Fabric(
-            accelerator="cpu", devices=2, strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment())
+            accelerator="cpu",
+            devices=2,
+            precision=precision,
+            strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
         )
         fabric.launch()
         module = network()
@@ -162,7 +168,15 @@ def by_fabric(folder: Path) -> tuple[Found, Found]:
 
 
 @pytest.mark.parametrize(
-    ("package", "train"), [("accelerate", by_accelerate), ("lightning", by_lightning), ("lightning", by_fabric)]
+    ("package", "train"),
+    [
+        ("accelerate", by_accelerate),
+        ("lightning", by_lightning),
+        ("lightning", by_fabric),
+        # Trainers clip in these 16 bits only where no loss scaler is thought of.
+        ("lightning", partial(by_lightning, precision="bf16-mixed")),
+        ("lightning", partial(by_fabric, precision="bf16-mixed")),
+    ],
 )
 def test_a_trainer_exchanges_the_steps_of_adamw_and_goes_on_to_the_same_bits(
     package: str, train: Callable[[Path], tuple[Found, Found]], tmp_path: Path

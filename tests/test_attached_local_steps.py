@@ -378,8 +378,14 @@ def refused() -> None:
 
         with pytest.warns(UserWarning, match=r"Silent calls no hooks.*call handle\.step\(\) after"):
             handle: Any = sparsync.attach(bare, TopK(0.1), exchange=exchange, optimizer=Silent())
-        handle.step()
-        assert handle.stats()["steps"] == 1
+        for number in range(2 * EVERY):  # what it has learnt is not taken for weights that were set from outside
+            bare(batch(dist.get_rank(), number)[0])
+            with torch.no_grad():
+                for each in bare.parameters():
+                    each.add_(0.01 * (dist.get_rank() + number))
+            handle.step()
+        assert handle.stats()["steps"] == 2 * EVERY
+        assert handle.stats()["exchanges"] == 2 * EVERY // exchange.every
     with case("closed, and not detached"):
         training = Training(wrapped=True)
         training.handle.close()
@@ -436,6 +442,10 @@ def bare_gradients() -> None:
                 handle.reduce()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
+            if not wrapped:  # it steps once; another one may too
+                torch.optim.SGD(bare[0].parameters(), lr=0.0).step()
+                with pytest.raises(RuntimeError, match="SGD would step with this rank's own gradients"):
+                    optimizer.step()
         handle.detach()
         optimizer.step()
         return [each.detach() for each in bare.parameters()]

@@ -26,6 +26,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import rules_of
+from sparsync.exchanges.training_loop import Scaled
 
 pytestmark = pytest.mark.distributed
 
@@ -118,6 +119,40 @@ def test_what_one_rank_alone_is_refused_is_an_error_on_all_ranks_at_once() -> No
     other, own = run(thawed_on_one_rank, P)
     assert "4.weight, 4.bias had no gradient when the model was attached" in own
     assert "4.weight, 4.bias had no gradient when the model was attached" in other  # as the rank tells, and no timeout
+
+
+def given_back() -> None:
+    training = Training(wrapped=False)
+    dense = torch.optim.AdamW(bare_model().parameters(), lr=3e-3, weight_decay=0.1)
+    for group in dense.param_groups:
+        for each in group["params"]:
+            each.grad = torch.ones_like(each)
+    dense.step()
+    training.step(0)
+    training.optimizer.load_state_dict(dense.state_dict())
+    with pytest.warns(
+        UserWarning, match="this AdamW has moments, as from a checkpoint that was loaded, and exchanged steps"
+    ):
+        training.step(1)
+    before = [list(group["params"]) for group in training.optimizer.param_groups]
+    assert before == [list(training.bare.parameters())]
+    training.handle.detach()
+    assert not training.optimizer.state
+    training.step(2)
+    assert all(float(each["step"]) == 1 for each in training.optimizer.state.values())
+    fused = torch.optim.AdamW(bare_model().parameters(), fused=True)
+    both = Scaled([fused, training.optimizer])
+    assert has_scaling(fused) and has_scaling(training.optimizer)
+    both.release()
+    assert has_scaling(fused) and not has_scaling(training.optimizer)
+
+
+def has_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_a_detached_optimizer_is_as_it_was_and_begins_with_new_moments_whatever_was_loaded_meanwhile() -> None:
+    run(given_back, P)
 
 
 def evaluated_and_saved() -> None:

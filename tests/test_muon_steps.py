@@ -54,7 +54,7 @@ class Both(Optimizer):
 
 
 class Single(Optimizer):
-    """One of its own, whose groups say which are Muon's. Its own `step` has nothing to do."""
+    """One of its own, whose groups say which are Muon's. Its `step` makes zeros of missing gradients, as the published one does."""
 
     def __init__(self, model: nn.Module) -> None:
         matrices, others = split(model)
@@ -64,7 +64,10 @@ class Single(Optimizer):
         )
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert all(each.grad is None for group in self.param_groups for each in group["params"])
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+                each.data.mul_(1 - group["lr"] * group["weight_decay"])
 
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {

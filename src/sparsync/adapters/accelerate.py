@@ -15,7 +15,6 @@ from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("accelerate", "1.15"):
     from accelerate import Accelerator
@@ -29,7 +28,7 @@ def attach(
     optimizer: Optimizers | None = None,
     exchange: Exchange | None = None,
     timeout_s: float = 300.0,
-    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+    check_weights_every: int | None = None,
 ) -> Handle | None:
     """Attach `scheme` to a `model` from `accelerator.prepare`, and return the handle; with one process, warn and return None.
 

@@ -18,10 +18,11 @@ from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("lightning", "2.6"):
     try:
@@ -50,7 +51,7 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
         recorder: Recorder | None = None,
         exchange: Exchange | None = None,
         timeout_s: float = 300.0,
-        check_weights_every: int = CHECK_WEIGHTS_EVERY,
+        check_weights_every: int | None = None,
     ) -> None:
         self.scheme, self.recorder = given_or_default(scheme), recorder
         self._options: dict[str, Any] = {"exchange": exchange, "follow_rates": follow_rates, "timeout_s": timeout_s}
@@ -71,10 +72,12 @@ class Sparsync(Callback):  # pyright: ignore[reportGeneralTypeIssues]  # of one 
             )
         if self.handle is not None:
             self.handle.close()  # of the last fit, whose DDP model is gone
-        several = len(trainer.optimizers) > 1 and not isinstance(self._options["exchange"], LocalSteps)
+        several = len(trainer.optimizers) > 1 and not isinstance(self._options["exchange"], (LocalSteps, Steps))
         optimizers = None if several else trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
         self.handle = attach(ddp, self.scheme, optimizer=optimizers, scaler=scaler, **self._options)
+        if scaler is None and isinstance(self.handle, StepMethod):
+            self.handle.never_scaled()
         self._group = ddp.process_group
         if self._loaded is not None:
             states.restore(self.handle, self._loaded)

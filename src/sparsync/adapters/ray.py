@@ -18,7 +18,6 @@ from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("ray[train]", "2.60"):
     import ray.train.torch
@@ -32,7 +31,7 @@ def prepare_model(
     scaler: GradScaler | None = None,
     exchange: Exchange | None = None,
     timeout_s: float = 300.0,
-    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+    check_weights_every: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Handle | None]:
     """Return what `ray.train.torch.prepare_model(model, **options)` makes, with `scheme` attached, and the handle; None with one worker.

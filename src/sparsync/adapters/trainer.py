@@ -20,7 +20,6 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
-from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 
 with needs("transformers", "5.23"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -36,7 +35,7 @@ def attach(
     resume_from: str | Path | None = None,
     exchange: Exchange | None = None,
     timeout_s: float = 300.0,
-    check_weights_every: int = CHECK_WEIGHTS_EVERY,
+    check_weights_every: int | None = None,
 ) -> "Sparsync":
     """Add a callback to `trainer` and return it; its `handle` is that of `sparsync.attach` once training has begun.
 

@@ -1,7 +1,7 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -85,7 +85,9 @@ class GradientReducer(Handle):
         comparison = options.comparison(names, partial(trained, model))
         comm = options.connected(group, scheme.config_fingerprint())
         super().__init__(scheme, comm, rescaler, comparison, module=model, driven=driven)
-        self.reduced = False  # since an optimizer has stepped
+        self._stepped: set[int] | None = (
+            None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
+        )
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -113,8 +115,21 @@ class GradientReducer(Handle):
             self._rescaler.rescale()
             reports = [self._reduced(key, parameters) for key, parameters in self._buckets().items()]
         self._reports += reports
-        self.reduced = True
+        self._stepped = set()
         return reports
+
+    def refuses(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` would step gradients of this model that were not reduced, and note that it steps."""
+        own = {id(each) for _, each in trained(self.model)}
+        if not any(
+            id(each) in own for group in optimizer.param_groups for each in group["params"] if each.grad is not None
+        ):
+            return False
+        if self._stepped is None or id(optimizer) in self._stepped:
+            self._stepped = None
+            return True
+        self._stepped.add(id(optimizer))
+        return False
 
     def detach(self) -> None:
         """Leave the model's gradients alone from here on. Reports and state stay readable; the scheme cannot be changed any more."""
@@ -158,31 +173,30 @@ def must_reduce(model: nn.Module, scheme: Scheme, options: Options, group: dist.
     """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
     made = GradientReducer(model, scheme, group=group, **vars(options))
     made.origin = "sparsync.attach"
-    hook = register_optimizer_step_pre_hook(partial(_refuse_unreduced, weakref.ref(made)))
-    weakref.finalize(made, hook.remove)
+    _look_at_steps()
+    _REDUCERS.add(made)
     return made
 
 
+_REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+@cache
+def _look_at_steps() -> None:
+    """Look at the steps of all optimizers from here on: once, for torch iterates over its hooks while a reducer may be collected."""
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
 def _refuse_unreduced(
-    reducer: "weakref.ref[GradientReducer]",
-    optimizer: Optimizer,
-    args: tuple[Any, ...],  # Any: those of `step`, the optimizer first
-    kwargs: dict[str, Any],
-) -> None:
-    found = reducer()
-    if found is None or found.closed or len(args) > 1 or kwargs.get("closure") is not None:  # a closure reduces
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:  # Any: as `step` has them
+    if len(args) > 1 or kwargs.get("closure") is not None:  # a closure reduces; the optimizer comes first
         return
-    own = {id(each) for _, each in trained(found.model)}
-    if not any(
-        id(each) in own for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-    ):
-        return
-    if not found.reduced:
+    if any(not each.closed and each.refuses(optimizer) for each in list(_REDUCERS)):
         raise RuntimeError(
             f"{type(optimizer).__name__} would step with this rank's own gradients: call handle.reduce() after the backward pass, before "
             "clipping; or wrap the model by DistributedDataParallel before attach, which then reduces by itself"
         )
-    found.reduced = False
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

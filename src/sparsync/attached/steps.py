@@ -21,7 +21,7 @@ from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.rules import optimizers_of, rules_of
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.exchanges.training_loop import Replica
+from sparsync.exchanges.training_loop import Replica, never_scaled
 from sparsync.runtime.dispatcher import future_on, promise
 from sparsync.runtime.findings import Axis, Finding, is_fsdp2, warn_of
 
@@ -87,6 +87,8 @@ def attach(
     handle.origin = "sparsync.attach"
     if isinstance(model, DistributedDataParallel):
         _keep_own_gradients(model, handle)
+    if scaler is None and never_scaled([optimizer] if isinstance(optimizer, Optimizer) else optimizer):
+        handle.never_scaled()
     kinds = " and ".join(type(each).__name__ for each in inner)
     exchange = replace(exchange, keep=exchange.keep_for(scheme))
     _LOG.info("%s of %s are exchanged by %s: %s", what, kinds, scheme.config_fingerprint(), exchange)

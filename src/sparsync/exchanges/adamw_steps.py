@@ -45,9 +45,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
 
     Args:
         model: bare, neither wrapped by DistributedDataParallel nor by FSDP.
-        optimizer: a torch.optim.AdamW of all trained parameters, or an Adam without weight decay. Rates, betas, eps and weight decay are
-            read from it, and compared between ranks, in each step, so schedules work. Its state is not used. All groups share betas
-            and eps.
+        optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
+            are read from it, and compared between ranks, in each step, so schedules work. Its state is not used.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
             0.5 where it sends all of them.
@@ -63,7 +62,7 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         replica: what this rank holds of a model that is wrapped or sharded; `sparsync.attach` passes it. None: all of `model`.
 
     Raises:
-        TypeError: for a wrapped model, another optimizer and anything but a Scheme.
+        TypeError: for a wrapped model, an optimizer of another kind and anything but a Scheme.
         ValueError: for settings out of range, where model and optimizer have other trained parameters, and for a model that another
             integration trains until that one is closed.
         RuntimeError: when a rank is missing, or has other settings or other parameters.

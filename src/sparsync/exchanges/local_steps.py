@@ -93,6 +93,9 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._watched = OwnOptimizers(self.optimizers, self._before_optimizer, self._after_optimizers)
         self._shown = self._in_model = ShownWeights(replica, self._weights, self._adopt, self._may_show)
 
+    def never_scaled(self) -> None:
+        self._watched.never_scaled()
+
     def step(self) -> list[Report]:
         """Count a step, and exchange what is due; return a report for each exchanged bucket, none between exchanges.
 
@@ -310,7 +313,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         These are the ones after the last exchange, unless they were put aside: what was learnt since was overwritten.
         """
         own_shown = not self._in_model.common
-        if own_shown and (self._optimized or steps_in_backward(self.model)):
+        if own_shown and (self._optimized or self._watched.unseen or steps_in_backward(self.model)):
             return []
         changed = self._weights.changed()
         others = [name for name in changed if not self._weights.shows_common(name)]

@@ -10,6 +10,7 @@ from sparsync.exchanges.training_loop import (
     SUPPORTS_SCALING,
     Arguments,
     Hidden,
+    Scaled,
     closure_of,
     hide_gradients,
     put_back,
@@ -45,15 +46,15 @@ class OwnOptimizers:
         for each in (one for own in members for one in own):
             self._hooks += [each.register_step_pre_hook(before_step), each.register_step_post_hook(after_step)]
             if not getattr(each, SUPPORTS_SCALING, False):
-                setattr(each, SUPPORTS_SCALING, True)
                 self._scaled.append(each)
+        self._shown = Scaled(self._scaled)
+        self.never_scaled = self._shown.release
 
     def release(self) -> None:
         """Call nothing from here on."""
         for hook in self._hooks:
             hook.remove()
-        for each in self._scaled:
-            vars(each).pop(SUPPORTS_SCALING, None)
+        self._shown.release()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         running = self._running[self._place[id(optimizer)]]

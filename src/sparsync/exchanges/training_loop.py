@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import is_fsdp2, reducing_wrappers
+from sparsync.runtime.findings import Finding, is_fsdp2, reducing_wrappers, warn_of
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -126,23 +126,28 @@ class TakenOptimizer:
     ) -> None:
         self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
         self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
-        self._hidden: Hidden = []
+        self._emptied: list[
+            tuple[list[nn.Parameter], list[nn.Parameter]]
+        ] = []  # groups' lists, and what they hold otherwise
+        self._told_of_moments = any(any(each.state.values()) for each in optimizers)  # by `attach`
         # Any: torch types what it returns as a function of named arguments
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self._hooks: list[Any] = []  # Any: torch's handles of hooks
         for each in optimizers:
             self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
-            setattr(each, SUPPORTS_SCALING, True)
+            # Where there is no state at all, torch.distributed.checkpoint takes a step to make one.
+            for parameter in _parameters(each):
+                each.state.setdefault(parameter, {})
+        self._scaled = Scaled(optimizers)
+        self.never_scaled = self._scaled.release
         _refuse_others()
         _TAKEN.add(self)
-        self.hold_state()
 
-    def hold_state(self) -> None:
-        """Have every parameter an empty state: where there is none at all, torch.distributed.checkpoint takes a step to make one."""
-        for optimizer in self._optimizers:
-            for parameter in _parameters(optimizer):
-                optimizer.state.setdefault(parameter, {})
+    def forget_moments(self) -> None:
+        """Have the optimizers begin with new moments when they take their own steps again."""
+        for each in self._optimizers:
+            each.state.clear()
 
     def has(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether one of these parameters belongs to the optimizers."""
@@ -156,15 +161,17 @@ class TakenOptimizer:
     def release(self) -> None:
         """Let the optimizers take their own steps from here on."""
         _TAKEN.discard(self)
+        self._refill()
         for hook in self._hooks:
             hook.remove()
-        for each in self._optimizers:
-            vars(each).pop(SUPPORTS_SCALING, None)
+        self._scaled.release()
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:  # Any: see Arguments
+        self._refill()  # where the last step of an optimizer has raised
         args, kwargs = _with_closure_called(args, kwargs)
+        self._warn_of_moments(optimizer)
         if not self._called or id(optimizer) in self._called:
             self._called.clear()
             self._unscale(optimizer)
@@ -174,12 +181,30 @@ class TakenOptimizer:
         self._called.add(id(optimizer))
         if len(self._called) == len(self._optimizers):
             self._called.clear()
-        self._hidden = hide_gradients(optimizer)
+        # Not the gradients alone: some optimizers make zeros of those that are missing, and decay the weights once more.
+        self._emptied = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        for listed, _ in self._emptied:
+            listed.clear()
         return args, kwargs
 
     def _after(self, *_: object) -> None:
-        put_back(self._hidden)
-        self._hidden = []
+        self._refill()
+
+    def _refill(self) -> None:
+        for listed, parameters in self._emptied:
+            listed[:] = parameters
+        self._emptied = []
+
+    def _warn_of_moments(self, optimizer: Optimizer) -> None:
+        if not self._told_of_moments and any(optimizer.state.values()):
+            self._told_of_moments = True
+            kind = type(optimizer).__name__
+            warn_of(
+                Finding(
+                    f"this {kind} has moments, as from a checkpoint that was loaded, and exchanged steps do not use them",
+                    "load a checkpoint of the handle, which has their moments",
+                )
+            )
 
     def _unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, where a scaler leaves that to the optimizer."""
@@ -197,6 +222,23 @@ class TakenOptimizer:
         # HACK: torch has no public function for this. Price: a name that may change with torch; tests call it with NaN on one rank.
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.fill_(1.0)
+
+
+class Scaled:
+    """Has a loss scaler call the `step` of `optimizers` also where it found NaN or Inf on this rank, until `release`."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._before = [(each, vars(each).get(SUPPORTS_SCALING)) for each in optimizers]
+        for each, _ in self._before:
+            setattr(each, SUPPORTS_SCALING, True)
+
+    def release(self) -> None:
+        """Leave the optimizers as they were: trainers do not clip gradients of one that divides them by the scale itself."""
+        for each, was in self._before:
+            vars(each).pop(SUPPORTS_SCALING, None)
+            if was is not None:
+                setattr(each, SUPPORTS_SCALING, was)
+        self._before = []
 
 
 class ShownWeights:
@@ -403,6 +445,12 @@ def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
     with torch.enable_grad():
         loss = closure()
     return with_closure(args, kwargs, lambda: loss)
+
+
+def never_scaled(given: Iterable[Optimizer]) -> bool:
+    """Return whether a trainer's wrapper of an optimizer tells that no loss scaler calls it: Fabric's, whose precision has none."""
+    strategies = [strategy for each in given if (strategy := getattr(each, "_strategy", None)) is not None]
+    return any(getattr(getattr(each, "precision", None), "scaler", None) is None for each in strategies)
 
 
 def closure_of(
