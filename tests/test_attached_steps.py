@@ -121,6 +121,15 @@ def test_what_one_rank_alone_is_refused_is_an_error_on_all_ranks_at_once() -> No
     assert "4.weight, 4.bias had no gradient when the model was attached" in other  # as the rank tells, and no timeout
 
 
+def test_an_embedding_that_limits_its_norms_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
+    sign, adamw = TwoShot(density=0.1, values="sign"), torch.optim.AdamW(model.parameters())
+    (found,) = sparsync.doctor(model, sign, optimizer=adamw)
+    assert found.refused is ValueError
+    assert "the embedding '0' has max_norm" in str(found)
+    assert "max_norm" not in str(sparsync.doctor(model, sign, optimizer=adamw, exchange=Gradients()))
+
+
 def given_back() -> None:
     training = Training(wrapped=False)
     dense = torch.optim.AdamW(bare_model().parameters(), lr=3e-3, weight_decay=0.1)

@@ -10,6 +10,7 @@ from sparsync.attached.ddp import HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
 from sparsync.runtime import findings
@@ -60,6 +61,8 @@ def doctor(
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
             found.append(Finding(what, cure))
+    if isinstance(chosen, Steps):
+        found += _of_steps(model)
     return sorted(found, key=lambda finding: finding.refused is None)
 
 
@@ -95,6 +98,14 @@ def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Opt
         what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
         yield Finding(what, "make it with sparse=False for the scheme to reduce it")
     yield from findings.optimizers(optimizer, scheme)
+
+
+def _of_steps(model: nn.Module) -> Iterator[Finding]:
+    """Find what does not suit the exchange of steps."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            what = f"the embedding {name!r} has max_norm and changes its weights in forward passes, which would part ranks with own weights"
+            yield Finding(what, "make it without max_norm, or pass exchange=sparsync.Gradients()", ValueError)
 
 
 def _hook(model: DistributedDataParallel) -> Finding | None:
