@@ -415,7 +415,7 @@ class ExchangedSteps(StepMethod):
         The ratio depends on the number of ranks, and is measured again; own weights follow from the common ones and from the residual.
         """
         own = states[self.place[0] % len(states)][self.integration]
-        return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}}}
+        return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
 
     def _check(self, state: State) -> None:
         super()._check(state)
@@ -423,7 +423,9 @@ class ExchangedSteps(StepMethod):
         like, most = dict(self._weights.common()), {"measured": done, "measure_until": done + _FIRST, "skipped": done}
         counts = dict.fromkeys(self.counts, dict.fromkeys(like))
         check_alike(
-            path, own, {**dict.fromkeys(self.vectors, like), **dict.fromkeys(most), **counts, "ratio": {}, "own": {}}
+            path,
+            own,
+            {**dict.fromkeys(self.vectors, like), **dict.fromkeys(most), **counts, "ratio": {}, "own": {}, "idle": {}},
         )
         for key, limit in most.items():
             check_count(f"{path}[{key!r}]", own[key], limit)
@@ -431,7 +433,7 @@ class ExchangedSteps(StepMethod):
             for name in like:
                 check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
         check_known(f"{path}['own']", own["own"], like)
-        check_known(f"{path}['idle']", own.get("idle", {}), like)
+        check_known(f"{path}['idle']", own["idle"], like)
         check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
         squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
         for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
@@ -451,10 +453,7 @@ class ExchangedSteps(StepMethod):
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
         self._counts = {key: dict(saved[key]) for key in self.counts}
-        self._skipped, self._idle = (
-            saved["skipped"],
-            frozenset(saved.get("idle", saved["own"])),
-        )  # earlier states lack it
+        self._skipped, self._idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
         self._divisor.next_step(self.clip_factor)
