@@ -168,7 +168,6 @@ class Traced:
     residual: Tensor
     cost: Cost
     counted: Cost
-    approximate: bool  # the backend has added up real numbers by now, in an order of its own
 
 
 def call(comm: Comm, operation: str) -> None:
@@ -304,21 +303,9 @@ def test_closing_ends_the_wait_of_the_others_and_reconnect_works() -> None:
     run(closed_by_one, 3)
 
 
-class OrderNoted(MeteredComm):
-    """Notes whether the backend was asked to add up numbers that additions round; in which order is up to it."""
-
-    def __init__(self, inner: Comm) -> None:
-        super().__init__(inner)
-        self.backend_adds = False
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.backend_adds |= x.is_floating_point()
-        return super().all_reduce(x)
-
-
 def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:
     """What the scheme of that row makes of 3 steps of some buckets each: of whole numbers, or of some that every addition rounds."""
-    scheme, watched, found = row(id).make(), OrderNoted(comm), []
+    scheme, watched, found = row(id).make(), MeteredComm(comm), []
     for step in range(3):
         for key, n in (("bucket0", 97), ("bucket1", 3), ("bucket2", 0), ("bucket3", 1000)):
             slots = tuple(ParameterSpan(f"{key}.{slot.name}", slot.span) for slot in layout(n))
@@ -326,9 +313,7 @@ def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:
             bucket = Bucket(key, whole_numbers(n, comm.rank, step, key) if whole else real, step, slots)
             report = scheme.reduce(bucket, watched)
             residual = flat_residual(scheme, slots, bucket.grad)
-            found.append(
-                Traced(bucket.grad, residual, report.cost, watched.take()[0], not whole and watched.backend_adds)
-            )
+            found.append(Traced(bucket.grad, residual, report.cost, watched.take()[0]))
     return found
 
 
@@ -368,7 +353,6 @@ def test_what_a_scheme_says_it_sends_is_what_is_counted(traces: list[dict[tuple[
 def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(
     traces: list[dict[tuple[str, bool], list[Traced]]],
 ) -> None:
-    """To the last bit, but where the backend chooses the order of additions that round."""
     P = len(traces)
     for id, whole in traces[0]:
         wanted = LocalWorld(P).run(lambda comm, id=id, whole=whole: traced(comm, id, whole))
@@ -376,12 +360,8 @@ def test_every_scheme_does_on_gloo_what_it_does_in_a_local_world(
             for rank in range(P):
                 for found, due in zip(traces[rank][id, whole], wanted[rank], strict=True):
                     assert (found.cost, found.counted) == (due.cost, due.counted)
-                    if found.approximate:
-                        torch.testing.assert_close(found.grad, due.grad, rtol=0.02, atol=0.02)  # 16 bits: 2 ** -8 each
-                        torch.testing.assert_close(found.residual, due.residual, rtol=0.02, atol=0.02)
-                    else:
-                        assert same_bits(found.grad, due.grad)
-                        assert same_bits(found.residual, due.residual)
+                    assert same_bits(found.grad, due.grad)
+                    assert same_bits(found.residual, due.residual)
 
 
 def agreeing() -> tuple[list[set[str]], list[int]]:
@@ -399,9 +379,9 @@ def agreeing() -> tuple[list[set[str]], list[int]]:
     found, made = [], []
     for step, owns in enumerate(cases):
         found.append(comm.any_of(owns[rank], names, step, step - 1))
-        comm.announce(Announcement((step, step - 1, 7, 0), lambda: [Told(["one line"], "")]))
-        comm.all_gather(torch.tensor([float(rank)]), [1, 1, 1])
-        made.append(comm.take_announced())
+        lane = comm.announce(Announcement((step, step - 1, 7, 0), lambda: [Told(["one line"], "")]))
+        lane.all_gather(torch.tensor([float(rank)]), [1, 1, 1])
+        made.append(lane.announcements)
     return found, made
 
 

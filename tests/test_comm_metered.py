@@ -39,14 +39,15 @@ def measured(P: int, body: Callable[[MeteredComm], object]) -> list[Cost]:
 
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("P", WORLDS)
-def test_all_reduce_costs_what_a_ring_reduce_scatter_and_all_gather_send(P: int, n: int) -> None:
-    def by_messages(comm: MeteredComm) -> None:
+def test_all_reduce_costs_what_chunks_to_their_owners_and_sums_to_all_do(P: int, n: int) -> None:
+    def by_exchanges(comm: MeteredComm) -> None:
         parts = [span.of(torch.zeros(n)) for span in spans(n, P)]
-        pass_round(comm, parts, comm.rank - 1, P - 1)
-        pass_round(comm, parts, comm.rank, P - 1)
+        own = parts[comm.rank]
+        comm.all_to_all(parts, [own.numel()] * P)
+        comm.all_gather(own, [part.numel() for part in parts])
 
     counted = measured(P, lambda comm: comm.all_reduce(torch.zeros(n)))
-    assert counted == measured(P, by_messages)
+    assert counted == measured(P, by_exchanges)
     assert counted == [all_reduce_cost(n, FLOAT_NBYTES, P, rank) for rank in range(P)]
     assert sum(cost.nbytes for cost in counted) == 2 * (P - 1) * n * FLOAT_NBYTES
 
@@ -86,11 +87,13 @@ def test_lengths_that_are_not_known_cost_8_bytes_a_rank_pair(P: int) -> None:
     x = torch.zeros(3)
     unknown = measured(P, lambda comm: comm.all_gather(x))
     known = measured(P, lambda comm: comm.all_gather(x, [3] * P))
-    exchanged = Cost(1, P - 1, 8 * (P - 1)) if P > 1 else Cost()
-    assert unknown == [cost + exchanged for cost in known]
+    lengths = Cost(0, 0, 8 * (P - 1))  # in the same messages
+    assert unknown == [cost + lengths for cost in known]
     unknown = measured(P, lambda comm: comm.all_to_all([x] * P))
     known = measured(P, lambda comm: comm.all_to_all([x] * P, [3] * P))
-    assert unknown == [cost + exchanged for cost in known]
+    assert unknown == [cost + lengths for cost in known]
+    nothing = measured(P, lambda comm: comm.all_gather(x[:0]))
+    assert nothing == [Cost(min(1, P - 1), P - 1, 8 * (P - 1))] * P
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
@@ -110,7 +113,7 @@ def test_a_message_without_payload_is_not_counted() -> None:
     assert send_cost(0) == Cost(1, 0, 0)
     assert all_gather_cost(0, 4) == Cost(1, 0, 0)
     assert all_to_all_cost([0, 0, 0], 1) == Cost(1, 0, 0)
-    assert all_reduce_cost(0, 4, 3, 0) == Cost(4, 0, 0)
+    assert all_reduce_cost(0, 4, 3, 0) == Cost(2, 0, 0)
     assert all_reduce_cost(2, 4, 3, 0).messages < all_reduce_cost(3, 4, 3, 0).messages
     assert measured(2, lambda comm: comm.send_recv(torch.empty(0), 0, torch.empty(0), 0)) == [Cost(1, 0, 0)] * 2
 

@@ -289,7 +289,7 @@ class Comm(Protocol):
 
     All tensors are one-dimensional and contiguous, of one dtype and device on all ranks. What a call returns is for reading only: a
     transport inside one process may hand the same tensor to every rank. `counts`, where all ranks know them, are the numbers of
-    elements that come from each rank; without them the transport exchanges them first, at 8 bytes a rank pair.
+    elements that come from each rank; without them each message brings its length, of 8 bytes.
     Failures raise RuntimeError and name the ranks; nothing waits without a timeout.
     """
 

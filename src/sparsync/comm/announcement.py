@@ -6,6 +6,7 @@ part when a message is shorter, and ends the process when it is longer. So no ra
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsync.comm.channels import wait_for
 from sparsync.comm.plan import Exchange
 from sparsync.core import Cost
 
@@ -81,43 +83,51 @@ def announcement_exchange(P: int) -> Exchange:
     return Exchange("all_gather", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 
+@dataclass(eq=False)
+class Announced:
+    """An announcement on its way to the other ranks, and theirs on the way here."""
+
+    announcement: Announcement
+    rows: list[Tensor]  # [4] each, in rank order
+    works: list[tuple[dist.Work, int]]  # and for which rank
+
+
 @dataclass
 class Announcements:
-    """The announcements of the ranks of a group, each in the order in which it is made. Receives are posted one announcement ahead."""
+    """The announcements of the ranks of a group, each in the order in which it is made. Several may be on their way.
+
+    The number of receives that are posted ahead is how many were on their way at most.
+    """
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    current: Announcement | None = None  # not yet compared
-    _rows: list[Tensor] = field(default_factory=list)
-    _works: list[dist.Work] = field(default_factory=list)
-    _receives: list[dist.Work] = field(default_factory=list)
+    _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
 
-    def send(self, announcement: Announcement) -> None:
+    def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
-        assert self.current is None, "the last announcement was not compared yet"
         own = torch.tensor(announcement.numbers)
-        self.current, self._works = announcement, []
         if self._on_gpu:
-            rows = torch.empty((self.size, NUMBERS), dtype=torch.int64, device="cuda")
-            work = all_gather_single(rows, own.cuda(), self.group, async_op=True)
+            gathered = torch.empty((self.size, NUMBERS), dtype=torch.int64, device="cuda")
+            work = all_gather_single(gathered, own.cuda(), self.group, async_op=True)
             assert work is not None
-            self._rows, self._works = list(rows), [work]
-            return
-        self._post()
-        self._rows[self.rank].copy_(own)
+            return Announced(announcement, list(gathered), [(work, self.rank)])
+        if not self._ahead:
+            self._post()
+        rows, works = self._ahead.popleft()
+        rows[self.rank] = own
         for other in self._others:
-            self._works.append(_started(dist.isend(own, group=self.group, group_dst=other, tag=_TAG)))
+            works.append((self.group.send([own], other, _TAG), other))
+        return Announced(announcement, rows, works)
 
-    def heard(self) -> list[list[int]]:
+    def heard(self, announced: Announced) -> list[list[int]]:
         """Wait for the announcements of the other ranks, and return those of all, in rank order. Raises RuntimeError as the group does."""
-        works, self._works, self._receives = [*self._receives, *self._works], [], []
-        wait_each(works, self._others * 2)
-        rows = [row.tolist() for row in self._rows]  # a host sync on a GPU: nothing may be sent before it
-        self._rows, self.current = [], None
+        works, announced.works = announced.works, []
+        for work, other in works:
+            wait_for(work, "all ranks" if self._on_gpu else f"rank {other}")
         if not self._on_gpu:
             self._post()
-        return rows
+        return [row.tolist() for row in announced.rows]  # a host sync on a GPU: nothing may be sent before it
 
     def exchange_texts(self, own: str) -> list[str]:
         """Return what each rank passes, in rank order. For errors: it takes two more exchanges, of messages as long as the longest."""
@@ -133,12 +143,10 @@ class Announcements:
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def _post(self) -> None:
-        if not self._rows:
-            self._rows = [torch.empty(NUMBERS, dtype=torch.int64) for _ in range(self.size)]
-            self._receives = [
-                _started(dist.irecv(self._rows[other], group=self.group, group_src=other, tag=_TAG))
-                for other in self._others
-            ]
+        """Post receives for one announcement of each other rank."""
+        rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
+        works = [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]
+        self._ahead.append((rows, works))
 
     @property
     def _others(self) -> list[int]:
@@ -147,11 +155,6 @@ class Announcements:
     @property
     def _on_gpu(self) -> bool:
         return dist.get_backend(self.group) == "nccl"
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # only for a rank outside the group
-    return work
 
 
 def all_gather_single(
@@ -169,11 +172,8 @@ def wait_each(works: Sequence[dist.Work | None], peers: Sequence[int]) -> None:
     """
     names = [f"rank {peer}" for peer in peers] if len(works) == len(peers) else ["all ranks"] * len(works)
     for work, name in zip(works, names, strict=True):
-        try:
-            if work is not None:  # None only for a rank outside the group
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"waiting for {name}: {error}") from error
+        if work is not None:  # None only for a rank outside the group
+            wait_for(work, name)
 
 
 def differences(here: Sequence[str], there: Sequence[str], rank: int, other: int) -> str:

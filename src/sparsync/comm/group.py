@@ -1,21 +1,31 @@
 """A communicator over a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
 
 import os
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from sparsync.comm.announcement import UNDECIDED, Announcement, Announcements, RanksDifferError, Told, wait_each
+from sparsync.comm.announcement import (
+    UNDECIDED,
+    Announced,
+    Announcement,
+    Announcements,
+    RanksDifferError,
+    Told,
+)
+from sparsync.comm.channels import Channels, Waits
 from sparsync.comm.interrupts import abort, abort_on_interrupt, was_interrupted
+from sparsync.comm.lane import Lane
 from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, asked, within
-from sparsync.core import digest, spans, sum_in_rank_order
+from sparsync.core import digest
 
 
 class ConnectionLostError(RuntimeError):
@@ -23,10 +33,6 @@ class ConnectionLostError(RuntimeError):
 
 
 REPORTS_S = 3.0  # how long a rank waits, after a failure, for the others to report theirs
-# The types that gloo's all_reduce can sum.
-_GLOO_SUMS = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,18 @@ class GroupComm:
     _name: str = field(default="", init=False, repr=False)  # of the meeting that made this group, the same on all ranks
     _announcements: Announcements | None = field(default=None, init=False, repr=False)
     _announced: bool = field(default=False, init=False, repr=False)  # `announce` was called
-    _announcements_made: int = field(default=0, init=False, repr=False)
+    _announcements_made: int = field(default=0, init=False, repr=False)  # that no lane counts yet
+    _unsettled: deque[Announced] = field(default_factory=deque, init=False, repr=False)
+    _settling: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _channels: Channels | None = field(default=None, init=False, repr=False)
+    _lane: Lane = field(init=False, repr=False)  # of the operations of this communicator itself
 
     def __post_init__(self) -> None:
         self.group = _existing(self.group)
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self._lane = Lane(self)
 
     @classmethod
     def private(
@@ -154,7 +165,7 @@ class GroupComm:
             self.group.abort()
             dist.destroy_process_group(self.group)
         # Gloo closes its sockets when nothing refers to the group any more.
-        self.group = self._announcements = None
+        self.group = self._announcements = self._channels = None
 
     def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
@@ -173,45 +184,66 @@ class GroupComm:
             self._meeting, self._name, cause, 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
         )
 
-    def announce(self, announcement: Announcement) -> None:
-        """Tell all ranks what the operations that follow are about; the next one raises RanksDifferError where ranks differ.
+    def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
+        """Tell all ranks what the operations that follow are about; the first raises RanksDifferError where ranks differ.
 
-        Once this was called, operations are compared by what is announced alone. Until then every operation makes an announcement of its
-        own, of its name and lengths.
+        Returns the lane of these operations, in which they are compared by what is announced alone, and which this communicator has from
+        here on. `number` and `waits`: see Lane. Until this is called, every operation makes an announcement of its own, of its name and
+        lengths.
         """
         self._announced = True
+        announced = None
         if self.size > 1:
-            self._made(announcement)
+            announced = self._made(announcement)
+            self._unsettled.append(announced)
+        made, self._announcements_made = self._announcements_made, 0
+        self._lane = Lane(self, number, announced, waits, made)
+        return self._lane
 
-    def settle(self) -> None:
-        """Wait for the announcements of the other ranks, if they were not waited for yet. Raises RanksDifferError where they differ."""
-        made = self._announcements
-        if made is None or made.current is None:
-            return
-        announcement = made.current
-        with self._named("comparison"):
-            rows = made.heard()
+    def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> int:
+        """Wait until all ranks have announced the same, up to `announced`; None: in this communicator's lane. Raises RanksDifferError.
+
+        Returns how many announcements that took more.
+        """
+        if announced is None:
+            self._lane.settle()
+            return 0
+        # One thread at a time, in the order in which was announced: to tell what differs takes exchanges that match by their order.
+        with waits(), self._settling:
+            more = 0
+            while announced in self._unsettled:
+                oldest = self._unsettled[0]
+                more += self._heard_the_same(oldest)
+                self._unsettled.popleft()
+        return more
+
+    def _heard_the_same(self, announced: Announced) -> int:
+        with self.named("comparison"):
+            made = self._announcing()
+            rows, more = made.heard(announced), 0
             if any(row[2] == UNDECIDED for row in rows):
-                self._made(announcement)  # those ranks have heard of this rank now, and say what they reduce
-                rows = made.heard()
+                # Those ranks have heard of this rank now, and say what they reduce.
+                rows, more = made.heard(made.send(announced.announcement)), 1
             if all(row == rows[0] for row in rows):
-                return
-            texts = made.exchange_texts(announcement.text)
-        raise announcement.difference(texts)
+                return more
+            texts = made.exchange_texts(announced.announcement.text)
+        raise announced.announcement.difference(texts)
 
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
         """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.
 
         A rank that has all of them knows, and sends nothing more than it does anyway. One that lacks some announces so, and waits for the
         announcements of the others: one delay of the link more. Where all ranks lack some, but not the same, they tell each other which.
+        Call it while nothing is announced that was not compared.
         """
         if self.size == 1 or len(own) == len(names):
             return set(own)
         text = "\n".join(own)
         self._announced = True
-        made = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
-        with self._named("comparison"):
-            rows = made.heard()
+        announced = self._made(Announcement((step, reduced, UNDECIDED, digest(text)), list))
+        with self.named("comparison"):
+            made = self._announcing()
+            rows = made.heard(announced)
             if any(row[2] != UNDECIDED for row in rows):
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
@@ -219,158 +251,48 @@ class GroupComm:
             texts = made.exchange_texts(text)
         return {each for other in texts for each in other.split("\n")} & set(names)
 
-    def take_announced(self) -> int:
-        """Return how many announcements this rank has made since the last call."""
-        taken, self._announcements_made = self._announcements_made, 0
-        return taken
+    def _made(self, announcement: Announcement) -> Announced:
+        with self.named("comparison"):
+            announced = self._announcing().send(announcement)
+        self._announcements_made += 1
+        return announced
 
-    def _made(self, announcement: Announcement) -> Announcements:
-        group = self._open()
+    def _announcing(self) -> Announcements:
+        group = self.open()
         if self._announcements is None:
             self._announcements = Announcements(group, self.rank, self.size)
-        with self._named("comparison"):
-            self._announcements.send(announcement)
-        self._announcements_made += 1
         return self._announcements
 
-    def _compare(self, line: str) -> None:
-        """Where nothing was announced, compare between the ranks what they are about to do, which `line` says."""
-        if not self._announced and self.size > 1:
+    def channels(self) -> Channels:
+        """Return the channels of the group, which lanes use."""
+        group = self.open()
+        if self._channels is None:
+            self._channels = Channels(group)
+        return self._channels
+
+    def compare(self, line: str) -> None:
+        """Compare between the ranks what they are about to do, which `line` says."""
+        if self.size > 1:
             cure = "call the same operation, with the same lengths, on all ranks"
-            self._made(Announcement((digest(line), 0, 0, 0), lambda: [Told([line], cure)]))
-            self.settle()
-
-    def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
-        """Where nothing was announced, compare the lengths that arrive with those that are expected."""
-        if not self._announced and self.size > 1:
-            self._compare(f"all_to_all of {dtype}")
-            arriving = self._counts(outgoing)
-            right = "lengths as expected"
-            self._compare(right if arriving == counts else f"lengths {arriving} where {counts} are expected")
-
-    def _check_pair(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
-        if self._announced:
-            return
-        group = self._open()
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        sent, arriving = (torch.tensor([part.nbytes], device=device) for part in (out, into))
-        empty = sent[:0]
-        self._transfer([(arriving if into.numel() else empty, source)], [(sent if out.numel() else empty, to)])
-        if int(arriving) != into.nbytes:
-            raise ValueError(
-                f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
-                "give send_recv tensors of the same length and type on both ranks"
-            )
+            announced = self._made(Announcement((digest(line), 0, 0, 0), lambda: [Told([line], cure)]))
+            self._announcements_made = 0
+            self._unsettled.append(announced)
+            self.settle(announced)
 
     def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        for peer in (to, source):
-            if not 0 <= peer < self.size:
-                raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
-        if not out.numel() and not into.numel():
-            return
-        with self._named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
-            self._check_pair(out, to, into, source)
-            self._transfer([(into, source)], [(out, to)])
+        self._lane.send_recv(out, to, into, source)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        known = self._known("all_gather", counts, x.numel())
-        if self.size == 1:
-            return [x]
-        self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
-        counts = known or self._counts([x.numel()] * self.size)
-        return self._exchange("all_gather", [x] * self.size, counts)
+        return self._lane.all_gather(x, counts)
 
     def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-        if len(parts) != self.size:
-            raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
-        outgoing = [part.numel() for part in parts]
-        known = self._known("all_to_all", counts, outgoing[self.rank])
-        if self.size == 1:
-            return [parts[0]]
-        if known is None:
-            self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
-        else:
-            self._check_arriving(outgoing, known, parts[0].dtype)
-        counts = known or self._counts(outgoing)
-        return self._exchange("all_to_all", parts, counts)
+        return self._lane.all_to_all(parts, counts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
-        if self.size == 1 or not x.numel():
-            return x.clone()
-        if x.device.type == "cpu" and x.dtype not in _GLOO_SUMS:
-            return self._sum_in_rank_order(x)
-        total = x.clone()
-        self.settle()
-        with self._named("all_reduce"):
-            dist.all_reduce(total, group=self._open())
-        return total
+        return self._lane.all_reduce(x)
 
-    def _sum_in_rank_order(self, x: Tensor) -> Tensor:
-        """Sum chunk r of all ranks on rank r, and gather the sums; as many bytes as a ring sends."""
-        chunks = spans(x.numel(), self.size)
-        lengths = [len(chunk) for chunk in chunks]
-        received = self.all_to_all([chunk.of(x) for chunk in chunks], [lengths[self.rank]] * self.size)
-        return torch.cat(self.all_gather(sum_in_rank_order(received), lengths))
-
-    def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
-        """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""
-        received = [parts[0].new_empty(count) for count in counts]
-        received[self.rank] = parts[self.rank]
-        distances = range(1, self.size)
-        incoming = [(received[source], source) for source in ((self.rank - i) % self.size for i in distances)]
-        outgoing = [(parts[to], to) for to in ((self.rank + i) % self.size for i in distances)]
-        with self._named(name):
-            self._transfer(incoming, outgoing)
-        return received
-
-    def _transfer(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
-        """Fill each tensor of `incoming` from its rank and send each of `outgoing` to its rank; empty ones take no message.
-
-        Receives are posted before sends. Gloo sends data only after the receiver's ready message, which travels on the same connection:
-        behind a rank's own data it would be late, and the two ranks would send one after the other, at half the speed of the link.
-        For the same reason this does not use gloo's own all_to_all and all_gather. Nothing is sent before ranks have announced the same.
-        """
-        group = self._open()
-        # As bytes, which all of gloo's operations support; int16 and float8 they do not.
-        receives = [(part.view(torch.uint8), rank) for part, rank in incoming if part.numel()]
-        sends = [(part.view(torch.uint8), rank) for part, rank in outgoing if part.numel()]
-        if all(part.device.type == "cpu" for part, _ in receives + sends):
-            # What a batch does on the CPU, without its checks.
-            works = [dist.irecv(part, group=group, group_src=rank) for part, rank in receives]
-            self.settle()
-            works += [dist.isend(part, group=group, group_dst=rank) for part, rank in sends]
-        else:
-            self.settle()
-            operations = [dist.P2POp(dist.irecv, part, self.ranks[rank], group) for part, rank in receives]
-            operations += [dist.P2POp(dist.isend, part, self.ranks[rank], group) for part, rank in sends]
-            works = dist.batch_isend_irecv(operations)
-        wait_each(works, [rank for _, rank in receives + sends])
-
-    def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
-        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group permanently."""
-        if counts is None:
-            return None
-        if len(counts) != self.size or counts[self.rank] != own:
-            raise ValueError(
-                f"counts of {name} must have one length for each of {self.size} ranks and {own} for rank {self.rank}, "
-                f"got {list(counts)}"
-            )
-        return list(counts)
-
-    def _counts(self, outgoing: list[int]) -> list[int]:
-        """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
-        group = self._open()
-        self.settle()
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
-        received = torch.empty_like(sent)
-        with self._named("exchange of lengths"):
-            dist.all_to_all_single(received, sent, group=group)
-        return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
-
-    def _open(self) -> dist.ProcessGroup:
+    def open(self) -> dist.ProcessGroup:
+        """Return the group. Raises RuntimeError in a fork, and where it was closed or destroyed."""
         self.origin.check()
         if self.group is None:
             raise RuntimeError(f"rank {self.rank} of {self.size}: this communicator is closed; use reconnect()")
@@ -378,7 +300,7 @@ class GroupComm:
         return self.group
 
     @contextmanager
-    def _named(self, name: str, doing: str = "with all ranks") -> Iterator[None]:
+    def named(self, name: str, doing: str = "with all ranks") -> Iterator[None]:
         """Raise what fails inside as an error that says what was done with which ranks."""
         self.origin.check()  # not inside: what fails there aborts the group
         try:

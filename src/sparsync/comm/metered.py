@@ -1,8 +1,7 @@
 """The cost of each operation of a communicator: in closed form, and counted by a wrapper.
 
-The backend's own all_reduce is a ring on gloo and counts by that closed form; NCCL may choose another
-algorithm, of the same volume per rank but other numbers of messages and of steps. Only the network interface counts what really left
-the machine.
+NCCL's own all_reduce may be another algorithm than the one that is counted here, of the same volume per rank but other numbers of messages
+and of steps. Only the network interface counts what really left the machine.
 """
 
 import time
@@ -11,9 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsync.core import Comm, Cost, adjacent
-
-COUNT_NBYTES = 8  # one int64 length for each pair of ranks, where lengths are not known beforehand
+from sparsync.comm.channels import LENGTH_NBYTES
+from sparsync.core import Comm, Cost
 
 
 def send_cost(nbytes: int) -> Cost:
@@ -22,37 +20,30 @@ def send_cost(nbytes: int) -> Cost:
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message of `nbytes` to each other rank, all at once."""
-    if P == 1:
-        return Cost()
-    gathered = Cost(1, P - 1 if nbytes else 0, (P - 1) * nbytes)
-    return gathered if counts_known else gathered + counts_cost(P)
+    """Return the cost of one message of `nbytes` to each other rank, all at once; where lengths are not known, each says its own."""
+    return all_to_all_cost([nbytes] * P, 0, counts_known)
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message to each other rank that gets anything, all at once; `nbytes[r]` go to rank r."""
+    """Return the cost of one message to each other rank, all at once; `nbytes[r]` go to rank r.
+
+    Nothing is sent where there is nothing to send, but for the length, where it is not known.
+    """
     P = len(nbytes)
     if P == 1:
         return Cost()
-    sent = [part for other, part in enumerate(nbytes) if other != rank and part]
-    exchanged = Cost(1, len(sent), sum(sent))
-    return exchanged if counts_known else exchanged + counts_cost(P)
-
-
-def counts_cost(P: int) -> Cost:
-    """Return the cost of one length from every rank to every other, all at once."""
-    return Cost(1, P - 1, COUNT_NBYTES * (P - 1))
+    length = 0 if counts_known else LENGTH_NBYTES
+    sent = [part + length for other, part in enumerate(nbytes) if other != rank and part + length]
+    return Cost(1, len(sent), sum(sent))
 
 
 def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:
-    """Return the cost of a ring reduce-scatter and a ring all-gather over P near-equal chunks: each rank sends 2 (P-1)/P of the bytes."""
+    """Return the cost of sending each other rank its chunk, of P near-equal ones, and the sum of the own one to all."""
     if P == 1:
         return Cost()
-    # P-1 chunks from rank + 1 on, then P-1 from rank + 2 on: all but the own one, and all but the next.
-    sent, full = (
-        adjacent(each, P, rank + 1, P - 1) + adjacent(each, P, rank + 2, P - 1) for each in (count, min(count, P))
-    )
-    return Cost(2 * (P - 1), full, element_nbytes * sent)
+    own = count // P + (rank < count % P)
+    messages = min(count, P) + (P - 2 if own else 0)  # to each other owner of anything, and to all others
+    return Cost(2, messages, element_nbytes * (count + (P - 2) * own))
 
 
 @dataclass

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from sparsync.comm.metered import COUNT_NBYTES, all_reduce_cost
+from sparsync.comm.channels import LENGTH_NBYTES
+from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Cost, ParameterSpan, Span
 
 MOST_RANKS = 10**5  # some forms look at each rank
@@ -31,13 +32,14 @@ class Exchange:
     """One exchange that all ranks take part in and that waits for the one before; what its busiest rank sends, and receives.
 
     `nbytes` is the payload a rank sends in all, as a MeteredComm counts: P-1 times its own part in an all_gather, 2 (P-1)/P of the
-    tensor in an all_reduce. A chain of sends each of which needs what the one before has brought is one exchange of many `rounds`.
+    tensor in an all_reduce, which has two rounds. A chain of sends each of which needs what the one before has brought is one exchange of
+    many `rounds`.
     """
 
     kind: Kind
     nbytes: float  # of the rank that sends the most
     messages: float  # of the rank that sends the most messages; those without payload are not sent
-    rounds: float  # dependent steps inside it, as Cost.steps: 1, or 2 (P-1) for an all_reduce
+    rounds: float  # dependent steps inside it, as Cost.steps: 1, or 2 for an all_reduce
     received: float  # payload of the rank that receives the most
     # To whom a rank sends: all others, the next in a ring, one in each round; the next in its node, or in the next node.
     peers: Peers = "all"
@@ -207,7 +209,7 @@ def all_gather_exchange(sizes: Tally) -> Exchange:
     return Exchange("all_gather", (P - 1) * longest, P - 1 if longest else 0, _round(P), received)
 
 
-def counts_exchange(P: int, nbytes: int = COUNT_NBYTES) -> Exchange:
+def counts_exchange(P: int, nbytes: int = LENGTH_NBYTES) -> Exchange:
     """Return the all-gather of `nbytes` from each rank."""
     return all_gather_exchange({nbytes: P})
 
@@ -229,10 +231,9 @@ def all_to_all_exchange(nbytes: Sequence[Sequence[int]]) -> Exchange:
 
 
 def all_reduce_exchange(count: int, element_nbytes: int, P: int) -> Exchange:
-    """Return the backend's all-reduce of `count` elements, counted as a ring."""
-    # Everybody leaves out two adjacent chunks; the last ones are the shortest.
-    cost = all_reduce_cost(count, element_nbytes, P, max(0, P - 2))
-    # What a rank receives is what its neighbour sends.
+    """Return an all-reduce of `count` elements: to the owners of P near-equal chunks, and their sums to all."""
+    cost = all_reduce_cost(count, element_nbytes, P, 0)  # no chunk is longer than the first
+    # A rank receives its chunk from all others, and the chunks of all others.
     return Exchange("all_reduce", cost.nbytes, cost.messages, cost.steps, cost.nbytes)
 
 

@@ -15,6 +15,7 @@ from sparsync.base.scheme import ReduceScatterScheme, overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
 from sparsync.comm.interrupts import abort
+from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
 from sparsync.runtime.optimizers import Compared, Comparison
@@ -183,7 +184,8 @@ class Connection:
         on_written: Callable[[Bucket], None] = lambda bucket: None,
     ) -> None:
         self._what, self._on_written = what, on_written
-        self._group, self._comm = comm, MeteredComm(comm)
+        self._group = comm
+        self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
         self.use(scheme)
         self._broken = self._shut = False
         self._reduced = -1  # the last step of which every bucket was reduced
@@ -213,10 +215,11 @@ class Connection:
             began = time.perf_counter()
             with torch.no_grad():
                 with recorded_phases(bucket.key) as spent:
-                    self._announce(bucket, scheme)
-                    report = (scheme.send_all if send_all else scheme.reduce)(bucket, self._comm)
-                    announced = self._announced()
-                sent, wait_s = self._comm.take()
+                    lane = self._announce(bucket, scheme)
+                    comm = MeteredComm(self._group if lane is None else lane)
+                    report = (scheme.send_all if send_all else scheme.reduce)(bucket, comm)
+                    announced = Cost() if lane is None else _settled(lane)
+                sent, wait_s = comm.take()
                 seconds, cost, sent = time.perf_counter() - began, report.cost + announced, sent + announced
                 report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
                 if self._rollback is not None:
@@ -257,7 +260,8 @@ class Connection:
             self._group = self._group.reconnect(f"{self._what} of step {step}, and {reduced}", _AFTER_FAILURE)
         if self.partly_applied:  # where there is no other rank to differ from, or nothing is compared
             raise RuntimeError(f"this rank has a step that was applied in part; {_AFTER_FAILURE}")
-        self._comm, self._broken = MeteredComm(self._group), False
+        self._numbers.clear()
+        self._broken = False
 
     def use(self, scheme: Reduction | ReduceScatterScheme) -> None:
         """Reduce with `scheme` from the next step on."""
@@ -296,17 +300,10 @@ class Connection:
                     abort(self._group.group)  # wakes another thread that waits
                 self._group.close()
 
-    def _announced(self) -> Cost:
-        """Compare what was announced, if no operation did, and return the cost of announcements since the last call."""
-        if not isinstance(self._group, GroupComm):
-            return Cost()
-        self._group.settle()
-        return sum([announcement_cost(self._group.size)] * self._group.take_announced(), Cost())
-
-    def _announce(self, bucket: Bucket, scheme: Reduction) -> None:
-        """Tell the other ranks what is reduced."""
+    def _announce(self, bucket: Bucket, scheme: Reduction) -> Lane | None:
+        """Tell the other ranks what is reduced, and return the lane to do it in; None where nobody is told."""
         if not isinstance(self._group, GroupComm) or self._group.size == 1:
-            return
+            return None
         if self._compared is None:
             comparison = self._comparison()
             steps = bucket.step + 1 if self._failed else 1  # after a failure weights are compared at once
@@ -333,7 +330,9 @@ class Connection:
                 Told([f"state of {scheme.name}: {shared}"], _CURE),
             ]
 
-        self._group.announce(Announcement((bucket.step, reduced, known[1] ^ compared.number, digest(shared)), told))
+        number = self._numbers.setdefault(bucket.key, len(self._numbers))
+        announcement = Announcement((bucket.step, reduced, known[1] ^ compared.number, digest(shared)), told)
+        return self._group.announce(announcement, number)
 
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
@@ -384,6 +383,12 @@ class Connection:
             self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
+
+
+def _settled(lane: Lane) -> Cost:
+    """Compare what was announced, if no operation did, and return the cost of this rank's announcements."""
+    lane.settle()
+    return sum([announcement_cost(lane.size)] * lane.announcements, Cost())
 
 
 def described(error: BaseException) -> str:

@@ -1,0 +1,221 @@
+"""Messages between two ranks over gloo that take one delay of the link, because their receives are posted a step ahead.
+
+Gloo sends data only once the receiver has said that it is ready, which is a delay of the link before the data's own. Here each exchange of
+a step has a tag of its own, a channel. When a message has arrived, its receiver posts a receive for the one that the channel brings in the
+next step: as long as the last one, or a little longer where lengths vary. Sender and receiver know the same of a channel's past, so the
+sender knows how much of the next message fits. What does not fit follows in a second message, whose receive is posted when both are there.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LENGTH_NBYTES = 8  # of the length that goes before the bytes of a message whose receiver does not know it
+# What is posted ahead of a message at most: memory that is held from step to step. While it travels, receiver and sender meet for the rest.
+MOST_AHEAD = 2**20
+_FIRST = 2**14  # where lengths vary, room for the first message of a channel
+_TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements and to what nothing is posted ahead of
+_PLACES = 1024  # exchanges of a bucket in one step; the next ones share their tags in turn
+_NUMBERS = 4096  # likewise buckets
+_NOT_AHEAD = 0
+
+Waits = Callable[[], AbstractContextManager[object]]
+
+
+class Incoming(NamedTuple):
+    """A message to receive: its length in bytes, None where the message says it; and where to, if that is known."""
+
+    source: int
+    nbytes: int | None
+    into: Tensor | None = None  # uint8 of that length
+
+
+class Outgoing(NamedTuple):
+    """A message to send, as uint8; `sized` puts its length before it."""
+
+    to: int
+    part: Tensor
+    sized: bool = False
+
+
+@dataclass
+class _Posted:
+    """A receive that waits for the next message of a channel."""
+
+    room: Tensor
+    work: dist.Work
+
+
+def channel(number: int, place: int, sized: bool) -> int:
+    """Return the tag of the exchange at `place` of the bucket with this number; those with lengths in their messages have others."""
+    return _TAGS_OF_OTHERS + ((number % _NUMBERS) * _PLACES + place % _PLACES) * 2 + sized
+
+
+@dataclass
+class Channels:
+    """The channels of this rank to the others in a gloo group without other users."""
+
+    group: dist.ProcessGroup
+    _posted: dict[tuple[int, int], _Posted] = field(default_factory=dict)  # by tag and source
+    _room: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # bytes that the other rank has posted, by tag and rank
+
+    def exchange(
+        self,
+        tag: int | None,
+        incoming: Sequence[Incoming],
+        outgoing: Sequence[Outgoing],
+        settle: Callable[[], None],
+        waits: Waits,
+    ) -> list[Tensor]:
+        """Send and receive messages, and return those received, as uint8; `tag` None: post nothing ahead.
+
+        `settle` waits until ranks have found that they do the same. It is called before anything is sent that may not fit, and before this
+        returns. `waits` is entered around each wait. Raises RuntimeError as the group does; it names the rank that was waited for.
+        """
+        ahead = tag is not None
+        tag = _NOT_AHEAD if tag is None else tag
+        # Receives first: the ready message of one travels on the connection that the data of sends takes, and would be late behind it.
+        arriving = [_Arriving(each, self._posted.pop((tag, each.source), None) if ahead else None) for each in incoming]
+        for each in arriving:
+            each.post(self, tag)
+        sends = [_Leaving(each, self._room.get((tag, each.to), 0) if ahead else 0) for each in outgoing]
+        for each in sends:
+            each.send_what_fits(self, tag)
+        settle()
+        for each in sends:
+            each.send_rest(self, tag)
+        with waits():
+            received = [each.wait(self, tag) for each in arriving]
+            for each in sends:
+                each.wait()
+        if ahead:
+            for each in arriving:
+                self._post_ahead(tag, each)
+            for each in sends:
+                self._room[tag, each.message.to] = _room_after(each.nbytes, each.message.sized)
+        return received
+
+    def receive(self, into: Tensor, source: int, tag: int) -> dist.Work:
+        """Post a receive."""
+        return self.group.recv([into], source, tag)
+
+    def send(self, part: Tensor, to: int, tag: int) -> dist.Work:
+        """Begin to send."""
+        return self.group.send([part], to, tag)
+
+    def _post_ahead(self, tag: int, arrived: "_Arriving") -> None:
+        source, nbytes = arrived.message.source, _room_after(arrived.nbytes, arrived.message.nbytes is None)
+        room = torch.empty(nbytes, dtype=torch.uint8)
+        self._posted[tag, source] = _Posted(room, self.receive(room, source, tag))
+
+
+def _room_after(nbytes: int, sized: bool) -> int:
+    """Return how much is posted ahead after a message of so many bytes, on both sides."""
+    return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, MOST_AHEAD)
+
+
+class _Arriving:
+    """A message on its way here: what of it was posted ahead, and the rest."""
+
+    def __init__(self, message: Incoming, posted: _Posted | None) -> None:
+        self.message, self._posted, self._who = message, posted, f"rank {message.source}"
+        self.nbytes = message.nbytes or 0  # with the length that goes before
+        self._rest: dist.Work | None = None
+        self._whole: Tensor | None = None
+
+    def post(self, channels: Channels, tag: int) -> None:
+        """Post a receive for what does not fit into what was posted ahead, as far as its length is known."""
+        source, nbytes, into = self.message
+        if nbytes is None:
+            if self._posted is None:
+                room = torch.empty(_FIRST, dtype=torch.uint8)
+                self._posted = _Posted(room, channels.receive(room, source, tag))
+            return
+        here = 0 if self._posted is None else self._posted.room.numel()
+        if nbytes > here:
+            self._take_rest(channels, tag, torch.empty(nbytes, dtype=torch.uint8) if into is None else into, here)
+
+    def wait(self, channels: Channels, tag: int) -> Tensor:
+        """Return the message."""
+        if self._posted is not None:
+            wait_for(self._posted.work, self._who)
+        if self.message.nbytes is None:
+            return self._wait_sized(channels, tag)
+        if self._rest is not None:
+            wait_for(self._rest, self._who)
+        if self._posted is None:
+            assert self._whole is not None
+            return self._whole
+        return self._complete(self._posted.room, self.nbytes)
+
+    def _wait_sized(self, channels: Channels, tag: int) -> Tensor:
+        assert self._posted is not None
+        room = self._posted.room
+        payload = int(room[:LENGTH_NBYTES].view(torch.int64))
+        self.nbytes = LENGTH_NBYTES + payload
+        here = room[LENGTH_NBYTES:]
+        if payload > here.numel():
+            self._take_rest(channels, tag, torch.empty(payload, dtype=torch.uint8), here.numel())
+            assert self._rest is not None
+            wait_for(self._rest, self._who)
+        return self._complete(here, payload)
+
+    def _take_rest(self, channels: Channels, tag: int, whole: Tensor, here: int) -> None:
+        self._whole = whole
+        self._rest = channels.receive(whole[here:], self.message.source, tag)
+
+    def _complete(self, here: Tensor, nbytes: int) -> Tensor:
+        """Return the message, of which `here` is the beginning, or all."""
+        whole = self._whole if self._whole is not None else self.message.into
+        if whole is None:
+            return here[:nbytes]
+        here = here[:nbytes]
+        whole[: here.numel()].copy_(here)
+        return whole
+
+
+class _Leaving:
+    """A message on its way to another rank: what fits into what that has posted ahead, and the rest."""
+
+    def __init__(self, message: Outgoing, room: int) -> None:
+        self.message, self._works = message, list[dist.Work]()
+        part, self.nbytes = message.part, message.part.numel()
+        first = room
+        if message.sized:
+            length = torch.tensor([self.nbytes]).view(torch.uint8)
+            self.nbytes += LENGTH_NBYTES
+            first = room or _FIRST
+            here = part[: first - LENGTH_NBYTES]
+            self._first, self._rest = torch.cat([length, here]), part[here.numel() :]
+        else:
+            self._first, self._rest = part[:first], part[first:]
+        self._fits = room > 0
+
+    def send_what_fits(self, channels: Channels, tag: int) -> None:
+        if self._fits and self._first.numel():
+            self._works.append(channels.send(self._first, self.message.to, tag))
+
+    def send_rest(self, channels: Channels, tag: int) -> None:
+        if not self._fits and self._first.numel():
+            self._works.append(channels.send(self._first, self.message.to, tag))
+        if self._rest.numel():
+            self._works.append(channels.send(self._rest, self.message.to, tag))
+
+    def wait(self) -> None:
+        for work in self._works:
+            wait_for(work, f"rank {self.message.to}")
+
+
+def wait_for(work: dist.Work, who: str) -> None:
+    """Wait for an operation; an error says who was waited for."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"waiting for {who}: {error}") from error

@@ -1,0 +1,222 @@
+"""The exchanges of one bucket over a group: the operations of a communicator, whose receives over gloo are posted a step ahead."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsync.comm.announcement import Announced, wait_each
+from sparsync.comm.channels import Incoming, Outgoing, Waits, channel
+from sparsync.core import spans, sum_in_rank_order
+
+if TYPE_CHECKING:
+    from sparsync.comm.group import GroupComm
+
+
+class Lane:
+    """The operations of a communicator over `comm`, for one bucket or for calls that were not announced.
+
+    The n-th operation of the bucket with this `number` has a channel of its own, which it has again in the next step. `number` None:
+    nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use at once, each by
+    one thread; `waits` is entered around each wait.
+    """
+
+    def __init__(
+        self,
+        comm: "GroupComm",
+        number: int | None = None,
+        announced: Announced | None = None,
+        waits: Waits = nullcontext,
+        made: int = 0,
+    ) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.announcements = made  # so many of this rank
+        self._comm, self._number, self._announced, self._waits = comm, number, announced, waits
+        self._place = 0  # of the next operation
+
+    def settle(self) -> None:
+        """Wait for what other ranks announced of this bucket, if that was not yet done. Raises RanksDifferError where it differs."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            self.announcements += self._comm.settle(announced, self._waits)
+
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        for peer in (to, source):
+            if not 0 <= peer < self.size:
+                raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
+        if not out.numel() and not into.numel():
+            return
+        with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
+            self._check_pair(out, to, into, source)
+            self._transfer([(into, source)], [(out, to)])
+
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        known = self._known("all_gather", counts, x.numel())
+        if self.size == 1:
+            return [x]
+        self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
+        return self._exchange("all_gather", [x] * self.size, known)
+
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        if len(parts) != self.size:
+            raise ValueError(f"all_to_all takes one tensor for each of {self.size} ranks, got {len(parts)}")
+        outgoing = [part.numel() for part in parts]
+        known = self._known("all_to_all", counts, outgoing[self.rank])
+        if self.size == 1:
+            return [parts[0]]
+        if known is None:
+            self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
+        else:
+            self._check_arriving(outgoing, known, parts[0].dtype)
+        return self._exchange("all_to_all", parts, known)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
+        self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
+        if self.size == 1 or not x.numel():
+            return x.clone()
+        if x.device.type != "cpu":
+            total = x.clone()
+            self.settle()
+            with self._comm.named("all_reduce"):
+                dist.all_reduce(total, group=self._comm.open())
+            return total
+        total, lengths = torch.empty_like(x), [len(chunk) for chunk in spans(x.numel(), self.size)]
+        arrived = self._moved("all_reduce", list(x.split(lengths)), [lengths[self.rank]] * self.size)
+        chunks = total.split(lengths)
+        chunks[self.rank].copy_(sum_in_rank_order(arrived))
+        self._moved("all_reduce", [chunks[self.rank]] * self.size, lengths, chunks)
+        return total
+
+    def _compare(self, line: str) -> None:
+        if self._number is None:
+            self._comm.compare(line)
+
+    def _check_arriving(self, outgoing: list[int], counts: list[int], dtype: torch.dtype) -> None:
+        """Where nothing was announced, compare the lengths that arrive with those that are expected."""
+        if self._number is None:
+            self._compare(f"all_to_all of {dtype}")
+            arriving = self._counts(outgoing)
+            right = "lengths as expected"
+            self._compare(right if arriving == counts else f"lengths {arriving} where {counts} are expected")
+
+    def _check_pair(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        """Where nothing was announced, compare the length that arrives from `source` with the one expected."""
+        if self._number is not None:
+            return
+        device = "cuda" if dist.get_backend(self._comm.open()) == "nccl" else "cpu"
+        sent, arriving = (torch.tensor([part.nbytes], device=device) for part in (out, into))
+        empty = sent[:0]
+        self._transfer([(arriving if into.numel() else empty, source)], [(sent if out.numel() else empty, to)])
+        if int(arriving) != into.nbytes:
+            raise ValueError(
+                f"rank {self.rank} expects {into.nbytes} bytes from rank {source}, which sends {int(arriving)}; "
+                "give send_recv tensors of the same length and type on both ranks"
+            )
+
+    def _exchange(self, name: str, parts: Sequence[Tensor], counts: list[int] | None) -> list[Tensor]:
+        """Send `parts[r]` to rank r and return what each rank sent here, of lengths that are known or travel with it."""
+        if parts[0].device.type != "cpu":
+            return self._moved(
+                name, parts, self._counts([part.numel() for part in parts]) if counts is None else counts
+            )
+        if counts is not None:
+            return self._moved(name, parts, counts)
+        dtype = parts[0].dtype
+        incoming = [Incoming(source, None) for source in self._sources]
+        outgoing = [Outgoing(to, parts[to].view(torch.uint8), sized=True) for to in self._targets]
+        received = [parts[self.rank]] * self.size
+        with self._comm.named(name):
+            arriving = self._through_channel(incoming, outgoing)
+        for source, arrived in zip(self._sources, arriving, strict=True):
+            aligned = arrived if arrived.storage_offset() % dtype.itemsize == 0 else arrived.clone()
+            received[source] = aligned.view(dtype)
+        return received
+
+    def _moved(
+        self, name: str, parts: Sequence[Tensor], counts: Sequence[int], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Send `parts[r]` to rank r and return what each rank sent here: every rank sends to the next one, then to the one after it, ..."""
+        received, dtype = [parts[self.rank]] * self.size, parts[0].dtype
+        if parts[0].device.type != "cpu":
+            received = [parts[0].new_empty(count) for count in counts]
+            received[self.rank] = parts[self.rank]
+            with self._comm.named(name):
+                self._transfer(
+                    [(received[source], source) for source in self._sources], [(parts[to], to) for to in self._targets]
+                )
+            return received
+        incoming = [
+            Incoming(source, counts[source] * dtype.itemsize, None if into is None else into[source].view(torch.uint8))
+            for source in self._sources
+            if counts[source]
+        ]
+        outgoing = [Outgoing(to, parts[to].view(torch.uint8)) for to in self._targets if parts[to].numel()]
+        with self._comm.named(name):
+            arrived = self._through_channel(incoming, outgoing)
+        for each, part in zip(incoming, arrived, strict=True):
+            received[each.source] = part.view(dtype)
+        for source in self._sources:
+            if not counts[source]:
+                received[source] = parts[0].new_empty(0)
+        return received
+
+    def _transfer(self, incoming: list[tuple[Tensor, int]], outgoing: list[tuple[Tensor, int]]) -> None:
+        """Fill each tensor of `incoming` from its rank and send each of `outgoing` to its rank; empty ones take no message."""
+        receives = [(part.view(torch.uint8), rank) for part, rank in incoming if part.numel()]
+        sends = [(part.view(torch.uint8), rank) for part, rank in outgoing if part.numel()]
+        if all(part.device.type == "cpu" for part, _ in receives + sends):
+            wanted = [Incoming(rank, part.numel(), part) for part, rank in receives]
+            received = self._through_channel(wanted, [Outgoing(rank, part) for part, rank in sends])
+            for each, arrived in zip(wanted, received, strict=True):
+                assert each.into is not None
+                if arrived.data_ptr() != each.into.data_ptr():
+                    each.into.copy_(arrived)
+            return
+        # Nothing is sent before ranks have announced the same.
+        self.settle()
+        group, ranks = self._comm.open(), self._comm.ranks
+        operations = [dist.P2POp(dist.irecv, part, ranks[rank], group) for part, rank in receives]
+        operations += [dist.P2POp(dist.isend, part, ranks[rank], group) for part, rank in sends]
+        with self._waits():
+            wait_each(dist.batch_isend_irecv(operations), [rank for _, rank in receives + sends])
+
+    def _through_channel(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> list[Tensor]:
+        """Exchange messages of bytes by the channel of this operation."""
+        sized = any(each.sized for each in outgoing)
+        tag = None if self._number is None else channel(self._number, self._place, sized)
+        self._place += 1
+        return self._comm.channels().exchange(tag, incoming, outgoing, self.settle, self._waits)
+
+    def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
+        """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group permanently."""
+        if counts is None:
+            return None
+        if len(counts) != self.size or counts[self.rank] != own:
+            raise ValueError(
+                f"counts of {name} must have one length for each of {self.size} ranks and {own} for rank {self.rank}, "
+                f"got {list(counts)}"
+            )
+        return list(counts)
+
+    def _counts(self, outgoing: list[int]) -> list[int]:
+        """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
+        group = self._comm.open()
+        self.settle()
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        sent = torch.tensor(outgoing, dtype=torch.int64, device=device)
+        received = torch.empty_like(sent)
+        with self._comm.named("exchange of lengths"):
+            dist.all_to_all_single(received, sent, group=group)
+        return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
+
+    @property
+    def _sources(self) -> list[int]:
+        return [(self.rank - i) % self.size for i in range(1, self.size)]
+
+    @property
+    def _targets(self) -> list[int]:
+        return [(self.rank + i) % self.size for i in range(1, self.size)]

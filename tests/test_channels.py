@@ -1,0 +1,113 @@
+"""Messages whose receives are posted a step ahead: whatever lengths they have from step to step, all of them arrive."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.distributed import run
+from sparsync import GroupComm
+from sparsync.comm.announcement import Announcement, RanksDifferError, Told
+from sparsync.comm.channels import MOST_AHEAD
+from sparsync.comm.lane import Lane
+from sparsync.core import sum_in_rank_order
+
+pytestmark = pytest.mark.distributed
+
+# As they grow, shrink, vanish, and pass what is posted ahead at most.
+LENGTHS = (5, 5, 9, 3, 0, 3, 20_000, 1, MOST_AHEAD // 4 + 3, MOST_AHEAD, 7, 0, 0, 2)
+
+
+def announced(comm: GroupComm, step: int, number: int = 0, what: str = "the same") -> Lane:
+    """A lane for the bucket of this number."""
+    told = [Told([what], "announce the same")]
+    return comm.announce(Announcement((step, step - 1, number, len(what)), lambda: told), number)
+
+
+def message(source: int, to: int, step: int, n: int) -> Tensor:
+    """What one rank sends to another in a step, [n]."""
+    return torch.arange(n, dtype=torch.float32) + 1000 * source + 100 * to + step
+
+
+def of_lengths_that_change() -> None:
+    comm = GroupComm.private(timeout_s=120)
+    P, rank = comm.size, comm.rank
+    for step in range(len(LENGTHS)):
+        lane = announced(comm, step)
+
+        def length(source: int, to: int, step: int = step) -> int:
+            return LENGTHS[(step + source * 3 + to) % len(LENGTHS)]
+
+        parts = [message(rank, to, step, length(rank, to)) for to in range(P)]
+        counts = [length(source, rank) for source in range(P)]
+        for received in (lane.all_to_all(parts, counts), lane.all_to_all(parts)):
+            for source, part in enumerate(received):
+                assert torch.equal(part, message(source, rank, step, counts[source]))
+        own = [message(source, 0, step, length(source, 0)) for source in range(P)]
+        for received in (lane.all_gather(own[rank]), lane.all_gather(own[rank], [len(each) for each in own])):
+            assert all(map(torch.equal, received, own))
+        n = LENGTHS[step]
+        addends = [message(source, 0, step, n) / 3 for source in range(P)]
+        assert torch.equal(lane.all_reduce(addends[rank]), sum_in_rank_order(addends))
+        into = torch.empty(LENGTHS[step])
+        lane.send_recv(message(rank, 1, step, n), (rank + 1) % P, into, (rank - 1) % P)
+        assert torch.equal(into, message((rank - 1) % P, 1, step, n))
+        wide = lane.all_gather(torch.full((step,), complex(rank, step), dtype=torch.complex128))
+        assert [each.tolist() for each in wide] == [[complex(source, step)] * step for source in range(P)]
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_messages_arrive_whatever_lengths_they_had_before(P: int) -> None:
+    run(of_lengths_that_change, P)
+
+
+def posted_ahead() -> None:
+    """In a settled step a rank's first message is there although the other one never says that it is ready."""
+    comm = GroupComm.private(timeout_s=120)
+    for step in range(3):
+        lane = announced(comm, step)
+        lane.all_gather(torch.ones(10), [10, 10])
+    (posted,) = comm.channels()._posted.values()
+    if comm.rank == 1:
+        announced(comm, 3)
+        comm.channels().send(torch.full((40,), 7, dtype=torch.uint8), 0, next(iter(comm.channels()._posted))[0]).wait()
+    else:
+        posted.work.wait()
+        assert posted.room.tolist() == [7] * 40
+    dist.barrier()
+
+
+def test_what_was_posted_a_step_ahead_takes_a_message_before_the_exchange_begins() -> None:
+    run(posted_ahead, 2)
+
+
+def several_at_once() -> None:
+    """Buckets that were announced together, before the first exchange of any of them."""
+    comm = GroupComm.private(timeout_s=120)
+    for step in range(4):
+        lanes = [announced(comm, step, number) for number in range(3)]
+        for lane in lanes:
+            lane.settle()
+        for number, lane in enumerate(lanes):
+            first = lane.all_gather(torch.tensor([float(10 * number + comm.rank)]), [1, 1])
+            assert torch.cat(first).tolist() == [10.0 * number, 10.0 * number + 1]
+
+
+def test_several_buckets_have_channels_of_their_own() -> None:
+    run(several_at_once, 2)
+
+
+def differing() -> list[str]:
+    comm, rank = GroupComm.private(timeout_s=120), dist.get_rank()
+    for step in range(2):
+        announced(comm, step).all_gather(torch.ones(8), [8, 8])
+    lane = announced(comm, 2, what="the same" if rank == 0 else "something else")
+    n = 8 if rank == 0 else 5000
+    with pytest.raises(RanksDifferError) as caught:
+        lane.all_gather(torch.ones(n), [n, n])
+    return [str(caught.value)]
+
+
+def test_ranks_that_differ_hear_of_it_though_a_message_of_known_length_was_posted_ahead() -> None:
+    for told in run(differing, 2):
+        assert "rank 0 has the same, rank 1 has something else" in told[0]
