@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsync import Bucket, TopK
 from sparsync.core import laid_out
-from sparsync.runtime.connection import Connection
+from sparsync.runtime.connection import Connection, Reduction
 from sparsync.runtime.dispatcher import Dispatcher
 from sparsync.runtime.optimizers import ResidualUnits
 from sparsync.runtime.ownership import check_free, take
@@ -56,6 +56,9 @@ class Broken(Connection):
 
     def __init__(self) -> None:
         pass
+
+    def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
+        return False
 
     def attempt(self, work: Callable[[], None], caught: type[BaseException] = BaseException) -> str:
         raise OSError("no more files")

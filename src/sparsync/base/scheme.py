@@ -102,6 +102,14 @@ class Scheme(ABC):
         return any(each.has_residual for each in self.inner_schemes)
 
     @property
+    def interleaves(self) -> bool:
+        """Whether a bucket may be reduced while another one waits for other ranks. No where a step of one depends on another one's.
+
+        What `reduce` does between two exchanges is never interrupted.
+        """
+        return all(each.interleaves for each in self.inner_schemes)
+
+    @property
     def leaves_out(self) -> bool:
         """Whether a step's mean lacks elements that ranks hold back in residuals: an optimizer then sees a sparse gradient."""
         return any(each.leaves_out for each in self.inner_schemes)

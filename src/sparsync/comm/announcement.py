@@ -6,6 +6,7 @@ part when a message is shorter, and ends the process when it is longer. So no ra
 
 import json
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,9 @@ class Announcements:
     group: dist.ProcessGroup
     rank: int
     size: int
+    # Receives match announcements in the order in which they were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
+    _posting: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
@@ -112,9 +115,10 @@ class Announcements:
             work = all_gather_single(gathered, own.cuda(), self.group, async_op=True)
             assert work is not None
             return Announced(announcement, list(gathered), [(work, self.rank)])
-        if not self._ahead:
-            self._post()
-        rows, works = self._ahead.popleft()
+        with self._posting:
+            if not self._ahead:
+                self._post()
+            rows, works = self._ahead.popleft()
         rows[self.rank] = own
         for other in self._others:
             works.append((self.group.send([own], other, _TAG), other))
@@ -126,7 +130,8 @@ class Announcements:
         for work, other in works:
             wait_for(work, "all ranks" if self._on_gpu else f"rank {other}")
         if not self._on_gpu:
-            self._post()
+            with self._posting:
+                self._post()
         return [row.tolist() for row in announced.rows]  # a host sync on a GPU: nothing may be sent before it
 
     def exchange_texts(self, own: str) -> list[str]:

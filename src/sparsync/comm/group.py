@@ -76,6 +76,7 @@ class GroupComm:
     _announced: bool = field(default=False, init=False, repr=False)  # `announce` was called
     _announcements_made: int = field(default=0, init=False, repr=False)  # that no lane counts yet
     _unsettled: deque[Announced] = field(default_factory=deque, init=False, repr=False)
+    _difference: str = field(default="", init=False, repr=False)  # of what was announced
     _settling: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _channels: Channels | None = field(default=None, init=False, repr=False)
     _lane: Lane = field(init=False, repr=False)  # of the operations of this communicator itself
@@ -210,6 +211,8 @@ class GroupComm:
             return 0
         # One thread at a time, in the order in which was announced: to tell what differs takes exchanges that match by their order.
         with waits(), self._settling:
+            if self._difference:
+                raise RanksDifferError(self._difference)
             more = 0
             while announced in self._unsettled:
                 oldest = self._unsettled[0]
@@ -227,7 +230,9 @@ class GroupComm:
             if all(row == rows[0] for row in rows):
                 return more
             texts = made.exchange_texts(announced.announcement.text)
-        raise announced.announcement.difference(texts)
+        difference = announced.announcement.difference(texts)
+        self._difference = str(difference)
+        raise difference
 
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int, reduced: int) -> set[str]:
         """Return which of `names` any rank has among its `own`; `step` and `reduced` are as in the next announcement.

@@ -4,7 +4,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
+from sparsync.comm.channels import Waits
 from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
 from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
@@ -47,6 +48,10 @@ class Reduction(Protocol):
     @property
     def has_residual(self) -> bool:
         return False
+
+    @property
+    def interleaves(self) -> bool:
+        return True
 
     def rollback(self, bucket: Bucket) -> None:
         return
@@ -166,8 +171,21 @@ class ReportLog:
         return taken
 
 
+@dataclass(eq=False)
+class Reducing:
+    """A bucket that was announced and is being reduced."""
+
+    bucket: Bucket
+    scheme: Reduction
+    send_all: bool
+    lane: Lane | None  # None where nobody was told
+    comm: MeteredComm
+    began: float
+    report: Report | None = None  # once its exchanges have ended
+
+
 class Connection:
-    """Reduces buckets over `comm`, one at a time and in the same order on all ranks.
+    """Reduces buckets over `comm`, in the same order on all ranks.
 
     Before each reduction the ranks compare what they are about to reduce, after which step, with which shared state and settings of
     optimizers, and in some steps the weights. After a failure they no longer agree on what comes next on the wire. So the failing rank
@@ -210,26 +228,62 @@ class Connection:
         the step ends, where that is not `bucket`. `send_all`: by `Scheme.send_all`, the same on all ranks. After an error call `close`.
         Raises RanksDifferError, on all ranks, where they differ in what they are about to reduce.
         """
-        try:
+        reducing = self.begin(bucket, scheme, prepare, send_all)
+        self.exchange(reducing)
+        return self.end(reducing, written)
+
+    def begin(
+        self,
+        bucket: Bucket,
+        scheme: Reduction,
+        prepare: Callable[[], None] | None = None,
+        send_all: bool = False,
+        waits: Waits = nullcontext,
+    ) -> "Reducing":
+        """Do what goes before the exchanges of a bucket: in the same order on all ranks. `waits` is entered around each wait."""
+        with _noted(bucket, scheme):
             self._open(bucket.step, prepare)
             began = time.perf_counter()
             with torch.no_grad():
-                with recorded_phases(bucket.key) as spent:
-                    lane = self._announce(bucket, scheme)
-                    comm = MeteredComm(self._group if lane is None else lane)
-                    report = (scheme.send_all if send_all else scheme.reduce)(bucket, comm)
-                    announced = Cost() if lane is None else _settled(lane)
-                sent, wait_s = comm.take()
-                seconds, cost, sent = time.perf_counter() - began, report.cost + announced, sent + announced
-                report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
-                if self._rollback is not None:
-                    result = written() if written else bucket
-                    self._rollback.reduced(scheme, result, report)
-                    self._on_written(result)
-        except BaseException as error:
-            add_note(error, f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}")
-            raise
+                lane = self._announce(bucket, scheme, waits)
+            return Reducing(bucket, scheme, send_all, lane, MeteredComm(lane or self._group), began)
+
+    def exchange(self, reducing: "Reducing") -> None:
+        """Have the scheme reduce a bucket. Buckets that overlap may be at this at once, each on a thread."""
+        bucket, scheme = reducing.bucket, reducing.scheme
+        with _noted(bucket, scheme), torch.no_grad(), recorded_phases(bucket.key) as spent:
+            report = (scheme.send_all if reducing.send_all else scheme.reduce)(bucket, reducing.comm)
+            announced = Cost() if reducing.lane is None else _settled(reducing.lane)
+            sent, wait_s = reducing.comm.take()
+            cost, sent = report.cost + announced, sent + announced
+            seconds = time.perf_counter() - reducing.began
+            reducing.report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
+
+    def end(self, reducing: "Reducing", written: Callable[[], Bucket] | None = None) -> Report:
+        """Do what comes after the exchanges of a bucket, in the order of `begin`; return the report."""
+        bucket, scheme, report = reducing.bucket, reducing.scheme, reducing.report
+        assert report is not None
+        if self._rollback is not None:
+            with _noted(bucket, scheme), torch.no_grad():
+                result = written() if written else bucket
+                self._rollback.reduced(scheme, result, report)
+                self._on_written(result)
         return report
+
+    def overlaps(self, bucket: Bucket, scheme: Reduction) -> bool:
+        """Return whether the exchanges of this bucket may overlap those of others: over gloo, and where its scheme allows it."""
+        return (
+            isinstance(self._group, GroupComm)
+            and self._group.size > 1
+            and bucket.grad.device.type == "cpu"
+            and scheme.interleaves
+        )
+
+    def abort(self) -> None:
+        """End all waits for other ranks, on all threads: they raise."""
+        if isinstance(self._group, GroupComm) and self._group.group is not None:
+            with suppress(Exception):  # the process group may be gone already
+                abort(self._group.group)
 
     def any_of(self, own: Sequence[str], names: Sequence[str], step: int) -> set[str]:
         """Return which of `names` any rank has among its `own`, before the first bucket of `step`. See `GroupComm.any_of`.
@@ -300,7 +354,7 @@ class Connection:
                     abort(self._group.group)  # wakes another thread that waits
                 self._group.close()
 
-    def _announce(self, bucket: Bucket, scheme: Reduction) -> Lane | None:
+    def _announce(self, bucket: Bucket, scheme: Reduction, waits: Waits) -> Lane | None:
         """Tell the other ranks what is reduced, and return the lane to do it in; None where nobody is told."""
         if not isinstance(self._group, GroupComm) or self._group.size == 1:
             return None
@@ -332,7 +386,7 @@ class Connection:
 
         number = self._numbers.setdefault(bucket.key, len(self._numbers))
         announcement = Announcement((bucket.step, reduced, known[1] ^ compared.number, digest(shared)), told)
-        return self._group.announce(announcement, number)
+        return self._group.announce(announcement, number, waits)
 
     def close(self, cause: BaseException | str) -> str:
         """Close after a failure, and return what the other ranks report of it, in parentheses; "" where that says nothing new.
@@ -344,7 +398,7 @@ class Connection:
         self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
         within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
         if isinstance(cause, BaseException):
-            cause = "" if _is_known(cause) else described(cause)
+            cause = "" if is_known(cause) else described(cause)
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already
             if isinstance(self._group, GroupComm) and (others := self._group.close_and_report(cause, within_s)):
                 return f" ({others})"
@@ -373,8 +427,12 @@ class Connection:
             work()
             return ""
         except caught as error:
-            cause, known = described(error), _is_known(error)
+            cause, known = described(error), is_known(error)
         # After the except clause, where the error's traceback keeps the connections open.
+        return self.closed_after(cause, known)
+
+    def closed_after(self, cause: str, known: bool) -> str:
+        """Close after a failure, and return its cause with what the other ranks report; `known`: whether they know of it."""
         return cause + self.close("" if known else cause)
 
     def end_step(self) -> None:
@@ -383,6 +441,16 @@ class Connection:
             self._reduced, self._step, self._compared, self._failed = self._step, None, None, False
         if self._rollback is not None:
             self._rollback.end_step()
+
+
+@contextmanager
+def _noted(bucket: Bucket, scheme: Reduction) -> Iterator[None]:
+    """Have an error say which bucket it is about."""
+    try:
+        yield
+    except BaseException as error:
+        add_note(error, f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}")
+        raise
 
 
 def _settled(lane: Lane) -> Cost:
@@ -396,7 +464,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _is_known(error: BaseException) -> bool:
+def is_known(error: BaseException) -> bool:
     """Return whether other ranks know of this error."""
     return isinstance(error, (ConnectionLostError, RanksDifferError))
 

@@ -1,7 +1,7 @@
-"""The thread on which a model's buckets are reduced, one after the other, in the order in which they were submitted.
+"""The threads on which a model's buckets are reduced while the backward pass, or training itself, goes on.
 
-A scheme is several collectives in a row. Issued from callbacks on a shared group, those of different buckets would mix; here a bucket
-ends before the next one begins, on a private group, while the backward pass, or training itself, goes on.
+Buckets begin and end in the order in which they were submitted. Between the two several are on their way at once, see `flights`, where
+their exchanges cannot mix: over gloo, on channels of their own. On GPUs a bucket ends before the next one begins.
 """
 
 import atexit
@@ -9,10 +9,12 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +23,9 @@ from torch.futures import Future
 
 from sparsync.comm.group import Origin
 from sparsync.core import Bucket, Report
-from sparsync.runtime.connection import Connection, Reduction, described
+from sparsync.runtime.connection import Connection, Reducing, Reduction, described, is_known
 from sparsync.runtime.findings import Finding, warn_of
+from sparsync.runtime.flights import MOST, Baton, Flight
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import Members
 from sparsync.runtime.parameter_names import trained
@@ -70,9 +73,10 @@ class Worker:
                         "the thread that reduces gradients has ended; call attach on the model again"
                     ) from None
 
-    def stop(self) -> None:
-        """End the thread after the queued jobs, without waiting for them."""
+    def stop(self, last: Callable[[], None] = lambda: None) -> None:
+        """End the thread after the queued jobs and `last`, without waiting for them."""
         if self._thread is not None:
+            self._jobs.put((last, futures.Future()))
             self._jobs.put(None)
             self._thread = None
 
@@ -101,20 +105,54 @@ def _end(thread: threading.Thread, jobs: _Jobs) -> None:
     thread.join(EXIT_S)
 
 
-class Dispatcher:
-    """Reduces buckets over `connection` on a thread, and passes each Report to `on_report` there.
+class _Threads:
+    """The thread that begins buckets, and those that each reduce one."""
 
-    When a bucket fails, the other buckets of its step fail too, with the same cause.
+    def __init__(self) -> None:
+        self.begins = Worker()
+        self._reduce: list[Worker] = []
+
+    def reduces(self, number: int) -> Worker:
+        """Return the thread of a bucket; that of the one MOST before."""
+        while len(self._reduce) < min(number + 1, MOST):
+            self._reduce.append(Worker())
+        return self._reduce[number % MOST]
+
+    def finish(self) -> None:
+        """Wait until all jobs are done."""
+        self.begins.finish()
+        for each in self._reduce:
+            each.finish()
+
+    def stop(self) -> None:
+        """End the threads after the queued jobs, without waiting for them."""
+        self.begins.stop(self._stop_reducing)
+
+    def _stop_reducing(self) -> None:
+        for each in self._reduce:
+            each.stop()
+
+
+class Dispatcher:
+    """Reduces buckets over `connection` on threads, and passes each Report to `on_report` there, in order.
+
+    When a bucket fails, the buckets after it in its step fail too, with the same cause.
     """
 
     def __init__(self, connection: Connection, on_report: Callable[[Report], None]) -> None:
         self._connection, self._on_report = connection, on_report
-        self._worker = Worker()
-        self.stop = self._worker.stop
+        self._threads = _Threads()
+        self.stop = self._threads.stop
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Step and cause of the last failure. Not the exception: its traceback would keep the connections open.
         self._failure: tuple[int, str] | None = None
         self._exposure = _Exposure()
+        self._baton = Baton()
+        self._flown, self._step_in_air = 0, -1
+        self._in_air: deque[Flight] = deque()  # in the order of submission, with those that have ended
+        self._on_ground = threading.Lock()  # to begin a bucket, and to close after a failure
+        # Of the first bucket to fail: the bucket, why, and whether other ranks know, until the connection is closed.
+        self._cause: tuple[_Task, str, bool] | None = None
 
     def submit(
         self,
@@ -127,27 +165,27 @@ class Dispatcher:
         """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce."""
         device, submitted_s = bucket.grad.device, time.perf_counter()
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        done, error = future_on(device), list[str]()
-        promised = promise(done, error)
+        task = _Task(bucket, scheme, prepare, written, send_all, submitted_s, future_on(device))
+        promised = promise(task.done, task.error)
 
         def job() -> None:
-            began = time.perf_counter()
-            try:
+            with task.foreseen(self._failed):
+                if self._connection.overlaps(bucket, scheme):
+                    self._take_off(task)
+                    return
+                self._land()
+                began = time.perf_counter()
                 with nullcontext() if ready is None else torch.cuda.stream(self._stream_after(device, ready)):
-                    self._reduce(bucket, scheme, error, written, prepare, send_all)
+                    self._reduce(task)
                     self._exposure.add(bucket.step, submitted_s, began, time.perf_counter())
-                    done.set_result(bucket.grad)
-            except BaseException as unforeseen:  # or the backward pass would wait for ever
-                error.append(f"bucket {bucket.key!r} was not reduced: {described(unforeseen)}")
-                self._failure = bucket.step, error[0]
-                done.set_exception(RuntimeError(error[0]))
+                    task.done.set_result(bucket.grad)
 
-        self._worker.submit(job)
+        self._threads.begins.submit(job)
         return promised
 
     def flush(self) -> None:
         """Wait until all submitted buckets are reduced, and end the step."""
-        self._worker.finish()
+        self._threads.finish()
         self._failure = None
         self._connection.end_step()
 
@@ -173,19 +211,146 @@ class Dispatcher:
         stream.wait_event(ready)
         return stream
 
-    def _reduce(self, bucket: Bucket, scheme: Reduction, error: list[str], *how: Any) -> None:  # Any: as in `submit`
-        """Reduce a bucket; if that fails, add the message to `error`, for the thread that waits."""
-        if self._failure is not None and self._failure[0] == bucket.step:
-            error.append(f"bucket {bucket.key!r} was not reduced: {self._failure[1]}")
+    def _reduce(self, task: "_Task") -> None:
+        """Reduce a bucket; if that fails, note why for the thread that waits."""
+        if self._failed_before(task):
             return
 
         def reduce() -> None:
-            self._on_report(self._connection.reduce(bucket, scheme, *how))
+            self._on_report(
+                self._connection.reduce(task.bucket, task.scheme, task.written, task.prepare, task.send_all)
+            )
 
-        self._failure = None
         if failure := self._connection.attempt(reduce):
-            error.append(f"{scheme.name} failed on bucket {bucket.key!r} at step {bucket.step}: {failure}")
-            self._failure = bucket.step, error[0]
+            self._failed(task, f"{task.scheme.name} failed on {task.what}: {failure}")
+
+    def _take_off(self, task: "_Task") -> None:
+        """Begin a bucket, and leave its exchanges to another thread."""
+        if self._in_air and self._step_in_air != task.bucket.step:
+            self._land()
+        while len(self._in_air) >= MOST:
+            self._in_air.popleft().ended.wait()
+        if self._failed_before(task):
+            self._land()  # its future must not be there before those of the buckets before
+            task.done.set_result(task.bucket.grad)
+            return
+        number, self._flown, self._step_in_air = self._flown, self._flown + 1, task.bucket.step
+        flight = Flight(number, self._in_air[-1] if self._in_air else None)
+        began = time.perf_counter()
+        try:
+            with self._on_ground:
+                reducing = self._connection.begin(
+                    task.bucket, task.scheme, task.prepare, task.send_all, partial(self._baton.lent, number)
+                )
+                self._in_air.append(flight)
+                self._baton.want(number)  # here, so that buckets start in order
+        except BaseException as error:
+            self._note(task, error)
+            self._land()
+            self._close_after(task)
+            task.done.set_result(task.bucket.grad)
+            return
+
+        def fly() -> None:
+            with task.foreseen(self._failed):
+                try:
+                    self._fly(task, flight, reducing, began)
+                finally:
+                    flight.landed.set()
+                    flight.ended.set()
+
+        self._threads.reduces(number).submit(fly)
+
+    def _fly(self, task: "_Task", flight: Flight, reducing: Reducing, began: float) -> None:
+        """Do the exchanges of a bucket, then wait for the buckets before, and report it."""
+        failed = False
+        try:
+            with self._baton.held(flight.number):
+                self._connection.exchange(reducing)
+        except BaseException as error:
+            self._note(task, error)
+            failed = True
+        flight.landed.set()
+        flight.wait_for_turn()
+        if self._failed_before(task):
+            task.done.set_result(task.bucket.grad)
+            return
+        if not failed:
+            try:
+                self._on_report(self._connection.end(reducing, task.written))
+            except BaseException as error:
+                self._note(task, error)
+                failed = True
+        if failed:
+            self._close_after(task)
+        self._exposure.add(task.bucket.step, task.submitted_s, began, time.perf_counter())
+        task.done.set_result(task.bucket.grad)
+
+    def _land(self) -> None:
+        """Wait until all buckets on their way have ended."""
+        while self._in_air:
+            self._in_air.popleft().ended.wait()
+
+    def _note(self, task: "_Task", error: BaseException) -> None:
+        """Note why a bucket failed, if it is the first one, and end the waits of the others."""
+        if self._cause is None:
+            self._cause = task, described(error), is_known(error)
+        self._connection.abort()
+
+    def _close_after(self, task: "_Task") -> None:
+        """Close the connection because this bucket has failed, or one after it, unless that was done for one before."""
+        if self._failed_before(task):
+            self._cause = None
+            return
+        with self._on_ground:
+            for each in list(self._in_air):
+                each.landed.wait()
+            assert self._cause is not None
+            first, *cause = self._cause
+            failure = self._connection.closed_after(*cause)
+            self._cause = None
+        self._failed(task, f"{first.scheme.name} failed on {first.what}: {failure}")
+
+    def _failed(self, task: "_Task", why: str) -> None:
+        task.error.append(why)
+        self._failure = task.bucket.step, why
+
+    def _failed_before(self, task: "_Task") -> bool:
+        """Return whether a bucket before has failed in this step, and fail this one, too."""
+        if self._failure is None:
+            return False
+        if self._failure[0] != task.bucket.step:
+            self._failure = None
+            return False
+        task.error.append(f"bucket {task.bucket.key!r} was not reduced: {self._failure[1]}")
+        return True
+
+
+@dataclass(eq=False)
+class _Task:
+    """A bucket that was submitted, the arguments of `Dispatcher.submit`, and the future of its mean."""
+
+    bucket: Bucket
+    scheme: Reduction
+    prepare: Prepare | None
+    written: Callable[[], Bucket] | None
+    send_all: bool
+    submitted_s: float
+    done: Future
+    error: list[str] = field(default_factory=list)
+
+    @property
+    def what(self) -> str:
+        return f"bucket {self.bucket.key!r} at step {self.bucket.step}"
+
+    @contextmanager
+    def foreseen(self, failed: Callable[["_Task", str], None]) -> Iterator[None]:
+        """Fail with what the block raises, or the backward pass would wait for ever."""
+        try:
+            yield
+        except BaseException as unforeseen:
+            failed(self, f"bucket {self.bucket.key!r} was not reduced: {described(unforeseen)}")
+            self.done.set_exception(RuntimeError(self.error[0]))
 
 
 def future_on(device: torch.device) -> Future:
@@ -216,6 +381,7 @@ class _Exposure:
     step: int | None = None
     step_s: float = 0.0  # reducing, in this step
     step_ended_s: float = 0.0  # from the submission of its latest bucket until that was reduced
+    last_s: float = 0.0  # when the one before ended
     waited_s: float | None = None  # in `Dispatcher.wait`; None where nothing calls it
 
     def add(self, step: int, submitted_s: float, began_s: float, ended_s: float) -> None:
@@ -223,6 +389,7 @@ class _Exposure:
         if step != self.step:
             self.ended_s += min(self.step_s, self.step_ended_s)
             self.step, self.step_s = step, 0.0
+        began_s, self.last_s = max(began_s, self.last_s), ended_s  # while several were reduced counts once
         self.reducing_s += ended_s - began_s
         self.step_s += ended_s - began_s
         self.step_ended_s = ended_s - submitted_s

@@ -91,6 +91,11 @@ class AutoProtect(Scheme):
     def rollback(self, bucket: Bucket) -> None:
         self.scheme.rollback(bucket)
 
+    @property
+    def interleaves(self) -> bool:
+        """No: which layers are protected follows from all buckets."""
+        return False
+
     def shared_text(self, bucket: Bucket) -> str:
         return f"protected: {self.protected}"
 
