@@ -163,9 +163,12 @@ class GroupComm:
         if self.group is None or not self.origin.is_here:
             return
         with suppress(ValueError):  # destroyed already, with the world
-            self.group.abort()
+            abort(self.group)  # an error's traceback may refer to what waits, which keeps sockets open
             dist.destroy_process_group(self.group)
         # Gloo closes its sockets when nothing refers to the group any more.
+        for each in self._unsettled:
+            each.works.clear()
+        self._unsettled.clear()
         self.group = self._announcements = self._channels = None
 
     def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:

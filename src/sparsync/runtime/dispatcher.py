@@ -306,8 +306,8 @@ class Dispatcher:
             for each in list(self._in_air):
                 each.landed.wait()
             assert self._cause is not None
-            first, *cause = self._cause
-            failure = self._connection.closed_after(*cause)
+            first, cause, known = self._cause
+            failure = self._connection.closed_after(cause, known)
             self._cause = None
         self._failed(task, f"{first.scheme.name} failed on {first.what}: {failure}")
 
