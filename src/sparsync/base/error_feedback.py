@@ -7,7 +7,7 @@ writing the mean, clearing the residual, rollback, state and reports.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -116,13 +116,13 @@ class ErrorFeedbackScheme(Scheme):
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
-        mean = update.mean
+        mean, dtype = update.mean, bucket.grad.dtype
         values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
         # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        written = [value.to(bucket.grad.dtype, copy=not isinstance(mean, Tensor)) for value in values]
+        written = [value.to(dtype, copy=not isinstance(mean, Tensor)) for value in values]
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not all(
-            kernels.all_finite(each) and _fits(value, comm.size) for each, value in zip(written, values, strict=True)
+        overflow = not kernels.finite_each(values, comm.size) or not all(
+            kernels.all_finite(each) for each, value in zip(written, values, strict=True) if value.dtype != dtype
         )
         if not overflow and not acc.finite:
             raise RuntimeError(
@@ -137,7 +137,10 @@ class ErrorFeedbackScheme(Scheme):
                     add_dropped_(acc.residual, values[0], written[0], comm)
                 bucket.grad.copy_(written[0])
             else:
-                parts = [replace(part, value=value) for part, value in zip(_parts(update.mean), written, strict=True)]
+                parts = [
+                    Sparse(part.index, value, part.length)
+                    for part, value in zip(_parts(update.mean), written, strict=True)
+                ]
                 union = sum(part.index.numel() for part in parts)
                 if overflow:
                     bucket.grad.zero_()
@@ -147,8 +150,7 @@ class ErrorFeedbackScheme(Scheme):
                     acc.keep(update.replaced, parts)
                     if update.cleared is not None:
                         kernels.clear_(acc.residual, update.cleared)
-                    for error in update.errors:
-                        kernels.scatter_add_(acc.residual, error)
+                    kernels.scatter_add_each_(acc.residual, update.errors)
                     for part, value in zip(parts, values, strict=True):
                         add_dropped_(acc.residual, value, part.value, comm, part.index)
                     if update.lost is not None:
@@ -280,12 +282,6 @@ class ByBucket(Generic[State]):
 
 def _parts(mean: Sparse | Sequence[Sparse]) -> Sequence[Sparse]:
     return [mean] if isinstance(mean, Sparse) else mean
-
-
-def _fits(mean: Tensor, P: int) -> bool:
-    """Return whether P times `mean` is finite everywhere."""
-    # At least in float32: a mean in 16 bits stands for one that its residuals hold.
-    return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
 def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:

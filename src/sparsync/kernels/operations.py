@@ -10,11 +10,12 @@ All vectors are one-dimensional; n is their length, k a number of positions, whi
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
-from sparsync.kernels.dispatch import run
+from sparsync.kernels.dispatch import fused, run
 
 Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
@@ -57,6 +58,15 @@ def accumulate_top_k_of_rows(
 def all_finite(x: Vector) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
     return run("all_finite", x)
+
+
+def finite_each(values: Sequence[Tensor], times: int) -> bool:
+    """Return whether all of `values`, each [k], are finite, and `times` them too, in float32 at least."""
+    found = fused("finite_each", values, times)
+    if found is not NotImplemented:
+        return found
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) * times for each in values]
+    return all(map(all_finite, [*values, *wide]))
 
 
 def select_ge(x: Vector, threshold: float) -> Sparse:
@@ -175,6 +185,13 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
 def scatter_add_(out: Vector, part: Sparse) -> None:
     """Add the elements of `part` to `out`. Raises IndexError, before anything is written, for positions outside of it."""
     run("scatter_add_", out, part)
+
+
+def scatter_add_each_(out: Vector, parts: Sequence[Sparse]) -> None:
+    """Add the elements of `parts`, in their order, to `out`. Raises as `scatter_add_` does, which may have added the parts before."""
+    if fused("scatter_add_each_", out, parts) is NotImplemented:
+        for part in parts:
+            scatter_add_(out, part)
 
 
 def clear_(x: Vector, index: Positions) -> None:
