@@ -524,6 +524,10 @@ nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::
     expect_equal(target.length, from.length, "what is moved and its new place");
     const bool ascend = expect_ascending(stays, from.length) & expect_ascending(comes, from.length);
     if (!ascend) return not_taken();
+    const auto lies_in = [&](const SparseView &part) {
+        return part.count && part.value < from.as<float>() + from.length && from.as<float>() < part.value + part.count;
+    };
+    if (std::any_of(comes.views.begin(), comes.views.end(), lies_in)) return not_taken();
     unlocked([&] { move_put(target.as<float>(), from.as<float>(), from.length, stays.views, comes.views); });
     return nb::none();
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "bindings.hpp"
@@ -40,6 +41,10 @@ std::vector<Part> parts_of(nb::handle sequence) {
     std::vector<Part> parts;
     for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) parts.emplace_back(each);
     return parts;
+}
+
+bool has_floats(const std::vector<Part> &parts) {
+    return std::all_of(parts.begin(), parts.end(), [](const Part &part) { return part.content.is(Element::float32); });
 }
 
 bool all_taken(const std::vector<Part> &parts) {
@@ -108,42 +113,78 @@ nb::object encode_packets(nb::handle sequence, int64_t bits, int64_t divisor, nb
     return nb::make_tuple(sent, dropped);
 }
 
-nb::object decode_packets(nb::handle sequence, const std::vector<int64_t> &counts, const std::vector<int64_t> &lengths, int64_t bits,
-                          nb::handle rows, int64_t n) {
+// Packets that others made, and what they are to hold; `taken` is false where they cannot hold it.
+struct Arrived {
     std::vector<Tensor> packets;
     std::vector<nb::object> held;  // whoever drops the sequence meanwhile
-    for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
-        packets.push_back(read(each));
-        held.push_back(nb::borrow(each));
-        if (!packets.back().is(Element::uint8)) return not_taken();
-    }
-    const Regions places(rows);
-    if (!are_value_bits(bits) || counts.size() != packets.size() || lengths.size() != packets.size() ||
-        !places.taken(packets.size()))
-        return not_taken();
-    const Codecs &codecs = *level().codecs;
+    Regions places;
     std::vector<PacketForm> forms;
+    bool taken = false;
+
+    Arrived(nb::handle sequence, const std::vector<int64_t> &counts, const std::vector<int64_t> &lengths, int64_t bits, nb::handle rows)
+        : places(rows) {
+        for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
+            packets.push_back(read(each));
+            held.push_back(nb::borrow(each));
+            if (!packets.back().is(Element::uint8)) return;
+        }
+        const size_t count = packets.size();
+        if (!are_value_bits(bits) || counts.size() != count || lengths.size() != count || !places.taken(count)) return;
+        for (size_t i = 0; i < count; ++i) {
+            if (counts[i] < 0 || counts[i] > lengths[i] || lengths[i] > kMostElements) return;
+            forms.push_back(packet_form(*level().codecs, counts[i], lengths[i], static_cast<int>(bits)));
+            if (packets[i].length != forms.back().nbytes) return;
+        }
+        taken = true;
+    }
+
+    // False for bytes that are no packet. Needs no GIL.
+    bool decode(size_t i, int32_t *index, float *value) const {
+        if (!decode_packet(*level().codecs, forms[i], packets[i].as<uint8_t>(), packets[i].length, index, value)) return false;
+        return !places.given || locate(places.regions[i].rows, index, forms[i].k, index);
+    }
+};
+
+nb::object decode_packets(nb::handle sequence, const std::vector<int64_t> &counts, const std::vector<int64_t> &lengths, int64_t bits,
+                          nb::handle rows, int64_t n) {
+    const Arrived arrived(sequence, counts, lengths, bits, rows);
+    if (!arrived.taken) return not_taken();
     std::vector<Made> index, value;
-    for (size_t i = 0; i < packets.size(); ++i) {
-        if (counts[i] < 0 || counts[i] > lengths[i] || lengths[i] > kMostElements) return not_taken();
-        forms.push_back(packet_form(codecs, counts[i], lengths[i], static_cast<int>(bits)));
-        if (packets[i].length != forms.back().nbytes) return not_taken();
-        index.push_back(make(counts[i], Element::int32));
-        value.push_back(make(counts[i], Element::float32));
+    for (const int64_t k : counts) {
+        index.push_back(make(k, Element::int32));
+        value.push_back(make(k, Element::float32));
     }
     const bool fine = unlocked([&] {
-        for (size_t i = 0; i < packets.size(); ++i) {
-            int32_t *at = index[i].as<int32_t>();
-            if (!decode_packet(codecs, forms[i], packets[i].as<uint8_t>(), packets[i].length, at, value[i].as<float>())) return false;
-            if (places.given && !locate(places.regions[i].rows, at, counts[i], at)) return false;
-        }
+        for (size_t i = 0; i < counts.size(); ++i)
+            if (!arrived.decode(i, index[i].as<int32_t>(), value[i].as<float>())) return false;
         return true;
     });
     if (!fine) return not_taken();
     nb::list found;
-    for (size_t i = 0; i < packets.size(); ++i)
-        found.append(sparse(index[i].object, value[i].object, places.given ? n : lengths[i]));
+    for (size_t i = 0; i < counts.size(); ++i)
+        found.append(sparse(index[i].object, value[i].object, arrived.places.given ? n : lengths[i]));
     return std::move(found);
+}
+
+nb::object add_packets_(nb::handle out, nb::handle sequence, const std::vector<int64_t> &counts, const std::vector<int64_t> &lengths,
+                        int64_t bits, nb::handle rows) {
+    const Tensor x = read(out);
+    const Arrived arrived(sequence, counts, lengths, bits, rows);
+    if (!x.is(Element::float32) || !arrived.taken) return not_taken();
+    const bool fine = unlocked([&] {
+        std::vector<std::vector<int32_t>> index;
+        std::vector<std::vector<float>> value;
+        for (size_t i = 0; i < counts.size(); ++i) {
+            index.emplace_back(static_cast<size_t>(counts[i]));
+            value.emplace_back(static_cast<size_t>(counts[i]));
+            if (!arrived.decode(i, index[i].data(), value[i].data())) return false;
+            for (const int32_t position : index[i])
+                if (position < 0 || position >= x.length) return false;
+        }
+        for (size_t i = 0; i < counts.size(); ++i) scatter_add(x.as<float>(), x.length, index[i].data(), value[i].data(), counts[i]);
+        return true;
+    });
+    return fine ? nb::none() : not_taken();
 }
 
 nb::object scatter_add_each_(nb::handle out, nb::handle sequence) {
@@ -163,18 +204,26 @@ nb::object scatter_add_each_(nb::handle out, nb::handle sequence) {
 }
 
 nb::object finite_each(nb::handle sequence, int64_t times) {
-    std::vector<Tensor> values;
-    std::vector<nb::object> held;
-    for (const nb::handle each : nb::borrow<nb::sequence>(sequence)) {
-        values.push_back(read(each));
-        held.push_back(nb::borrow(each));
-        if (!values.back().is(Element::float32)) return not_taken();
-    }
+    const std::vector<Part> parts = parts_of(sequence);
+    if (!has_floats(parts)) return not_taken();
     return nb::bool_(unlocked([&] {
-        return std::all_of(values.begin(), values.end(), [&](const Tensor &each) {
-            return finite_times(each.as<float>(), each.length, static_cast<float>(times));
+        return std::all_of(parts.begin(), parts.end(), [&](const Part &part) {
+            return finite_times(part.content.as<float>(), part.content.length, static_cast<float>(times));
         });
     }));
+}
+
+nb::object smallest_each(nb::handle sequence) {
+    const std::vector<Part> parts = parts_of(sequence);
+    if (!has_floats(parts)) return not_taken();
+    nb::list found;
+    for (const Part &part : parts) {
+        const uint32_t least = smallest_magnitude(part.content.as<float>(), part.content.length);
+        float magnitude;
+        std::memcpy(&magnitude, &least, sizeof magnitude);
+        found.append(static_cast<double>(magnitude));
+    }
+    return std::move(found);
 }
 
 }  // namespace
@@ -182,6 +231,8 @@ nb::object finite_each(nb::handle sequence, int64_t times) {
 void bind_packets(nb::module_ &m) {
     m.def("encode_packets", encode_packets, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
     m.def("decode_packets", decode_packets, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+    m.def("add_packets_", add_packets_, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("scatter_add_each_", scatter_add_each_);
     m.def("finite_each", finite_each);
+    m.def("smallest_each", smallest_each);
 }

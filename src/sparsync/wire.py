@@ -200,13 +200,26 @@ class Elements:
         each = zip(packets, counts, lengths, strict=True)
         return _located([self.decode(packet, count, length, dtype) for packet, count, length in each], rows, n)
 
+    def add_each_(
+        self,
+        out: Tensor,
+        packets: Sequence[Tensor],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        rows: Sequence[Rows],
+    ) -> None:
+        """Add what `decode_each` returns for these arguments, in order, to `out`, the vector that the rows lie in."""
+        if fused("add_packets_", out, packets, counts, lengths, _FUSED.get(self.values, 0), rows) is NotImplemented:
+            for part in self.decode_each(packets, counts, lengths, out.dtype, rows, out.numel()):
+                kernels.scatter_add_(out, part)
+
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
         """Return the values of `decode`, [k], without reading the positions."""
         return self._codec.decode(packet[fixed_length_nbytes(k, length) :], k, dtype)
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
         """Return the bytes of a packet of any `k` elements of a span of `length`."""
-        return fixed_length_nbytes(k, length) + self._codec.nbytes(k, dtype)
+        return _packet_nbytes(self.values, k, length, dtype)
 
     @property
     def _codec(self) -> ValueCodec:
@@ -218,6 +231,11 @@ def _located(parts: list[Sparse], rows: Sequence[Rows] | None, n: int) -> list[S
     if rows is None:
         return parts
     return [Sparse(kernels.locate(its, part.index), part.value, n) for its, part in zip(rows, parts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _packet_nbytes(values: Values, k: int, length: int, dtype: torch.dtype) -> int:
+    return fixed_length_nbytes(k, length) + _codec_of(values).nbytes(k, dtype)
 
 
 @lru_cache

@@ -3,19 +3,21 @@
     python -m studies bench reduces [--ranks 4 --elements 10000,1000000 --schemes dense,topk --rounds 60 --profile topk] [--json -]
 
 Ranks are processes, joined by gloo over loopback; each has one thread for torch. A reduction is all that a step does with a bucket on the
-thread of `attach`: announcing, the scheme, and the report. One JSON line a case: percentiles over rounds of rank 0's thread time, and the
-bytes that it sent. The cases of one number of elements are interleaved, in changing order. `--profile` names a scheme, and prints on
-standard error where its reductions spend their time, under the profiler, which slows small calls down most.
+thread of `attach`: announcing, the scheme, and the report. One JSON line a case: percentiles over rounds of rank 0's thread time, in
+`comm_s` the median of its part inside the communicator, and the bytes sent. The cases of one number of elements are interleaved, in
+changing order. `--profile` names a scheme, and prints on standard error where its reductions spend their time, under the profiler, which
+slows small calls down most.
 """
 
 import argparse
 import cProfile
 import json
 import pstats
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,25 +43,61 @@ GRADIENTS = 4  # that take turns
 TIMEOUT_S = 120.0
 
 
+class ClockedComm(GroupComm):
+    """A communicator that adds up the thread time inside it."""
+
+    inside_s = 0.0
+    depth = 0
+
+    def announce(self, *given: Any) -> Any:  # Any: as of GroupComm, here and below
+        return self._clocked(super().announce, given)
+
+    def settle(self, *given: Any) -> Any:
+        return self._clocked(super().settle, given)
+
+    def send_recv(self, *given: Any) -> Any:
+        return self._clocked(super().send_recv, given)
+
+    def all_gather(self, *given: Any) -> Any:
+        return self._clocked(super().all_gather, given)
+
+    def all_to_all(self, *given: Any) -> Any:
+        return self._clocked(super().all_to_all, given)
+
+    def all_reduce(self, *given: Any) -> Any:
+        return self._clocked(super().all_reduce, given)
+
+    def _clocked(self, call: Callable[..., Any], given: Sequence[Any]) -> Any:
+        began = time.thread_time()
+        self.depth += 1
+        try:
+            return call(*given)
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.inside_s += time.thread_time() - began
+
+
 @dataclass
 class ReduceCase:
     """One scheme and its bucket."""
 
     name: str
     scheme: Reduction
+    comm: ClockedComm
     connection: Connection
     grads: Sequence[Tensor]
     nbytes: int = 0  # that the last reduction sent
 
-    def measured(self, number: int) -> float:
-        """Return the seconds of this thread for one reduction."""
+    def measured(self, number: int) -> tuple[float, float]:
+        """Return the seconds of this thread for one reduction, and those inside the communicator."""
         bucket = Bucket("bench", self.grads[number % GRADIENTS].clone(), number)
         dist.barrier()
-        began = time.thread_time()
+        inside_s, began = self.comm.inside_s, time.thread_time()
         report = self.connection.reduce(bucket, self.scheme)
         seconds = time.thread_time() - began
         self.nbytes = (report.sent or report.cost).nbytes
-        return seconds
+        return seconds, self.comm.inside_s - inside_s
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -97,12 +135,17 @@ def _measure(rank: int, options: argparse.Namespace, store: str, result: Path) -
         cases: list[ReduceCase] = []
         for choice in parse_schemes(options.schemes, options.density):
             scheme = choice.make()
-            connection = Connection(scheme, GroupComm.private(timeout_s=TIMEOUT_S))
-            cases.append(ReduceCase(choice.label, scheme, connection, grads))
+            comm = ClockedComm.private(timeout_s=TIMEOUT_S)
+            assert isinstance(comm, ClockedComm)
+            cases.append(ReduceCase(choice.label, scheme, comm, Connection(scheme, comm), grads))
         found = interleaved(cases, lambda case, number: case.measured(number), options.rounds, WARMUP)
         for case, seconds in zip(cases, found, strict=True):
-            row = {"case": case.name, "ranks": options.ranks, "elements": elements, **percentiles(seconds)}
-            rows.append(row | {"payload_bytes": case.nbytes, "rounds": options.rounds})
+            measured = {
+                **percentiles([whole for whole, _ in seconds]),
+                "comm_s": statistics.median(inside for _, inside in seconds),
+                "payload_bytes": case.nbytes,
+            }
+            rows.append({"case": case.name, "elements": elements, **measured, "ranks": options.ranks})
             if options.profile == case.name:
                 _print_profile(case, options.rounds, WARMUP + options.rounds, rank)
             case.connection.shut()

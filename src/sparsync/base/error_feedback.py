@@ -116,14 +116,17 @@ class ErrorFeedbackScheme(Scheme):
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
-        mean, dtype = update.mean, bucket.grad.dtype
-        values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
-        # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        written = [value.to(dtype, copy=not isinstance(mean, Tensor)) for value in values]
+        P, dtype = comm.size, bucket.grad.dtype
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not kernels.finite_each(values, comm.size) or not all(
-            kernels.all_finite(each) for each, value in zip(written, values, strict=True) if value.dtype != dtype
-        )
+        if isinstance(update, DenseUpdate):
+            written = update.mean.to(dtype)
+            overflow = not (kernels.all_finite(written) and _fits(update.mean, P))
+        else:
+            means = parts = [update.mean] if isinstance(update.mean, Sparse) else update.mean
+            overflow = not kernels.finite_each(means, P)
+            if any(part.value.dtype != dtype for part in means):
+                parts = [Sparse(part.index, part.value.to(dtype), part.length) for part in means]
+                overflow = overflow or not kernels.finite_each(parts, 1)
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
@@ -134,15 +137,14 @@ class ErrorFeedbackScheme(Scheme):
                 union = update.union
                 if not overflow:
                     acc.keep_error(update.error)
-                    add_dropped_(acc.residual, values[0], written[0], comm)
-                bucket.grad.copy_(written[0])
+                    add_dropped_(acc.residual, update.mean, written, comm)
+                bucket.grad.copy_(written)
             else:
-                parts = [
-                    Sparse(part.index, value, part.length)
-                    for part, value in zip(_parts(update.mean), written, strict=True)
-                ]
                 union = sum(part.index.numel() for part in parts)
                 if overflow:
+                    parts = [
+                        Sparse(part.index, part.value.clone(), part.length) for part in parts
+                    ]  # maybe of the gradient
                     bucket.grad.zero_()
                     for part in parts:
                         kernels.put_(bucket.grad, part.index, part.value)
@@ -150,9 +152,11 @@ class ErrorFeedbackScheme(Scheme):
                     acc.keep(update.replaced, parts)
                     if update.cleared is not None:
                         kernels.clear_(acc.residual, update.cleared)
-                    kernels.scatter_add_each_(acc.residual, update.errors)
-                    for part, value in zip(parts, values, strict=True):
-                        add_dropped_(acc.residual, value, part.value, comm, part.index)
+                    if update.errors:
+                        kernels.scatter_add_each_(acc.residual, update.errors)
+                    if parts is not means:
+                        for part, mean in zip(parts, means, strict=True):
+                            add_dropped_(acc.residual, mean.value, part.value, comm, part.index)
                     if update.lost is not None:
                         self._lost[bucket.key] = update.lost
             if not overflow:
@@ -280,8 +284,10 @@ class ByBucket(Generic[State]):
         self._shapes, self._states = shapes, states
 
 
-def _parts(mean: Sparse | Sequence[Sparse]) -> Sequence[Sparse]:
-    return [mean] if isinstance(mean, Sparse) else mean
+def _fits(mean: Tensor, P: int) -> bool:
+    """Return whether P times `mean` is finite everywhere."""
+    # At least in float32: a mean in 16 bits stands for one that its residuals hold.
+    return kernels.all_finite(mean.to(torch.promote_types(mean.dtype, torch.float32)) * P)
 
 
 def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:

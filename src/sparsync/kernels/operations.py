@@ -60,11 +60,12 @@ def all_finite(x: Vector) -> bool:
     return run("all_finite", x)
 
 
-def finite_each(values: Sequence[Tensor], times: int) -> bool:
-    """Return whether all of `values`, each [k], are finite, and `times` them too, in float32 at least."""
-    found = fused("finite_each", values, times)
+def finite_each(parts: Sequence[Sparse], times: int) -> bool:
+    """Return whether all values of `parts` are finite, and `times` them too, in float32 at least."""
+    found = fused("finite_each", parts, times)
     if found is not NotImplemented:
         return found
+    values = [part.value for part in parts]
     wide = [each.to(torch.promote_types(each.dtype, torch.float32)) * times for each in values]
     return all(map(all_finite, [*values, *wide]))
 
@@ -107,6 +108,12 @@ def locate(rows: Rows, place: Positions) -> Positions:
 def smallest_magnitude(x: Vector) -> float:
     """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
     return run("smallest_magnitude", x)
+
+
+def smallest_each(parts: Sequence[Sparse]) -> list[float]:
+    """Return the `smallest_magnitude` of the values of each of `parts`."""
+    found = fused("smallest_each", parts)
+    return [smallest_magnitude(part.value) for part in parts] if found is NotImplemented else found
 
 
 def argtopk(magnitude: Vector, k: int) -> Positions:
@@ -215,7 +222,7 @@ def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
 def move_put_(to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
     """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
 
-    Raises IndexError, before anything is written, for positions outside.
+    Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside.
     """
     run("move_put_", to, source, kept, written)
 

@@ -238,14 +238,14 @@ def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list
 
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
     """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
-    sent = [packet for source, packet in enumerate(packets) if source != rank]
+    codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
     # The same of the own region for each of them.
     count, length, rows = ([each[rank]] * len(sent) for each in (regions.counts, regions.lengths, regions.rows))
     with phase("decode"):
-        arrived = regions.codec.decode_each(sent, count, length, values.dtype, rows, regions.n)
-        kernels.scatter_add_each_(values, arrived)
+        codec.add_each_(values, sent, count, length, rows)
         if senders is not None:
-            kernels.scatter_add_each_(senders, [replace(part, value=torch.ones_like(part.value)) for part in arrived])
+            for part in codec.decode_each(sent, count, length, values.dtype, rows, regions.n):
+                kernels.scatter_add_(senders, replace(part, value=torch.ones_like(part.value)))
 
 
 def gather(own: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tuple[list[Sparse], Sparse]:
