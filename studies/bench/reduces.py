@@ -17,7 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from sparsync.comm.announcement import Announcement
 from sparsync.comm.group import GroupComm
 from sparsync.core import Bucket, generator
 from sparsync.runtime.connection import Connection, Reduction
@@ -47,34 +49,41 @@ class ClockedComm(GroupComm):
     """A communicator that adds up the thread time inside it."""
 
     inside_s = 0.0
-    depth = 0
+    _depth = 0  # of calls that call each other
 
-    def announce(self, *given: Any) -> Any:  # Any: as of GroupComm, here and below
-        return self._clocked(super().announce, given)
+    def announce(self, announcement: Announcement) -> None:
+        with self._clocked():
+            super().announce(announcement)
 
-    def settle(self, *given: Any) -> Any:
-        return self._clocked(super().settle, given)
+    def settle(self) -> None:
+        with self._clocked():
+            super().settle()
 
-    def send_recv(self, *given: Any) -> Any:
-        return self._clocked(super().send_recv, given)
+    def send_recv(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
+        with self._clocked():
+            super().send_recv(out, to, into, source)
 
-    def all_gather(self, *given: Any) -> Any:
-        return self._clocked(super().all_gather, given)
+    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        with self._clocked():
+            return super().all_gather(x, counts)
 
-    def all_to_all(self, *given: Any) -> Any:
-        return self._clocked(super().all_to_all, given)
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        with self._clocked():
+            return super().all_to_all(parts, counts)
 
-    def all_reduce(self, *given: Any) -> Any:
-        return self._clocked(super().all_reduce, given)
+    def all_reduce(self, x: Tensor) -> Tensor:
+        with self._clocked():
+            return super().all_reduce(x)
 
-    def _clocked(self, call: Callable[..., Any], given: Sequence[Any]) -> Any:
+    @contextmanager
+    def _clocked(self) -> Iterator[None]:
         began = time.thread_time()
-        self.depth += 1
+        self._depth += 1
         try:
-            return call(*given)
+            yield
         finally:
-            self.depth -= 1
-            if not self.depth:
+            self._depth -= 1
+            if not self._depth:
                 self.inside_s += time.thread_time() - began
 
 

@@ -167,7 +167,7 @@ class TwoShot(ErrorFeedbackScheme):
         if P == 1:
             return residual, None
         if self.leaves_out:
-            return residual, BlockCyclic(n, P).rows(rank, residual.device)
+            return residual, _regions_of(n, P, *self._down, residual.device, residual.dtype).rows[rank]
         own = spans(n, P)[rank]  # adjacent elements, because no position travels
         start = torch.tensor([own.start], dtype=torch.int32, device=residual.device)
         return residual, Rows(start, max(1, len(own)), len(own))
