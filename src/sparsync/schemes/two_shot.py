@@ -239,12 +239,13 @@ def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
     """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
     codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
-    # The same of the own region for each of them.
-    count, length, rows = ([each[rank]] * len(sent) for each in (regions.counts, regions.lengths, regions.rows))
+    others = len(sent)  # of which each sends the same of the own region
+    counts, lengths = [regions.counts[rank]] * others, [regions.lengths[rank]] * others
+    rows = [regions.rows[rank]] * others
     with phase("decode"):
-        codec.add_each_(values, sent, count, length, rows)
+        codec.add_each_(values, sent, counts, lengths, rows)
         if senders is not None:
-            for part in codec.decode_each(sent, count, length, values.dtype, rows, regions.n):
+            for part in codec.decode_each(sent, counts, lengths, values.dtype, rows, regions.n):
                 kernels.scatter_add_(senders, replace(part, value=torch.ones_like(part.value)))
 
 
