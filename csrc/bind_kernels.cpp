@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings.hpp"
 #include "kernels/core.hpp"
 #include "kernels/digest.hpp"
 #include "kernels/level.hpp"
@@ -31,16 +32,13 @@ namespace {
 
 PyObject *sparse_class = nullptr;  // sparsync.core.Sparse, held as long as the process lives
 
-// Runs `work` without the GIL.
-template <class Work>
-auto unlocked(Work work) {
-    const nb::gil_scoped_release release;
-    return work();
-}
+}  // namespace
 
-nb::object sparse(const nb::object &index, const nb::object &value, int64_t length) {
+nb::object sparsync::sparse(const nb::object &index, const nb::object &value, int64_t length) {
     return nb::handle(sparse_class)(index, value, length);
 }
+
+namespace {
 
 Found &buffer() {
     thread_local Found found;
@@ -139,46 +137,6 @@ nb::object accumulate_top(nb::handle residual, nb::handle grad, int64_t k, nb::h
     });
     return nb::make_tuple(sparse_of(found, n), greatest < kInfinity);
 }
-
-// The attributes of a sparsync.core.Rows, checked against a vector of n elements.
-struct Read {
-    nb::object held;
-    Tensor starts;
-    Rows rows{};
-
-    explicit Read(nb::handle object) : held(object.attr("starts")), starts(read(held)) {
-        rows = {starts.as<int32_t>(), nb::cast<int64_t>(object.attr("row")), nb::cast<int64_t>(object.attr("length"))};
-    }
-
-    bool taken() const { return starts.is(Element::int32); }
-
-    // Raises ValueError where there are too few rows.
-    void expect_enough() const {
-        const auto possible = [](int64_t number) { return number >= 0 && number <= INT32_MAX; };
-        if (rows.row < 1 || !possible(rows.row) || !possible(rows.length) || rows.count() > starts.length)
-            throw nb::value_error((std::to_string(rows.length) + " elements in rows of " + std::to_string(rows.row) +
-                                   " do not fit " + std::to_string(starts.length) + " rows").c_str());
-    }
-
-    // Raises IndexError where a row is not inside of [0, n).
-    void expect_inside(int64_t n) const {
-        int64_t low = 0, high = -1;
-        for (int64_t i = 0; i < rows.length / rows.row; ++i) {
-            low = std::min<int64_t>(low, rows.starts[i]);
-            high = std::max<int64_t>(high, rows.starts[i]);
-        }
-        high += rows.row;  // of whole rows, the end
-        if (rows.length < rows.row) high = 0;
-        if (rows.length % rows.row) {
-            const int64_t last = rows.count() - 1;
-            low = std::min<int64_t>(low, rows.starts[last]);
-            high = std::max(high, rows.starts[last] + rows.size(last));
-        }
-        if (low < 0 || high > n)
-            throw nb::index_error(("rows must lie in [0, " + std::to_string(n) + ") for " + std::to_string(n) +
-                                   " elements, got some outside").c_str());
-    }
-};
 
 nb::object top_of(nb::handle x, nb::handle rows, int64_t k, std::optional<double> bound) {
     const Tensor vector = read(x);
@@ -566,6 +524,10 @@ nb::object move_put_into(nb::handle to, nb::handle source, nb::handle kept, nb::
     expect_equal(target.length, from.length, "what is moved and its new place");
     const bool ascend = expect_ascending(stays, from.length) & expect_ascending(comes, from.length);
     if (!ascend) return not_taken();
+    const auto lies_in = [&](const SparseView &part) {
+        return part.count && part.value < from.as<float>() + from.length && from.as<float>() < part.value + part.count;
+    };
+    if (std::any_of(comes.views.begin(), comes.views.end(), lies_in)) return not_taken();
     unlocked([&] { move_put(target.as<float>(), from.as<float>(), from.length, stays.views, comes.views); });
     return nb::none();
 }

@@ -864,7 +864,7 @@ def test_a_parameter_that_changes_its_group_has_the_settings_of_the_new_one_from
         before = common(steps)
         train(steps, range(2, 3))
         assert (common(steps) - before).tolist() != [0.0] * len(before)
-        assert steps._groups[next(iter(steps.model.state_dict()))] == 1
+        assert steps._groups.number[next(iter(steps.model.state_dict()))] == 1
 
     LocalWorld(2).run(body)
 

@@ -148,36 +148,58 @@ def test_bad_arguments_are_refused(operation: str) -> None:
         assert str(refused.value), f"call {number} says nothing"
 
 
+FUSED = ("encode_packets", "decode_packets", "add_packets_", "scatter_add_each_", "finite_each", "smallest_each")
 CODECS = ("encode_positions", "decode_positions", "scaled_encode", "scaled_decode", "means_encode", "means_decode")
+TENSORS = st.builds(
+    lambda n, dtype, stride: torch.zeros(n * stride).to(dtype)[::stride],
+    st.integers(0, 20),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8]),
+    st.integers(1, 2),
+)
+ROWS = st.builds(
+    lambda starts, row, length: Rows(torch.tensor(starts, dtype=torch.int32), row, length),
+    st.lists(st.integers(-3, 20), max_size=4),
+    st.integers(-2, 2**40),
+    st.integers(-2, 2**40),
+)
+PARTS = st.builds(
+    lambda index, k, length: Sparse(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
+    st.integers(0, 4),
+    st.integers(-2, 20),
+)
 ARGUMENTS = st.one_of(
     st.none(),
     st.integers(-(2**40), 2**40),
     st.floats(),
     st.text(max_size=3),
     st.builds(Span, st.integers(-3, 20), st.integers(-3, 20)),
-    st.builds(
-        lambda n, dtype, stride: torch.zeros(n * stride).to(dtype)[::stride],
-        st.integers(0, 20),
-        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8]),
-        st.integers(1, 2),
-    ),
-    st.builds(
-        lambda starts, row, length: Rows(torch.tensor(starts, dtype=torch.int32), row, length),
-        st.lists(st.integers(-3, 20), max_size=4),
-        st.integers(-2, 2**40),
-        st.integers(-2, 2**40),
-    ),
-    st.builds(
-        lambda index, k, length: Sparse(torch.tensor(index, dtype=torch.int32), torch.ones(k), length),
-        st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
-        st.integers(0, 4),
-        st.integers(-2, 20),
-    ),
+    TENSORS,
+    ROWS,
+    PARTS,
 )
+SMALL = st.integers(-1, 20)
+EACH = st.lists(PARTS, max_size=3) | st.lists(ARGUMENTS, max_size=3)
+PACKETS = st.lists(st.builds(lambda it: torch.tensor(list(it), dtype=torch.uint8), st.binary(max_size=20)), max_size=3)
+REGIONS = st.none() | st.lists(ROWS, max_size=3)
+FORMAT = [
+    st.lists(SMALL, max_size=3),
+    st.lists(SMALL, max_size=3),
+    st.sampled_from([32, 8, 4, 3, 2, 1, 0, -7]),
+    REGIONS,
+]
+SIGNATURES = {
+    "encode_packets": [EACH, FORMAT[2], SMALL, REGIONS, SMALL],
+    "decode_packets": [PACKETS | EACH, *FORMAT, SMALL],
+    "add_packets_": [TENSORS, PACKETS | EACH, *FORMAT],
+    "scatter_add_each_": [TENSORS, EACH],
+    "finite_each": [EACH, SMALL],
+    "smallest_each": [EACH],
+}
 
 
 @pytest.mark.skipif(not BACKENDS[0].startswith("cpp"), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("operation", [*OPERATIONS, *CODECS])
+@pytest.mark.parametrize("operation", [*OPERATIONS, *CODECS, *FUSED])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str, data: st.DataObject) -> None:
@@ -185,7 +207,8 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]
 
     count = {"accumulate_top_k_nonzero": 6, "accumulate_top_k_of_rows": 6, "accumulate_top_k": 5}.get(operation)
-    arguments: list[Any] = data.draw(st.lists(ARGUMENTS, min_size=count or 1, max_size=count or 4))
+    drawn = st.lists(ARGUMENTS, min_size=count or 1, max_size=count or 4)
+    arguments: Any = data.draw(st.tuples(*SIGNATURES[operation]) if operation in SIGNATURES else drawn)
     try:
         getattr(_cpu, operation)(*arguments)
     except (*REFUSED, RuntimeError, AttributeError, MemoryError):

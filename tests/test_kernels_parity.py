@@ -15,7 +15,7 @@ from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
 from sparsync.kernels import operations, reference
 from sparsync.selection.exclusive import BlockCyclic
-from sparsync.wire import ValueCodec, Values
+from sparsync.wire import Elements, ValueCodec, Values
 
 NATIVE = [name for name in kernels.backends() if name.startswith("cpp")]
 SHORT = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
@@ -317,6 +317,75 @@ def test_whatever_is_drawn_gives_the_bits_of_the_reference(
         same(kernels.top_k(x, k, threshold), reference.top_k(x, k))
         same(kernels.select_ge(x, threshold), reference.select_ge(x, threshold))
         assert kernels.all_finite(x) == reference.all_finite(x)
+
+
+EACH_FORMAT: tuple[Values, ...] = ("float32", "bfloat16", "int8", "int4", "int4_stochastic", "int3", "2bit", "sign")
+
+
+@pytest.mark.parametrize("values", EACH_FORMAT)
+@pytest.mark.parametrize("kind", ["normal", "special", "heavy-tailed"])
+def test_several_packets_in_one_call_are_those_of_one_at_a_time(values: Values, kind: str) -> None:
+    codec, P = Elements(values), 3
+    for n, density in ((0, 1), (2, 1), (100, 0.1), (1000, 0.4), (1000, 1), (20_003, 0.01)):
+        x = made(kind, n)
+        rows = [BlockCyclic(n, P).rows(p, x.device) for p in range(P)]
+        lengths = [each.length for each in rows]
+        counts = [math.ceil(density * length) for length in lengths]
+        parts = [kernels.top_k_of_rows(x, each, k) for each, k in zip(rows, counts, strict=True)]
+        for divisor, at in product((1, 4), (None, rows)):
+            packets, dropped = codec.encode_each(parts, divisor, at, n)
+            with kernels.set_backend("reference"):
+                expected, expected_dropped = codec.encode_each(parts, divisor, at, n)
+                arrived = codec.decode_each(expected, counts, lengths, torch.float32, at, n)
+            assert [each.tolist() for each in packets] == [each.tolist() for each in expected]
+            for one, other in zip(dropped, expected_dropped, strict=True):
+                same(one, other)
+            for one, other in zip(
+                codec.decode_each(packets, counts, lengths, torch.float32, at, n), arrived, strict=True
+            ):
+                same(one, other)
+        total, expected_total = made("normal", n, 1), made("normal", n, 1)
+        packets, _ = codec.encode_each(parts)
+        codec.add_each_(total, packets, counts, lengths, rows)
+        operations.scatter_add_each_(expected_total, codec.decode_each(packets, counts, lengths, x.dtype, rows, n))
+        assert torch.equal(bits(total), bits(expected_total))
+
+
+@pytest.mark.parametrize("wrong", ["short", "bytes", "rows"])
+def test_several_packets_of_which_one_cannot_be_decoded_are_refused_before_anything_is_added(wrong: str) -> None:
+    codec, rows, x = Elements("int4"), Rows(torch.arange(0, 64, 8, dtype=torch.int32), 8, 64), made("normal", 64)
+    packets, _ = codec.encode_each([kernels.top_k(x, 20)] * 2)
+    packets[1] = packets[1][:-1] if wrong == "short" else torch.full_like(packets[1], 255)
+    regions = [rows, Rows(rows.starts[:2], 8, 64)] if wrong == "rows" else [rows, rows]
+    before = x.clone()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        codec.add_each_(x, packets, [20, 20], [64, 64], regions)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_asked_of_several_vectors_is_the_reference(kind: str) -> None:
+    parts = [Sparse(torch.arange(n, dtype=torch.int32), made(kind, n, n), 100) for n in (0, 1, 17, 100)]
+    for some in ([], parts[:1], parts[:3], parts):
+        expected = [float(operations.smallest_magnitude(each.value)) for each in some]
+        assert torch.equal(
+            torch.tensor(operations.smallest_each(some)).nan_to_num(-1), torch.tensor(expected).nan_to_num(-1)
+        )
+        for times in (1, 4):
+            finite = all(bool((times * each.value).isfinite().all() & each.value.isfinite().all()) for each in some)
+            assert operations.finite_each(some, times) == finite
+        x, expected_x = made("normal", 100), made("normal", 100)
+        operations.scatter_add_each_(x, some)
+        for each in some:
+            reference.scatter_add_(expected_x, each)
+        assert torch.equal(bits(x), bits(expected_x))
+
+
+def test_what_is_written_may_lie_in_what_is_moved(backend: str) -> None:
+    source, to = torch.arange(1.0, 9.0), torch.zeros(8)
+    written = [Sparse(torch.tensor([0, 5], dtype=torch.int32), source[3:5], 8)]
+    kernels.move_put_(to, source, [], written)
+    assert (source.tolist(), to.tolist()) == ([4, 0, 0, 0, 0, 5, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
 @pytest.mark.parametrize("n", [16 * 4096 + 5, 300_000])

@@ -11,6 +11,7 @@
 #include "../kernels/core.hpp"
 #include "../kernels/digest.hpp"
 #include "../kernels/level.hpp"
+#include "../kernels/packets.hpp"
 #include "../kernels/sparse.hpp"
 
 using namespace sparsync;
@@ -203,6 +204,31 @@ void check_merge(int64_t n, int64_t count) {
     expect(!clear(dense.data(), n, outside, int64_t{2}), "clear");
 }
 
+// What is encoded is decoded, other bytes are refused or give positions inside the span.
+void check_packets(const Codecs &codecs, int64_t length) {
+    std::vector<int32_t> index;
+    const int64_t one_in = 1 + below(9);
+    for (int64_t i = 0; i < length; ++i)
+        if (below(one_in) == 0) index.push_back(static_cast<int32_t>(i));
+    const auto k = static_cast<int64_t>(index.size());
+    const std::vector<float> value = vector_of(k, static_cast<int>(below(3)));
+    for (const int bits : {32, 8, 4, 3, 2, 1}) {
+        const PacketForm form = packet_form(codecs, k, length, bits);
+        std::vector<uint8_t> packet(static_cast<size_t>(form.nbytes));
+        std::vector<int32_t> at(index.size());
+        std::vector<float> received(index.size()), error(index.size());
+        expect(encode_packet(codecs, form, index.data(), value.data(), packet.data()), "encode_packet");
+        expect(decode_packet(codecs, form, packet.data(), form.nbytes, at.data(), received.data()), "decode_packet");
+        expect(at == index, "positions of a packet");
+        if (bits == 32 && k) expect(!std::memcmp(received.data(), value.data(), value.size() * sizeof(float)), "values of a packet");
+        lacking(value.data(), received.data(), k, 1 + below(4), error.data());
+        for (uint8_t &byte : packet) byte = static_cast<uint8_t>(randomness());
+        expect(!decode_packet(codecs, form, packet.data(), form.nbytes + 1, at.data(), received.data()), "a packet of another length");
+        if (decode_packet(codecs, form, packet.data(), form.nbytes, at.data(), received.data()))
+            for (const int32_t position : at) expect(position >= 0 && position < length, "positions of any bytes");
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -211,6 +237,8 @@ int main() {
             check_selection(*level.passes, round % 20 ? below(200) : 60000 + below(20000), round % 3);
     for (const Level &level : levels())
         for (int round = 0; round < 300; ++round) check_steps(*level.passes, round % 20 ? below(200) : 5000 + below(9000), round % 3);
+    for (const Level &level : levels())
+        for (int round = 0; round < 300; ++round) check_packets(*level.codecs, round % 20 ? below(300) : below(60000));
     for (int round = 0; round < 200; ++round) check_digest(1 + below(round % 2 ? 300 : 60000));
     for (int round = 0; round < 200; ++round) check_merge(1 + below(300), 1 + below(9));
     std::puts("all right");

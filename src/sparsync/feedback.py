@@ -100,7 +100,9 @@ class Accumulator:
                 found, self._finite = kernels.accumulate_top_k_of_rows(
                     self._wide, self._narrow, regions, counts, self._sum, bounds
                 )
-            return [self._noted(each, kind) for each, kind in zip(found, kinds, strict=True)]
+            for its_kind, smallest in zip(kinds, kernels.smallest_each(found), strict=True):
+                self._hints[f"{self._bucket.key}/{its_kind}"] = _WARM * smallest
+            return found
 
     def top_k_of(self, chunk: Tensor, k: int, kind: str = "") -> Sparse:
         """Return the `k` elements of `chunk` of largest magnitude, as `top_k` does. Chunks of a `kind` are expected to be similar."""
@@ -109,11 +111,15 @@ class Accumulator:
             return self._noted(kernels.top_k(chunk, k, self._hint(kind)), kind)
 
     def keep(self, kept: Sequence[Sparse] = (), written: Sequence[Sparse] = ()) -> None:
-        """Make the sum the new residual, with the values of `kept` at its positions, and the gradient zero but for `written`."""
+        """Make the sum the new residual, with the values of `kept` at its positions, and the gradient zero but for `written`.
+
+        Values of `written` may lie in the gradient's memory.
+        """
         grad = self._bucket.grad
         if self._sum is grad and self._sum.dtype == self.residual.dtype:
             kernels.move_put_(self.residual, grad, kept, written)
             return
+        written = [Sparse(part.index, part.value.clone(), part.length) for part in written]
         self.residual.copy_(self._sum)
         for part in kept:
             kernels.put_(self.residual, part.index, part.value)

@@ -6,6 +6,7 @@ significant bits, so it and its multiples by small integers are exact in float32
 largest number of its format becomes that. `kernels/codec_reference.py` specifies the codecs of positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -14,10 +15,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from sparsync.core import Sparse, check_one_of
+from sparsync.core import Rows, Sparse, check_one_of
+from sparsync.kernels import operations as kernels
 from sparsync.kernels.codec_reference import PositionCodec, size_of
-from sparsync.kernels.dispatch import run
-from sparsync.kernels.rounding import rounded
+from sparsync.kernels.dispatch import fused, run
+from sparsync.kernels.rounding import lacking, rounded
 from sparsync.kernels.value_reference import values_nbytes
 
 Values = Literal[
@@ -26,6 +28,7 @@ Values = Literal[
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BITS = {"int8": 8, "int4": 4, "int3": 3, "int8_stochastic": 8, "int4_stochastic": 4, "2bit": 2, "sign": 1}
 _MEANS = ("2bit", "sign")
+_FUSED = {"float32": 32} | {values: bits for values, bits in _BITS.items() if not values.endswith("_stochastic")}
 # Of Raw.
 _INDEX_NBYTES = 4
 _MAX_LENGTH = 2**31 - 1
@@ -160,17 +163,79 @@ class Elements:
         index = decode_fixed_length(packet[:head], k, length)
         return Sparse(index, self._codec.decode(packet[head:], k, dtype), length)
 
+    def encode_each(
+        self, parts: Sequence[Sparse], divisor: int = 1, rows: Sequence[Rows] | None = None, n: int = 0
+    ) -> tuple[list[Tensor], list[Sparse]]:
+        """Return the packets of `parts` with their values divided by `divisor`, and value - divisor * decoded of each.
+
+        With `rows`, one for each part, the positions of a part count the elements in its rows, and those of what is dropped are in the
+        vector of `n` elements that the rows lie in.
+        """
+        found = fused("encode_packets", parts, _FUSED.get(self.values, 0), divisor, rows, n)
+        if found is not NotImplemented:
+            return found
+        packets: list[Tensor] = []
+        dropped: list[Sparse] = []
+        for part in parts:
+            sent = part if divisor == 1 else Sparse(part.index, part.value / divisor, part.length)
+            packets.append(self.encode(sent))
+            received = self.decode_values(packets[-1], part.index.numel(), part.length, part.value.dtype)
+            dropped.append(Sparse(part.index, lacking(part.value, received, divisor), part.length))
+        return packets, _located(dropped, rows, n)
+
+    def decode_each(
+        self,
+        packets: Sequence[Tensor],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        rows: Sequence[Rows] | None = None,
+        n: int = 0,
+    ) -> list[Sparse]:
+        """Return `decode` of each of `packets`, of so many elements of spans of these lengths; `rows` and `n` as of `encode_each`."""
+        if dtype == torch.float32:
+            found = fused("decode_packets", packets, counts, lengths, _FUSED.get(self.values, 0), rows, n)
+            if found is not NotImplemented:
+                return found
+        each = zip(packets, counts, lengths, strict=True)
+        return _located([self.decode(packet, count, length, dtype) for packet, count, length in each], rows, n)
+
+    def add_each_(
+        self,
+        out: Tensor,
+        packets: Sequence[Tensor],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        rows: Sequence[Rows],
+    ) -> None:
+        """Add what `decode_each` returns for these arguments, in order, to `out`, the vector that the rows lie in."""
+        if fused("add_packets_", out, packets, counts, lengths, _FUSED.get(self.values, 0), rows) is NotImplemented:
+            for part in self.decode_each(packets, counts, lengths, out.dtype, rows, out.numel()):
+                kernels.scatter_add_(out, part)
+
     def decode_values(self, packet: Tensor, k: int, length: int, dtype: torch.dtype) -> Tensor:
         """Return the values of `decode`, [k], without reading the positions."""
         return self._codec.decode(packet[fixed_length_nbytes(k, length) :], k, dtype)
 
     def nbytes(self, k: int, length: int, dtype: torch.dtype) -> int:
         """Return the bytes of a packet of any `k` elements of a span of `length`."""
-        return fixed_length_nbytes(k, length) + self._codec.nbytes(k, dtype)
+        return _packet_nbytes(self.values, k, length, dtype)
 
     @property
     def _codec(self) -> ValueCodec:
         return _codec_of(self.values)
+
+
+def _located(parts: list[Sparse], rows: Sequence[Rows] | None, n: int) -> list[Sparse]:
+    """Return `parts` as elements of the vector of `n` elements that their rows, if any, lie in."""
+    if rows is None:
+        return parts
+    return [Sparse(kernels.locate(its, part.index), part.value, n) for its, part in zip(rows, parts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _packet_nbytes(values: Values, k: int, length: int, dtype: torch.dtype) -> int:
+    return fixed_length_nbytes(k, length) + _codec_of(values).nbytes(k, dtype)
 
 
 @lru_cache

@@ -7,7 +7,7 @@ writing the mean, clearing the residual, rollback, state and reports.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -116,50 +116,67 @@ class ErrorFeedbackScheme(Scheme):
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
-        mean = update.mean
-        values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
-        # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        written = [value.to(bucket.grad.dtype, copy=not isinstance(mean, Tensor)) for value in values]
+        if isinstance(update, DenseUpdate):
+            overflow, union = self._write_dense(update, acc, bucket, comm)
+        else:
+            overflow, union = self._write_sparse(update, acc, bucket, comm)
+        if not overflow:
+            update.commit()
+        elif kernels.all_finite(bucket.grad):
+            # Only P times the mean is not: a loss scaler must see it all the same.
+            bucket.grad.fill_(torch.nan)
+        details = {**update.details, "overflow": overflow}
+        return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
+
+    def _write_dense(
+        self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm
+    ) -> tuple[bool, int | None]:
+        """Write the mean, and the residual unless the mean overflows; return whether it does, and K."""
+        written = update.mean.to(bucket.grad.dtype)
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not all(
-            kernels.all_finite(each) and _fits(value, comm.size) for each, value in zip(written, values, strict=True)
-        )
+        overflow = not (kernels.all_finite(written) and _fits(update.mean, comm.size))
+        self._check_found(overflow, acc)
+        with phase("apply"):
+            if not overflow:
+                acc.keep_error(update.error)
+                add_dropped_(acc.residual, update.mean, written, comm)
+            bucket.grad.copy_(written)
+        return overflow, update.union
+
+    def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:
+        """Do what `_write_dense` does for the mean of some elements."""
+        grad, means = bucket.grad, [update.mean] if isinstance(update.mean, Sparse) else update.mean
+        overflow, parts = not kernels.finite_each(means, comm.size), means  # host syncs, as there
+        if any(part.value.dtype != grad.dtype for part in means):
+            parts = [Sparse(part.index, part.value.to(grad.dtype), part.length) for part in means]
+            overflow = overflow or not kernels.finite_each(parts, 1)
+        self._check_found(overflow, acc)
+        with phase("apply"):
+            if overflow:
+                # Copied: at P = 1 a step may return a view of the gradient's memory.
+                parts = [Sparse(part.index, part.value.clone(), part.length) for part in parts]
+                grad.zero_()
+                for part in parts:
+                    kernels.put_(grad, part.index, part.value)
+            else:
+                acc.keep(update.replaced, parts)
+                if update.cleared is not None:
+                    kernels.clear_(acc.residual, update.cleared)
+                if update.errors:
+                    kernels.scatter_add_each_(acc.residual, update.errors)
+                for part, mean in zip(parts, means, strict=True) if parts is not means else ():
+                    add_dropped_(acc.residual, mean.value, part.value, comm, part.index)
+                if update.lost is not None:
+                    self._lost[bucket.key] = update.lost
+        return overflow, sum(part.index.numel() for part in parts)
+
+    def _check_found(self, overflow: bool, acc: Accumulator) -> None:
+        """Raise RuntimeError where the mean hides that this rank's gradient is not finite."""
         if not overflow and not acc.finite:
             raise RuntimeError(
                 f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
                 "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
             )
-        with phase("apply"):
-            if isinstance(update, DenseUpdate):
-                union = update.union
-                if not overflow:
-                    acc.keep_error(update.error)
-                    add_dropped_(acc.residual, values[0], written[0], comm)
-                bucket.grad.copy_(written[0])
-            else:
-                parts = [replace(part, value=value) for part, value in zip(_parts(update.mean), written, strict=True)]
-                union = sum(part.index.numel() for part in parts)
-                if overflow:
-                    bucket.grad.zero_()
-                    for part in parts:
-                        kernels.put_(bucket.grad, part.index, part.value)
-                else:
-                    acc.keep(update.replaced, parts)
-                    if update.cleared is not None:
-                        kernels.clear_(acc.residual, update.cleared)
-                    for error in update.errors:
-                        kernels.scatter_add_(acc.residual, error)
-                    for part, value in zip(parts, values, strict=True):
-                        add_dropped_(acc.residual, value, part.value, comm, part.index)
-                    if update.lost is not None:
-                        self._lost[bucket.key] = update.lost
-            if not overflow:
-                update.commit()
-            if overflow and kernels.all_finite(bucket.grad):
-                # Only P times the mean is not: a loss scaler must see it all the same.
-                bucket.grad.fill_(torch.nan)
-        details = {**update.details, "overflow": overflow}
-        return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
 
     def plan(self, given: Given) -> Plan:
         """Return what a settled step does: nothing for an empty bucket, else `planned`."""
@@ -276,10 +293,6 @@ class ByBucket(Generic[State]):
         shapes = {key: list(state_from(entry, "shape", f"bucket {key!r}")) for key, entry in state.items()}
         states = {key: self.make(**state_from(entry, "state", f"bucket {key!r}")) for key, entry in state.items()}
         self._shapes, self._states = shapes, states
-
-
-def _parts(mean: Sparse | Sequence[Sparse]) -> Sequence[Sparse]:
-    return [mean] if isinstance(mean, Sparse) else mean
 
 
 def _fits(mean: Tensor, P: int) -> bool:

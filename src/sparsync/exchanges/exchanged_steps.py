@@ -4,12 +4,11 @@ Each rank turns its gradient into a step (`_to_step_`), the steps go through the
 weights (`_move`). Also here: which parameters take part, the measured ratio, skipped steps, and the state.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +17,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
-from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
-from sparsync.exchanges.rules import AdamWRule, MuonRule, Rule, optimizers_of, rules_of
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
+from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches
+from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, optimizers_of
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
+from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
 from sparsync.exchanges.weights import Part, WeightBucket
 from sparsync.kernels import operations as kernels
-from sparsync.runtime.connection import Reduction
 from sparsync.runtime.findings import steps_in_backward
-from sparsync.runtime.state_checks import check_alike, check_count, check_known
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
-_FIRST = 8  # steps that all measure the ratio
-_MEMORY = 0.98  # weight of older measurements
-_SIGNS = 256  # blocks with different signs, which then repeat
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,87 +61,6 @@ class Steps(StepOptions):
         if self.keep is None:
             return 0.2 if scheme.leaves_out else 0.5
         return self.keep
-
-
-class MeanOfSketches(Reduction):
-    """The mean over ranks in bfloat16."""
-
-    name = "bf16"
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        comm = MeteredComm(comm)
-        total = comm.all_reduce(bucket.grad.bfloat16())
-        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size)
-        n = bucket.grad.numel()
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent)
-
-
-class BlockRatios:
-    """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
-
-    That of the mean gradient is estimated by a sketch of each block, a sum with random signs; see `sparsync.exchanges.sketch`.
-    """
-
-    def __init__(self, like: Sequence[Tensor], block: int, every: int) -> None:
-        self.block, self._every = block, every
-        self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
-        self.of_own = [each.clone() for each in self.of_mean]
-        self.measured, self.measure_until = 0, _FIRST  # measurements so far; steps below this number all measure
-
-    def due(self, step: int) -> bool:
-        """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
-        return step < self.measure_until or step % self._every == 0
-
-    def ratio(self, place: int, P: int) -> Tensor:
-        """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
-
-        A gradient that is all noise has 1/P. The measurement is noisy, so half of that is the lower bound.
-        """
-        return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
-
-    def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
-        """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""
-        signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
-        signs = (2 * signs - 1).to(blocks)
-        sums = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
-        return torch.cat(sums), torch.linalg.vector_norm(blocks, dim=1).square_()
-
-    def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
-        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
-        self.measured += 1
-        weight = max(1 - _MEMORY, 1 / self.measured)
-        found = of_mean.split([len(each) for each in of_own])
-        for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
-            weights = torch.zeros_like(self.of_own[i])
-            for span in spans:
-                weights[span.start // self.block : -(-span.stop // self.block)] = weight
-            self.of_mean[i].lerp_(mean.to(weights), weights)
-            self.of_own[i].lerp_(own, weights)
-
-    def clip_factor(self, P: int) -> float:
-        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
-        own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
-        return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
-
-    def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
-        """Return the measurements, by the keys of the vectors."""
-        return {
-            key: {"block": self.block, "mean": mean.clone(), "own": own.clone()}
-            for key, mean, own in zip(keys, self.of_mean, self.of_own, strict=True)
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
-        """Continue from a state before `step`; measure anew if it has other vectors or blocks."""
-        known = [saved.get(key, {"block": None}) for key in keys]
-        fits = all(
-            one["block"] == self.block and one["mean"].shape == mean.shape
-            for one, mean in zip(known, self.of_mean, strict=True)
-        )
-        if not fits:
-            self.measured, self.measure_until = 0, step + _FIRST
-        for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
-            mean.copy_(one["mean"]) if fits else mean.zero_()
-            own.copy_(one["own"]) if fits else own.zero_()
 
 
 class FewNonzero(Bucket):
@@ -208,11 +120,7 @@ class ExchangedSteps(StepMethod):
                 f"a loss scaler unscales the gradients of one optimizer, and there are {len(self.optimizers)}; train in bfloat16 without a "
                 "scaler, or attach with exchange=sparsync.Gradients()"
             )
-        self._rules = rules_of(self.optimizers)  # of each parameter group, read in each step
-        self._groups, self._members_of_groups = (
-            _group_numbers(self.optimizers, replica.owned),
-            _members(self.optimizers),
-        )
+        self._groups = ParameterGroups(self.optimizers, replica.owned)
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
         common = [each.common for each in self._weights.buckets]
@@ -330,7 +238,7 @@ class ExchangedSteps(StepMethod):
             self._check_own()
             self._check_trained()
             self._replica.take_gradients()
-            self._check_settings()
+            self._groups.read()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
         self._count(reports)
@@ -353,13 +261,6 @@ class ExchangedSteps(StepMethod):
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
         """Clip this rank's gradient, and return its norm before, as torch's function of this name does."""
         return nn.utils.clip_grad_norm_(list(self._replica.owned.values()), max_norm, **options)
-
-    def _check_settings(self) -> None:
-        """Read the settings of the optimizers. Raises ValueError for one that a step cannot have."""
-        _check_finite(self.optimizers)
-        self._rules = rules_of(self.optimizers)
-        if (members := _members(self.optimizers)) != self._members_of_groups:
-            self._groups, self._members_of_groups = _group_numbers(self.optimizers, self._replica.owned), members
 
     @property
     def clip_factor(self) -> float:
@@ -419,31 +320,10 @@ class ExchangedSteps(StepMethod):
 
     def _check(self, state: State) -> None:
         super()._check(state)
-        own, done, path = state[self.integration], state["step"] + 1, f"state[{self.integration!r}]"
-        like, most = dict(self._weights.common()), {"measured": done, "measure_until": done + _FIRST, "skipped": done}
-        counts = dict.fromkeys(self.counts, dict.fromkeys(like))
-        check_alike(
-            path,
-            own,
-            {**dict.fromkeys(self.vectors, like), **dict.fromkeys(most), **counts, "ratio": {}, "own": {}, "idle": {}},
+        like = dict(self._weights.common())
+        check_steps(
+            f"state[{self.integration!r}]", state[self.integration], state["step"] + 1, like, self.vectors, self.counts
         )
-        for key, limit in most.items():
-            check_count(f"{path}[{key!r}]", own[key], limit)
-        for key in self.counts:
-            for name in like:
-                check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
-        check_known(f"{path}['own']", own["own"], like)
-        check_known(f"{path}['idle']", own["idle"], like)
-        check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
-        squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
-        for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
-            where = f"['ratio'][{key!r}]"
-            check_alike(path + where, one, {"block": 1, "mean": None, "own": None})
-            blocks = torch.zeros(one["mean"].shape if isinstance(one["mean"], Tensor) else 0)
-            check_alike(path + where, one, {"mean": blocks, "own": blocks})
-            squares |= {f"{where}[{each!r}]": one[each] for each in ("mean", "own")}
-        if wrong := [where for where, values in squares.items() if bool((values < 0).any())]:
-            raise ValueError(f"{path}{wrong[0]} has negative elements; load an older state")
 
     def _load(self, state: State) -> None:
         saved, ratios = state[self.integration], self._ratios
@@ -453,6 +333,7 @@ class ExchangedSteps(StepMethod):
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)
         self._counts = {key: dict(saved[key]) for key in self.counts}
+        self._groups.recount()
         self._skipped, self._idle = saved["skipped"], frozenset(saved["idle"])
         ratios.measured, ratios.measure_until = saved["measured"], saved["measure_until"]
         ratios.load_state_dict(saved["ratio"], self._keys, self._step + 1)
@@ -584,27 +465,9 @@ class ExchangedSteps(StepMethod):
     def _counted(
         self, place: int, key: str, value_of: Callable[[Rule, ParameterSpan, int], Value]
     ) -> list[tuple[Span, Value]]:
-        """Add one to the count of each parameter that takes part; return the spans of equal values, and these.
-
-        `value_of` gets the rule of a parameter, its place, and its count.
-        """
-        taking, counts, groups, rules = (
-            self._taking(self._weights.buckets[place]),
-            self._counts[key],
-            self._groups,
-            self._rules,
-        )
-        made: dict[tuple[int, int, tuple[int, ...]], Value] = {}  # many parameters have the same
-
-        def value(entry: ParameterSpan) -> Value:
-            group, count = groups[entry.name], counts[entry.name] + 1
-            counts[entry.name] = count
-            same = group, count, entry.shape if isinstance(rules[group], MuonRule) else ()
-            if same not in made:
-                made[same] = value_of(rules[group], entry, count)
-            return made[same]
-
-        return _runs(taking, value)
+        """Count a step of each parameter of a bucket that takes part; return the spans of equal values. See ParameterGroups.counted."""
+        taking = self._taking(self._weights.buckets[place])
+        return self._groups.counted((key, place), taking, self._counts[key], value_of)
 
     def _tell_skipped(self, skipped: bool) -> None:
         """Warn of the first of several skipped steps, and raise where there are too many. The same on all ranks."""
@@ -627,62 +490,11 @@ class ExchangedSteps(StepMethod):
             )
 
 
-def _runs(layout: Iterable[ParameterSpan], value_of: Callable[[ParameterSpan], Value]) -> list[tuple[Span, Value]]:
-    """Return the spans of adjacent parameters that have the same value, and that value."""
-    found: list[tuple[Span, Value]] = []
-    for entry in layout:
-        value, span = value_of(entry), entry.span
-        if found and found[-1][0].stop == span.start and (found[-1][1] is value or found[-1][1] == value):
-            found[-1] = Span(found[-1][0].start, span.stop), value
-        else:
-            found.append((span, value))
-    return found
-
-
 def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:
     """Return whether the norm of the gradients is finite. A host sync."""
     taking = [each for bucket in buckets for name, each in bucket.parameters.items() if name not in idle]
     gradients = [each.grad.to_dense() for each in taking if each.grad is not None]
     return bool(nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
-
-
-def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizers and model do not match."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
-    by_id = {id(each): i for each, i in numbered}
-    cure = "or attach with exchange=sparsync.Gradients()"
-    if missing := [name for name, each in trained.items() if id(each) not in by_id]:
-        raise ValueError(
-            f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {cure}"
-        )
-    known = {id(each): name for name, each in trained.items()}
-    if len(by_id) < len(numbered):
-        seen: set[int] = set()
-        twice = next(each for each, _ in numbered if id(each) in seen or seen.add(id(each)))
-        raise ValueError(
-            f"{known.get(id(twice), 'a parameter')} is in two parameter groups; give each to one optimizer"
-        )
-    if shapes := [tuple(each.shape) for each, _ in numbered if id(each) not in known and each.requires_grad]:
-        raise ValueError(
-            f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
-        )
-    return {name: by_id[id(each)] for name, each in trained.items()}
-
-
-def _members(optimizers: Iterable[Optimizer]) -> list[list[int]]:
-    """Return the ids of the parameters of each parameter group."""
-    return [[id(parameter) for parameter in group["params"]] for each in optimizers for group in each.param_groups]
-
-
-def _check_finite(optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for a rate, decay or eps that is not finite."""
-    for number, group in enumerate(group for each in optimizers for group in each.param_groups):
-        for key in ("lr", "weight_decay", "eps"):
-            if not math.isfinite(float(group.get(key, 0.0))):
-                raise ValueError(
-                    f"{key} of parameter group {number} is {float(group[key])}; it must be finite, look at its schedule"
-                )
 
 
 def _not_finite(trained: Mapping[str, nn.Parameter]) -> str | None:

@@ -7,14 +7,15 @@ for Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; "Muon i
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, Muon, Optimizer
 
+from sparsync.core import ParameterSpan, Span
 from sparsync.runtime.findings import innermost
 
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
@@ -77,6 +78,81 @@ class MuonRule:
 
 
 Rule = AdamWRule | MuonRule
+Value = TypeVar("Value")
+
+
+class ParameterGroups:
+    """The settings of each trained parameter, by name: the rule of its group in the optimizers, read in each step.
+
+    Raises ValueError where optimizers and `trained` do not have the same parameters, and as `rules_of`.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers, self._trained = optimizers, trained
+        self.rules = rules_of(optimizers)  # of each group
+        self.number, self._members = _group_numbers(optimizers, trained), _members(optimizers)
+        self._runs: dict[object, tuple[object, list[tuple[ParameterSpan, Span]]]] = {}
+
+    def read(self) -> None:
+        """Read the settings of the optimizers. Raises ValueError for one that a step cannot have."""
+        _check_finite(self.optimizers)
+        self.rules = rules_of(self.optimizers)
+        if (members := _members(self.optimizers)) != self._members:
+            self.number, self._members = _group_numbers(self.optimizers, self._trained), members
+
+    def counted(
+        self,
+        key: object,
+        taking: Sequence[ParameterSpan],
+        counts: dict[str, int],
+        value_of: Callable[[Rule, ParameterSpan, int], Value],
+    ) -> list[tuple[Span, Value]]:
+        """Add one to the count of each parameter of `taking`; return the spans of equal values, and these.
+
+        `value_of` gets the rule of a parameter, its place, and its count. `key` names what is counted of which bucket. In later calls with
+        the same `taking` only one parameter of each run is looked at: counts that were equal have grown alike. Call `recount` where counts
+        were set.
+        """
+        state = taking, self.number, [isinstance(rule, MuonRule) for rule in self.rules]
+        counts.update({entry.name: counts[entry.name] + 1 for entry in taking})
+        known = self._runs.get(key)
+        if known is None or known[0] != state:
+            known = self._runs[key] = state, self._laid(taking, counts)
+        made: dict[object, Value] = {}  # many runs have the same
+        found: list[tuple[Span, Value]] = []
+        for first, span in known[1]:
+            same = self._same(first, counts)
+            if same not in made:
+                made[same] = value_of(self.rules[self.number[first.name]], first, counts[first.name])
+            value = made[same]
+            if found and found[-1][0].stop == span.start and (found[-1][1] is value or found[-1][1] == value):
+                found[-1] = Span(found[-1][0].start, span.stop), value
+            else:
+                found.append((span, value))
+        return found
+
+    def recount(self) -> None:
+        """Look at the counts of all parameters again."""
+        self._runs.clear()
+
+    def _laid(self, taking: Iterable[ParameterSpan], counts: Mapping[str, int]) -> list[tuple[ParameterSpan, Span]]:
+        """Return the first parameter and the span of each run of adjacent ones with the same rule, count and, under Muon, shape."""
+        found: list[tuple[ParameterSpan, Span]] = []
+        for entry in taking:
+            if (
+                found
+                and found[-1][1].stop == entry.span.start
+                and self._same(found[-1][0], counts) == self._same(entry, counts)
+            ):
+                first, span = found[-1]
+                found[-1] = first, Span(span.start, entry.span.stop)
+            else:
+                found.append((entry, entry.span))
+        return found
+
+    def _same(self, entry: ParameterSpan, counts: Mapping[str, int]) -> object:
+        number = self.number[entry.name]
+        return number, counts[entry.name], entry.shape if isinstance(self.rules[number], MuonRule) else ()
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], iterations: int) -> Tensor:
@@ -172,3 +248,42 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def _listed(value: object) -> Iterable[object]:
     return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the parameter group of each trained parameter, by name. Raises ValueError where optimizers and model do not match."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
+    by_id = {id(each): i for each, i in numbered}
+    cure = "or attach with exchange=sparsync.Gradients()"
+    if missing := [name for name, each in trained.items() if id(each) not in by_id]:
+        raise ValueError(
+            f"the optimizer lacks {', '.join(missing)}; pass it all trained parameters, freeze these, {cure}"
+        )
+    known = {id(each): name for name, each in trained.items()}
+    if len(by_id) < len(numbered):
+        seen: set[int] = set()
+        twice = next(each for each, _ in numbered if id(each) in seen or seen.add(id(each)))
+        raise ValueError(
+            f"{known.get(id(twice), 'a parameter')} is in two parameter groups; give each to one optimizer"
+        )
+    if shapes := [tuple(each.shape) for each, _ in numbered if id(each) not in known and each.requires_grad]:
+        raise ValueError(
+            f"the optimizer has parameters that the model lacks, of shapes {shapes}; pass the whole model, {cure}"
+        )
+    return {name: by_id[id(each)] for name, each in trained.items()}
+
+
+def _members(optimizers: Iterable[Optimizer]) -> list[list[int]]:
+    """Return the ids of the parameters of each parameter group."""
+    return [[id(parameter) for parameter in group["params"]] for each in optimizers for group in each.param_groups]
+
+
+def _check_finite(optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for a rate, decay or eps that is not finite."""
+    for number, group in enumerate(group for each in optimizers for group in each.param_groups):
+        for key in ("lr", "weight_decay", "eps"):
+            if not math.isfinite(float(group.get(key, 0.0))):
+                raise ValueError(
+                    f"{key} of parameter group {number} is {float(group[key])}; it must be finite, look at its schedule"
+                )

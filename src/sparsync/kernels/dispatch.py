@@ -8,6 +8,8 @@ asked. The reference takes everything.
     cpp         csrc/, at one instruction set   all
     triton      kernels/cuda/                   the passes, top-k, steps, and reading and writing at positions
     reference   *reference.py, in torch         all
+
+Besides, the C++ backend does some loops over several small vectors in one call. `fused` asks for these; the loop stands where it is called.
 """
 
 import os
@@ -51,6 +53,7 @@ class _Chosen:
 
     name: str | None = None
     kernels: Mapping[str, tuple[Kernel, ...]] | None = None
+    fused: Mapping[str, Kernel] = {}
 
 
 _chosen = _Chosen()
@@ -63,6 +66,17 @@ def run(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
         if result is not NotImplemented:
             return result
     raise AssertionError(f"the reference does not take the arguments of {operation}")
+
+
+def fused(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
+    """Return what the C++ backend does for several vectors in one call.
+
+    Returns NotImplemented where another backend is in use, or does not take `arguments`, or would raise: then loop over them.
+    """
+    if _chosen.kernels is None:
+        _default()
+    kernel = _chosen.fused.get(operation)
+    return NotImplemented if kernel is None else kernel(*arguments)
 
 
 def plain_(a: Tensor, b: Tensor) -> None:
@@ -128,6 +142,7 @@ def _choose(name: str | None) -> None:
     if name is not None and name.startswith(CPP) and _cpu is not None:
         _cpu.set_level(name.removeprefix("cpp/"))
     _chosen.name = name
+    _chosen.fused = vars(_cpu) if name is not None and name.startswith(CPP) else {}
     _chosen.kernels = None if name is None else _in_order(name, name != REFERENCE and _triton() is not None)
     if _triton() is not None:
         from sparsync.kernels.cuda import launch  # loads Triton

@@ -10,11 +10,12 @@ All vectors are one-dimensional; n is their length, k a number of positions, whi
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
-from sparsync.kernels.dispatch import run
+from sparsync.kernels.dispatch import fused, run
 
 Vector = Float[Tensor, " n"]
 Positions = Int[Tensor, " k"]
@@ -59,6 +60,16 @@ def all_finite(x: Vector) -> bool:
     return run("all_finite", x)
 
 
+def finite_each(parts: Sequence[Sparse], times: int) -> bool:
+    """Return whether all values of `parts` are finite, and `times` them too, in float32 at least."""
+    found = fused("finite_each", parts, times)
+    if found is not NotImplemented:
+        return found
+    values = [part.value for part in parts]
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) * times for each in values]
+    return all(map(all_finite, [*values, *wide]))
+
+
 def select_ge(x: Vector, threshold: float) -> Sparse:
     """Return the non-zero elements of `x` whose magnitude is `threshold` or more, NaN as infinity. Positions ascend."""
     return run("select_ge", x, threshold)
@@ -97,6 +108,12 @@ def locate(rows: Rows, place: Positions) -> Positions:
 def smallest_magnitude(x: Vector) -> float:
     """Return the smallest |x|; NaN where there is one, and 0 where there are no elements."""
     return run("smallest_magnitude", x)
+
+
+def smallest_each(parts: Sequence[Sparse]) -> list[float]:
+    """Return the `smallest_magnitude` of the values of each of `parts`."""
+    found = fused("smallest_each", parts)
+    return [smallest_magnitude(part.value) for part in parts] if found is NotImplemented else found
 
 
 def argtopk(magnitude: Vector, k: int) -> Positions:
@@ -177,6 +194,13 @@ def scatter_add_(out: Vector, part: Sparse) -> None:
     run("scatter_add_", out, part)
 
 
+def scatter_add_each_(out: Vector, parts: Sequence[Sparse]) -> None:
+    """Add the elements of `parts`, in their order, to `out`. Raises as `scatter_add_` does, which may have added the parts before."""
+    if fused("scatter_add_each_", out, parts) is NotImplemented:
+        for part in parts:
+            scatter_add_(out, part)
+
+
 def clear_(x: Vector, index: Positions) -> None:
     """Set `x` to zero at the positions `index`. Raises IndexError, before anything is written, for positions outside of it."""
     run("clear_", x, index)
@@ -198,7 +222,7 @@ def gather(x: Vector, index: Positions) -> Float[Tensor, " k"]:
 def move_put_(to: Vector, source: Vector, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
     """Copy `source` to `to`, which does not overlap with it, with the values of `kept` at its positions; leave `written` and zeros.
 
-    Raises IndexError, before anything is written, for positions outside.
+    Values of `written` may lie in `source`. Raises IndexError, before anything is written, for positions outside.
     """
     run("move_put_", to, source, kept, written)
 

@@ -173,6 +173,7 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 def move_put_(to: Tensor, source: Tensor, kept: Sequence[Sparse], written: Sequence[Sparse]) -> None:
     for part in (*kept, *written):
         check_inside(part.index, to)
+    written = [Sparse(part.index, part.value.clone(), part.length) for part in written]  # they may lie in the source
     to.copy_(source)
     source.zero_()
     for x, parts in ((to, kept), (source, written)):

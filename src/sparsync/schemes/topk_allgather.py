@@ -14,7 +14,6 @@ from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, Tally, all_gather
 from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
-from sparsync.kernels.rounding import lacking
 from sparsync.wire import Elements, Values, check_values
 
 
@@ -74,17 +73,13 @@ def gather_selections(
     codec = Elements(values)
     with phase("encode"):
         # Quantized values are sent as their share of the mean, value / P: times P it is exact, which a mean of decoded values is not.
-        packet = codec.encode(own if codec.exact else Sparse(own.index, own.value / P, n))
-    packets = comm.all_gather(packet, [codec.nbytes(count, n, dtype) for count in counts])
+        packets, errors = codec.encode_each([own], 1 if codec.exact else P)
+    packets = comm.all_gather(packets[0], [codec.nbytes(count, n, dtype) for count in counts])
     with phase("decode"):
-        gathered = [codec.decode(each, count, n, dtype) for each, count in zip(packets, counts, strict=True)]
         # In rank order, so the same bits on every rank.
-        union = kernels.coalesce(gathered)
+        mean = kernels.coalesce(codec.decode_each(packets, counts, [n] * P, dtype))
     if codec.exact:
-        mean, errors = Sparse(union.index, union.value.div_(P), n), []
-    else:
-        error = lacking(own.value, codec.decode_values(packet, k, n, dtype), P)
-        mean, errors = union, [Sparse(own.index, error, n)]
+        mean, errors = Sparse(mean.index, mean.value.div_(P), n), []
     return Update(mean, own.index, k, errors, details or {}, commit)
 
 

@@ -119,22 +119,21 @@ class TwoShot(ErrorFeedbackScheme):
         )
         packets, kept = scatter_top_k(acc, up, comm)
         divided = self.divide_by == "contributors" and self.density < 1  # else everybody contributes
-        senders = acc.values.new_ones(up.rows[rank].length) if divided else None
+        senders = torch.ones_like(acc.values) if divided else None
         add_(acc.values, packets, up, rank, senders)
         (top,) = acc.top_k_of_rows([down.rows[rank]], [down.counts[rank]], "sums")
-        divisor = comm.size if senders is None else kernels.gather(senders, top.index)
-        # Divided first: times its divisor a decoded value is exact, which a mean of decoded values is not.
-        mean = gather(replace(top, value=top.value / divisor), down, comm)
-        if senders is not None:
-            # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
-            mean = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in mean]
-        own = mean[rank]
-        error = lacking(top.value, own.value, divisor)
-        kept.append(Sparse(own.index, error, n))
-
         selected = sum(up.counts) - up.counts[rank] + up.rows[rank].length
-        lost = None if senders is None else Sparse(own.index, top.value - error, n)
-        return Update(mean, None, selected, replaced=kept, lost=lost)
+        if senders is None:
+            mean, error = gather(top, down, comm, comm.size)
+            return Update(mean, None, selected, replaced=[*kept, error])
+        contributors = kernels.gather(senders, kernels.locate(down.rows[rank], top.index))
+        mean, _ = gather(replace(top, value=top.value / contributors), down, comm)
+        # No residual holds a mean over contributors, so the owner keeps what the gradient's type drops of it.
+        mean = [replace(part, value=part.value.to(bucket.grad.dtype)) for part in mean]
+        own = mean[rank]
+        error = Sparse(own.index, lacking(top.value, own.value, contributors), n)
+        lost = Sparse(own.index, top.value - error.value, n)
+        return Update(mean, None, selected, replaced=[*kept, error], lost=lost)
 
     def planned(self, given: Given) -> Plan:
         if not self.leaves_out:
@@ -168,7 +167,7 @@ class TwoShot(ErrorFeedbackScheme):
         if P == 1:
             return residual, None
         if self.leaves_out:
-            return residual, BlockCyclic(n, P).rows(rank, residual.device)
+            return residual, _regions_of(n, P, *self._down, residual.device, residual.dtype).rows[rank]
         own = spans(n, P)[rank]  # adjacent elements, because no position travels
         start = torch.tensor([own.start], dtype=torch.int32, device=residual.device)
         return residual, Rows(start, max(1, len(own)), len(own))
@@ -200,22 +199,20 @@ class _Regions:
 
     n: int
     rows: Sequence[Rows]
+    lengths: Sequence[int]
     counts: Sequence[int]  # how many elements of it travel
     nbytes: Sequence[int]  # of their packet
     codec: Elements
-
-    def in_whole(self, p: int, part: Sparse) -> Sparse:
-        """Return elements of region `p` as elements of the vector."""
-        return Sparse(kernels.locate(self.rows[p], part.index), part.value, self.n)
 
 
 @lru_cache(maxsize=256)
 def _regions_of(n: int, P: int, density: float, values: Values, device: torch.device, dtype: torch.dtype) -> _Regions:
     partition, codec = BlockCyclic(n, P), Elements(values)
     rows = [partition.rows(p, device) for p in range(P)]
-    counts = [count_for(density, each.length) for each in rows]
-    nbytes = [codec.nbytes(count, each.length, dtype) for count, each in zip(counts, rows, strict=True)]
-    return _Regions(n, rows, counts, nbytes, codec)
+    lengths = [each.length for each in rows]
+    counts = [count_for(density, length) for length in lengths]
+    nbytes = [codec.nbytes(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
+    return _Regions(n, rows, lengths, counts, nbytes, codec)
 
 
 def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dtype) -> tuple[Tally, int, int]:
@@ -227,43 +224,42 @@ def _packets_of(density: float, values: Values, lengths: Tally, dtype: torch.dty
 
 def scatter_top_k(acc: Accumulator, regions: _Regions, comm: Comm) -> tuple[list[Tensor], list[Sparse]]:
     """Send the largest elements of each other region to its owner; return the packets for the own one, and what rounding drops."""
-    codec, rank, rows = regions.codec, comm.rank, regions.rows
-    others = [p for p in range(comm.size) if p != rank and rows[p].length]
-    chosen = acc.top_k_of_rows([rows[p] for p in others], [regions.counts[p] for p in others], "sent")
-    packets = [torch.empty(0, dtype=torch.uint8, device=acc.residual.device)] * comm.size
-    dropped: list[Sparse] = []
-    for p, part in zip(others, chosen, strict=True):
-        with phase("encode"):
-            packets[p] = codec.encode(part)
-            sent = part.value
-            if not codec.exact:
-                sent = codec.decode_values(packets[p], part.index.numel(), part.length, sent.dtype)
-        dropped.append(regions.in_whole(p, replace(part, value=part.value - sent)))
+    rank = comm.rank
+    others = [p for p, length in enumerate(regions.lengths) if p != rank and length]
+    rows = [regions.rows[p] for p in others]
+    chosen = acc.top_k_of_rows(rows, [regions.counts[p] for p in others], "sent")
+    with phase("encode"):
+        encoded, dropped = regions.codec.encode_each(chosen, rows=rows, n=regions.n)
+        packets = [torch.empty(0, dtype=torch.uint8, device=acc.residual.device)] * comm.size
+        for p, packet in zip(others, encoded, strict=True):
+            packets[p] = packet
     return comm.all_to_all(packets, [(source != rank) * regions.nbytes[rank] for source in range(comm.size)]), dropped
 
 
 def add_(values: Tensor, packets: Sequence[Tensor], regions: _Regions, rank: int, senders: Tensor | None) -> None:
-    """Add what other ranks sent of this rank's region to `values` [n], and one to `senders`, if given, where each did."""
-    own, count = regions.rows[rank], regions.counts[rank]
+    """Add what other ranks sent of this rank's region to `values` [n], and one to `senders` [n], if given, where each did."""
+    codec, sent = regions.codec, [packet for source, packet in enumerate(packets) if source != rank]
+    others = len(sent)  # of which each sends the same of the own region
+    counts, lengths = [regions.counts[rank]] * others, [regions.lengths[rank]] * others
+    rows = [regions.rows[rank]] * others
     with phase("decode"):
-        for source, packet in enumerate(packets):
-            if source != rank:
-                arrived = regions.codec.decode(packet, count, own.length, values.dtype)
-                kernels.scatter_add_(values, regions.in_whole(rank, arrived))
-                if senders is not None:
-                    kernels.scatter_add_(senders, replace(arrived, value=torch.ones_like(arrived.value)))
+        codec.add_each_(values, sent, counts, lengths, rows)
+        if senders is not None:
+            for part in codec.decode_each(sent, counts, lengths, values.dtype, rows, regions.n):
+                kernels.scatter_add_(senders, replace(part, value=torch.ones_like(part.value)))
 
 
-def gather(own: Sparse, regions: _Regions, comm: Comm) -> list[Sparse]:
-    """Send elements of the own region to all, and return those of each region."""
+def gather(own: Sparse, regions: _Regions, comm: Comm, divisor: int = 1) -> tuple[list[Sparse], Sparse]:
+    """Send elements of the own region, divided by `divisor`, to all; return those of each region, and what rounding drops of the own.
+
+    Divided before: times its divisor a decoded value is exact, which a mean of decoded values is not.
+    """
+    rank, rows, n, codec = comm.rank, regions.rows, regions.n, regions.codec
     with phase("encode"):
-        packet = regions.codec.encode(own)
-    packets = comm.all_gather(packet, regions.nbytes)
+        packets, dropped = codec.encode_each([own], divisor, [rows[rank]], n)
+    packets = comm.all_gather(packets[0], regions.nbytes)
     with phase("decode"):
-        return [
-            regions.in_whole(p, regions.codec.decode(packet, count, rows.length, own.value.dtype))
-            for p, (packet, count, rows) in enumerate(zip(packets, regions.counts, regions.rows, strict=True))
-        ]
+        return codec.decode_each(packets, regions.counts, regions.lengths, own.value.dtype, rows, n), dropped[0]
 
 
 class TwoShotReduceScatter(ReduceScatterScheme):

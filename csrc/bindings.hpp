@@ -1,0 +1,64 @@
+// What the bindings of kernels and of packets share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/core.hpp"
+#include "tensors.hpp"
+
+namespace sparsync {
+
+// Runs `work` without the GIL.
+template <class Work>
+auto unlocked(Work work) {
+    const nb::gil_scoped_release release;
+    return work();
+}
+
+// A sparsync.core.Sparse.
+nb::object sparse(const nb::object &index, const nb::object &value, int64_t length);
+
+// The attributes of a sparsync.core.Rows, checked against a vector of n elements.
+struct Read {
+    nb::object held;
+    Tensor starts;
+    Rows rows{};
+
+    explicit Read(nb::handle object) : held(object.attr("starts")), starts(read(held)) {
+        rows = {starts.as<int32_t>(), nb::cast<int64_t>(object.attr("row")), nb::cast<int64_t>(object.attr("length"))};
+    }
+
+    bool taken() const { return starts.is(Element::int32); }
+
+    // Raises ValueError where there are too few rows.
+    void expect_enough() const {
+        const auto possible = [](int64_t number) { return number >= 0 && number <= INT32_MAX; };
+        if (rows.row < 1 || !possible(rows.row) || !possible(rows.length) || rows.count() > starts.length)
+            throw nb::value_error((std::to_string(rows.length) + " elements in rows of " + std::to_string(rows.row) +
+                                   " do not fit " + std::to_string(starts.length) + " rows").c_str());
+    }
+
+    // Raises IndexError where a row is not inside of [0, n).
+    void expect_inside(int64_t n) const {
+        int64_t low = 0, high = -1;
+        for (int64_t i = 0; i < rows.length / rows.row; ++i) {
+            low = std::min<int64_t>(low, rows.starts[i]);
+            high = std::max<int64_t>(high, rows.starts[i]);
+        }
+        high += rows.row;  // of whole rows, the end
+        if (rows.length < rows.row) high = 0;
+        if (rows.length % rows.row) {
+            const int64_t last = rows.count() - 1;
+            low = std::min<int64_t>(low, rows.starts[last]);
+            high = std::max(high, rows.starts[last] + rows.size(last));
+        }
+        if (low < 0 || high > n)
+            throw nb::index_error(("rows must lie in [0, " + std::to_string(n) + ") for " + std::to_string(n) +
+                                   " elements, got some outside").c_str());
+    }
+};
+
+}  // namespace sparsync

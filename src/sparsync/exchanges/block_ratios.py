@@ -1,0 +1,99 @@
+"""How much longer a rank's own gradient is than the mean one, measured for each block of adjacent elements, and how that is sent.
+
+Steps are divided by the second moments of the own gradient; the ratio brings these down to those of the mean one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.comm.metered import MeteredComm
+from sparsync.core import Bucket, Comm, Report, Span, generator
+from sparsync.runtime.connection import Reduction
+
+FIRST = 8  # steps that all measure the ratio
+_MEMORY = 0.98  # weight of older measurements
+_SIGNS = 256  # blocks with different signs, which then repeat
+
+
+class BlockRatios:
+    """The square norms of each block of adjacent elements, of the mean and of the local gradient, for all vectors of `like`.
+
+    That of the mean gradient is estimated by a sketch of each block, a sum with random signs; see `sparsync.exchanges.sketch`.
+    """
+
+    def __init__(self, like: Sequence[Tensor], block: int, every: int) -> None:
+        self.block, self._every = block, every
+        self.of_mean = [each.new_zeros(-(-each.numel() // block)) for each in like]  # older measurements weigh less
+        self.of_own = [each.clone() for each in self.of_mean]
+        self.measured, self.measure_until = 0, FIRST  # measurements so far; steps below this number all measure
+
+    def due(self, step: int) -> bool:
+        """Return whether this step measures. It depends on the step number only, on which ranks agree after a failure too."""
+        return step < self.measure_until or step % self._every == 0
+
+    def ratio(self, place: int, P: int) -> Tensor:
+        """Return the squares of the mean gradient over the local ones, [blocks]; 1 for blocks that were always zero.
+
+        A gradient that is all noise has 1/P. The measurement is noisy, so half of that is the lower bound.
+        """
+        return (self.of_mean[place] / self.of_own[place]).nan_to_num_(1.0).clamp_(0.5 / P, 1.0)
+
+    def sketch(self, blocks: Tensor, key: str, step: int) -> tuple[Tensor, Tensor]:
+        """Return a sum of each block of a gradient, with random signs, and its square norm; `blocks` is [blocks, block]."""
+        signs = torch.randint(0, 2, (_SIGNS, self.block), generator=generator(0, f"ratio/{key}", step))
+        signs = (2 * signs - 1).to(blocks)
+        sums = [(part * signs[: len(part)]).sum(1) for part in blocks.split(_SIGNS)]
+        return torch.cat(sums), torch.linalg.vector_norm(blocks, dim=1).square_()
+
+    def observe(self, of_mean: Tensor, of_own: Sequence[Tensor], taking: Sequence[Sequence[Span]]) -> None:
+        """Add a measurement: the squares of the ranks' mean sums, and of the own blocks. Blocks without an element of `taking` stay."""
+        self.measured += 1
+        weight = max(1 - _MEMORY, 1 / self.measured)
+        found = of_mean.split([len(each) for each in of_own])
+        for i, (mean, own, spans) in enumerate(zip(found, of_own, taking, strict=True)):
+            weights = torch.zeros_like(self.of_own[i])
+            for span in spans:
+                weights[span.start // self.block : -(-span.stop // self.block)] = weight
+            self.of_mean[i].lerp_(mean.to(weights), weights)
+            self.of_own[i].lerp_(own, weights)
+
+    def clip_factor(self, P: int) -> float:
+        """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
+        own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))
+        return min(P, max(1.0, own / mean)) ** 0.5 if mean > 0 else 1.0
+
+    def state_dict(self, keys: Sequence[str]) -> dict[str, Any]:  # Any: numbers and tensors
+        """Return the measurements, by the keys of the vectors."""
+        return {
+            key: {"block": self.block, "mean": mean.clone(), "own": own.clone()}
+            for key, mean, own in zip(keys, self.of_mean, self.of_own, strict=True)
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], keys: Sequence[str], step: int) -> None:  # Any: as state_dict
+        """Continue from a state before `step`; measure anew if it has other vectors or blocks."""
+        known = [saved.get(key, {"block": None}) for key in keys]
+        fits = all(
+            one["block"] == self.block and one["mean"].shape == mean.shape
+            for one, mean in zip(known, self.of_mean, strict=True)
+        )
+        if not fits:
+            self.measured, self.measure_until = 0, step + FIRST
+        for one, mean, own in zip(known, self.of_mean, self.of_own, strict=True):
+            mean.copy_(one["mean"]) if fits else mean.zero_()
+            own.copy_(one["own"]) if fits else own.zero_()
+
+
+class MeanOfSketches(Reduction):
+    """The mean over ranks in bfloat16."""
+
+    name = "bf16"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        comm = MeteredComm(comm)
+        total = comm.all_reduce(bucket.grad.bfloat16())
+        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size)
+        n = bucket.grad.numel()
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent)

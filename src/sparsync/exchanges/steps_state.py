@@ -1,0 +1,48 @@
+"""What a saved state of exchanged steps must be, checked before any of it is loaded."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.exchanges.block_ratios import FIRST
+from sparsync.runtime.state_checks import check_alike, check_count, check_known
+
+
+def check_steps(
+    path: str,
+    own: Mapping[str, Any],  # Any: as Handle.state_dict
+    done: int,
+    like: Mapping[str, Tensor],
+    vectors: Sequence[str],
+    counts: Sequence[str],
+) -> None:
+    """Raise ValueError unless `own`, which stands at `path`, is what exchanged steps save after `done` steps.
+
+    `like` has a vector of each parameter; `vectors` and `counts` name what is saved of each.
+    """
+    most = {"measured": done, "measure_until": done + FIRST, "skipped": done}
+    numbers = dict.fromkeys(counts, dict.fromkeys(like))
+    check_alike(
+        path,
+        own,
+        {**dict.fromkeys(vectors, like), **dict.fromkeys(most), **numbers, "ratio": {}, "own": {}, "idle": {}},
+    )
+    for key, limit in most.items():
+        check_count(f"{path}[{key!r}]", own[key], limit)
+    for key in counts:
+        for name in like:
+            check_count(f"{path}[{key!r}][{name!r}]", own[key][name], done)
+    check_known(f"{path}['own']", own["own"], like)
+    check_known(f"{path}['idle']", own["idle"], like)
+    check_alike(f"{path}['own']", own["own"], {name: like[name] for name in own["own"]})
+    squares = {f"['square'][{name!r}]": each for name, each in own.get("square", {}).items()}
+    for key, one in own["ratio"].items():  # of other blocks or buckets it may have other shapes
+        where = f"['ratio'][{key!r}]"
+        check_alike(path + where, one, {"block": 1, "mean": None, "own": None})
+        blocks = torch.zeros(one["mean"].shape if isinstance(one["mean"], Tensor) else 0)
+        check_alike(path + where, one, {"mean": blocks, "own": blocks})
+        squares |= {f"{where}[{each!r}]": one[each] for each in ("mean", "own")}
+    if wrong := [where for where, values in squares.items() if bool((values < 0).any())]:
+        raise ValueError(f"{path}{wrong[0]} has negative elements; load an older state")
