@@ -20,6 +20,8 @@ ends, and runs at the same time do not interfere: see `namespaces`.
 """
 
 from sparsync_lab.netlab.counters import Counters, interface_counters
+from sparsync_lab.netlab.delay import NO_DELAY, Delay, delay_of, parse_delay
+from sparsync_lab.netlab.forwarder import Forwarded
 from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, parse_link, parse_rate, rates
 from sparsync_lab.netlab.rights import NetworkUnavailableError, reexecution_prefix, restart_with_rights
 from sparsync_lab.netlab.topology import MAX_RANKS, RunNetwork, network
@@ -27,12 +29,17 @@ from sparsync_lab.netlab.topology import MAX_RANKS, RunNetwork, network
 __all__ = [
     "FRAME_BYTES",
     "MAX_RANKS",
+    "NO_DELAY",
     "Counters",
+    "Delay",
+    "Forwarded",
     "NetworkUnavailableError",
     "RunNetwork",
     "TokenBucket",
+    "delay_of",
     "interface_counters",
     "network",
+    "parse_delay",
     "parse_link",
     "parse_rate",
     "rates",
