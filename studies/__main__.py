@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sparsync_lab.cli_options import positive
+from sparsync_lab.cli_options import add_delay_options, positive
 from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, example, run_command
 from sparsync_lab.simulate.command import write
 from sparsync_lab.writable import check_file
@@ -90,6 +90,7 @@ def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
     add("--timeout", type=positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
     add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
+    add_delay_options(parser)
     add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
     add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
 
@@ -105,15 +106,17 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _campaign(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.netlab import delay_of, restart_with_rights
     from studies.campaign import records
     from studies.campaign.command import campaign
 
     check_file(options.out / records.FILE_NAME)
+    delay = delay_of(options.delay, options.jitter)
     restart_with_rights("studies", arguments)
     only = [name for name in options.only.split(",") if name]
     command = ["python", "-m", "studies", *arguments]
-    campaign(options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
+    about = (options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
+    campaign(*about, delay)
 
 
 def _published(options: argparse.Namespace, arguments: list[str]) -> None:

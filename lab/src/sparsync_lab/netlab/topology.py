@@ -113,9 +113,10 @@ def network(
     )
     addresses = tuple(_address(rank) for rank in range(ranks))
     if delay:
+        up_bits_per_s, down_bits_per_s = (bucket and bucket.rate_bits_per_s for bucket in (up, down))
         with (
             namespaces(ranks) as anchors,
-            forwarder(anchors, *(bucket and bucket.rate_bits_per_s for bucket in (up, down)), delay) as carrier,
+            forwarder(anchors, up_bits_per_s, down_bits_per_s, delay) as carrier,
         ):
             run_batches([(anchor, "ip", _delayed_lines(rank, ranks, min(both))) for rank, anchor in enumerate(anchors)])
             prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sparsync_lab import environment
 from sparsync_lab.labels import short_labels
-from sparsync_lab.netlab import network
+from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request, probe
 from sparsync_lab.report.format import significant
@@ -21,7 +21,9 @@ from sparsync_lab.workloads.base import Workload
 from sparsync_lab.writable import check_file
 
 
-def probe_here(request: Request, ranks: int, speeds: tuple[float | None, float | None], out: Path) -> None:
+def probe_here(
+    request: Request, ranks: int, speeds: tuple[float | None, float | None], delay: Delay, out: Path
+) -> None:
     """Measure `ranks` ranks of this machine over emulated links, write the file and print its tables; `speeds`: see `netlab.rates`.
 
     Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
@@ -31,7 +33,7 @@ def probe_here(request: Request, ranks: int, speeds: tuple[float | None, float |
     check_file(out)
     up, down = speeds
     with (
-        network(ranks, up, down_bits_per_s=down) as links,
+        network(ranks, up, down_bits_per_s=down, delay=delay) as links,
         worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
         _shown() as display,
     ):
