@@ -12,7 +12,7 @@ from sparsync_lab.labels import short_labels
 from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request, probe
-from sparsync_lab.report.format import significant
+from sparsync_lab.report.format import rate_text, significant
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.hosts import Backend, joined
@@ -131,6 +131,7 @@ def _print(found: probe_file.Probe) -> None:
     )
     latency, trip = found.latency, found.latency.slowest_round_trip_s
     figures = {
+        **_link_figures(found.link),
         "round trip": f"{_us(latency.round_trip_s)}, of the slowest pair {_us(trip)}",
         "one more message": _us(latency.per_message_s),
         "messages a rank sends": f"{significant(latency.messages_per_s)} per second",
@@ -164,6 +165,15 @@ def _print(found: probe_file.Probe) -> None:
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)
+
+
+def _link_figures(link: probe_file.ProbedLink | None) -> dict[str, str]:
+    if link is None:
+        return {}
+    return {
+        "rate of a link, payload": rate_text(float(significant(link.bits_per_s))),
+        "one way": f"{_us(link.one_way_s)}, of the slowest pair {_us(link.slowest_one_way_s)}",
+    }
 
 
 def _us(seconds: float) -> str:
