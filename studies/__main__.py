@@ -18,6 +18,7 @@ from sparsync_lab.writable import check_file
 PARTS = {
     "cost_forms": "closed forms of costs beside counted ones, to 1024 ranks: a table of docs/cost_model.md",
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
+    "delays": "the one-way delays that a step of each method waits for, over links with a delay",
     "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",
