@@ -124,7 +124,9 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
     options = argparse.Namespace(**spec)
     cases = []
     for number, name in enumerate(options.only):
-        emit({"kind": "measured", "done": 0, "total": 1, "what": f"connecting, {number} of {len(options.only)} methods"})
+        emit(
+            {"kind": "measured", "done": 0, "total": 1, "what": f"connecting, {number} of {len(options.only)} methods"}
+        )
         cases.append(_case(name, options.elements))
 
     def once(case: DelayCase, number: int) -> tuple[float, float]:
@@ -304,4 +306,3 @@ def _exchanging(name: str, elements: int) -> DelayCase:
     (model, optimizer), alone = [(each, AdamW(each.parameters(), lr=1e-4)) for each in models]
     attach(model, _scheme(TWO_SHOT), optimizer=optimizer, exchange=ways[name], timeout_s=TIMEOUT_S)
     return DelayCase(name, trained(model, optimizer), trained(*alone))
-

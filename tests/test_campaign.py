@@ -13,9 +13,9 @@ import torch
 from helpers.programs import run
 from sparsync import LocalWorld, schemes
 from sparsync.core import Bucket, Comm, recorded_phases
+from sparsync_lab.netlab import Delay
 from studies.campaign import command, records
 from studies.campaign.records import FinishedTrial
-from sparsync_lab.netlab import Delay
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
 from studies.campaign.training import CHECK_EVERY
 from studies.campaign.trials import (

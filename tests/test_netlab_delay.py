@@ -32,8 +32,7 @@ def at(links: RunNetwork, rank: int, what: str, answering: int = 0) -> subproces
 def round_trips(links: RunNetwork) -> list[float]:
     with at(links, 0, "answer") as answering:
         assert answering.stdout and answering.stdout.readline() == "listening\n"
-        found = json.loads(at(links, 1, "ask").communicate(timeout=PATIENCE_S)[0])
-    return found
+        return json.loads(at(links, 1, "ask").communicate(timeout=PATIENCE_S)[0])
 
 
 def carried_bits_per_s(links: RunNetwork, window_s: float) -> Iterator[float]:
@@ -142,7 +141,9 @@ def test_the_forwarder_and_the_namespaces_end_with_their_owner(end: str) -> None
 
 
 @builds
-def test_a_missing_compiler_or_device_is_an_error_with_the_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_or_device_is_an_error_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NetworkUnavailableError, match=r"no-such-compiler.*there is no program.*variable CC"):

@@ -81,9 +81,7 @@ def forwarder(
     rates = [0.0 if rate is None else rate for rate in (up_bits_per_s, down_bits_per_s)]
     slowest = min(rate for rate in rates if rate)
     under_way = round(slowest / 8 * 2 * (delay.one_way_s + delay.jitter_s))  # in a round trip
-    received, sent = (
-        min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES)
-    )
+    received, sent = (min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES))
     times = (round(1e9 * each) for each in (delay.one_way_s, delay.jitter_s, CATCH_UP_S))
     numbers = (*rates, *times, seed, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
     # A separate session, as that of an anchor: Ctrl-C must not cut the links before the ranks could stop in order.

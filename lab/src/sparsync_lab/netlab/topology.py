@@ -15,7 +15,9 @@ BATCH_FRAMES = 8
 INTERFACE = "eth0"
 MOST_FRAMES = 43  # that make one packet of 64 kB
 PACKET_S = 1e-3  # that one packet takes on its link, where links have a delay
-DEVICE_PACKETS = 8192  # that wait in a device for each rank, at most MOST_DEVICE_PACKETS: more than the ranks' socket buffers hold
+DEVICE_PACKETS = (
+    8192  # that wait in a device for each rank, at most MOST_DEVICE_PACKETS: more than the ranks' socket buffers hold
+)
 MOST_DEVICE_PACKETS = 1 << 17
 
 

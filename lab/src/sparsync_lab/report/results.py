@@ -208,9 +208,7 @@ class Carried(_Record):
 
 
 Record = Run | SchemeStart | StepRecord | Quality | End | Carried
-_KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End, Carried)
-}
+_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End, Carried)}
 
 
 @dataclass

@@ -238,7 +238,13 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
         )
         for label, traces in by_label.items()
     )
-    about = (_dense_link_s(run), counted, _noise_s(schemes), tuple(_banners(run, schemes)), (*notes, *_carried(records), *_notes(schemes)))
+    about = (
+        _dense_link_s(run),
+        counted,
+        _noise_s(schemes),
+        tuple(_banners(run, schemes)),
+        (*notes, *_carried(records), *_notes(schemes)),
+    )
     return RunSummary(run, schemes, *about)
 
 
