@@ -7,8 +7,9 @@
 
 Emulated: the rate, in both directions, of each rank's link, shared by everything it sends (or receives), and unequal where
 `down_bits_per_s` is given; frames of 1514 bytes that
-carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine. Not emulated: delay (a round
-trip takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `up.burst_bytes` pass at once: at
+carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine; and where `delay` is given, a
+one-way delay and its jitter between any two ranks, see `forwarder`. Not emulated: loss, and other tenants. Without a delay a round trip
+takes what the kernel takes, well under a millisecond. After a pause, `up.burst_bytes` pass at once: at
 100 Mbit/s these are 9278 bytes or 0.74 ms; longer transfers keep the rate within a few per cent.
 
 A worker reads its own traffic by `interface_counters`. A one-way stream counts 1514/1448 = 1.0456 bytes sent per byte of payload, and
