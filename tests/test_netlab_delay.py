@@ -160,9 +160,22 @@ def test_a_missing_compiler_or_device_is_an_error_with_the_cure(
 @builds
 def test_the_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = forwarder.program()
+    with forwarder.program() as made:
+        pass
     monkeypatch.setattr(forwarder, "_compile", None)
-    assert forwarder.program() == made and os.access(made, os.X_OK)
+    with forwarder.program() as again:
+        assert again == made and os.access(made, os.X_OK)
+
+
+@builds
+def test_without_a_cache_folder_the_program_is_compiled_for_one_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with forwarder.program() as made:
+        assert os.access(made, os.X_OK)
+    assert not Path(made).exists()
 
 
 def test_a_delay_is_read_as_people_write_it() -> None:

@@ -141,5 +141,5 @@ def test_a_round_takes_as_many_delays_as_its_messages_wait_for() -> None:
     for exchange in (all_gather(2**20, 4), all_reduce(2**20, 4)):
         ahead, behind = (flat_switch(link, delays_per_round=each).seconds(exchange, 4) for each in (1.0, 2.0))
         assert behind - ahead == exchange.rounds * 2**-5
-    with pytest.raises(ValueError, match="delays_per_round must be at least 1 and finite, got 0.5"):
+    with pytest.raises(ValueError, match=r"delays_per_round must be at least 1 and finite, got 0\.5"):
         flat_switch(link, delays_per_round=0.5)

@@ -11,13 +11,14 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparsync_lab.netlab.delay import Delay
 from sparsync_lab.netlab.rate import CATCH_UP_S
 from sparsync_lab.netlab.rights import TIMEOUT_S, NetworkUnavailableError
+from sparsync_lab.temporary import temporary_folder
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEVICE = Path("/dev/net/tun")
@@ -35,7 +36,7 @@ class Forwarded:
     packets: int  # of up to 64 kB each, as the ranks' interfaces count them
     nbytes: int  # with one header of IP and TCP for each packet
     frame_nbytes: int  # as Ethernet frames of 1514 bytes, which count against the rate
-    dropped: int  # to or from a rank that is cut, or to nobody
+    dropped: int  # to or from a rank that is cut or has taken its interface down, or to nobody
     processor_s: float  # of the forwarder, which has the receiving half of TCP in it
 
     @property
@@ -67,7 +68,7 @@ class Forwarder:
 
 @contextmanager
 def forwarder(
-    anchors: Sequence[int], up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay, seed: int = 0
+    anchors: Sequence[int], up_bits_per_s: float | None, down_bits_per_s: float | None, delay: Delay
 ) -> Iterator[Forwarder]:
     """Yield the program that connects the namespaces of these processes, which get one device each, named `eth0`, until the block ends.
 
@@ -83,12 +84,12 @@ def forwarder(
     under_way = round(slowest / 8 * 2 * (delay.one_way_s + delay.jitter_s))  # in a round trip
     received, sent = (min(MOST_BYTES, max(least, WINDOWS * under_way)) for least in (RECEIVED_BYTES, SENT_BYTES))
     times = (round(1e9 * each) for each in (delay.one_way_s, delay.jitter_s, CATCH_UP_S))
-    numbers = (*rates, *times, seed, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
+    numbers = (*rates, *times, QUEUE_BYTES + 2 * under_way, received, sent, *anchors)
     # A separate session, as that of an anchor: Ctrl-C must not cut the links before the ranks could stop in order.
     pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [program(), *map(str, numbers)], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
-    )
+    with program() as path:
+        argv = [path, *map(str, numbers)]
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
     try:
         _line(process)
         yield Forwarder(process)
@@ -97,21 +98,31 @@ def forwarder(
         process.communicate()
 
 
-def program() -> str:
-    """Return the path of the compiled program, which is kept in the user's cache folder. Raises NetworkUnavailableError."""
+@contextmanager
+def program() -> Iterator[str]:
+    """Yield the path of the compiled program, which is kept in the user's cache folder where that can be written.
+
+    Raises NetworkUnavailableError.
+    """
     source = SOURCE.read_bytes()
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = hashlib.sha256(source + repr((compiler, os.uname().machine)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsync"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    kept = _cache_folder()
+    with temporary_folder() if kept is None else nullcontext(kept) as folder:
         made = folder / f"forwarder-{digest}"
         if not os.access(made, os.X_OK):
             _compile(compiler, made)
-    except OSError:  # a home that cannot be written
-        made = Path(tempfile.mkdtemp(prefix="sparsync-")) / "forwarder"
-        _compile(compiler, made)
-    return str(made)
+        yield str(made)
+
+
+def _cache_folder() -> Path | None:
+    """Return the user's folder for what can be made again; None where it cannot be written."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsync"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that belongs to others
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
 def _compile(compiler: Sequence[str], made: Path) -> None:
