@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sparsync_lab.cli_options import positive
+from sparsync_lab.cli_options import add_delay_options, positive
 from sparsync_lab.cli_parser import Command, Formatter, Parser, add_commands, example, run_command
 from sparsync_lab.simulate.command import write
 from sparsync_lab.writable import check_file
@@ -18,6 +18,7 @@ from sparsync_lab.writable import check_file
 PARTS = {
     "cost_forms": "closed forms of costs beside counted ones, to 1024 ranks: a table of docs/cost_model.md",
     "cost_table": "what each scheme sends, counted: a table of docs/traffic.md",
+    "delays": "the one-way delays that a step of each method waits for, over links with a delay",
     "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",
@@ -90,6 +91,7 @@ def _add_campaign_options(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", metavar="A,B", help="of faults, integrations and schemes these, as named in the records")
     add("--timeout", type=positive, default=3.0, metavar="S", help="of the library, for one operation (default: 3)")
     add("--jobs", type=int, default=4, metavar="N", help="trials at a time; most of their time they wait (default: 4)")
+    add_delay_options(parser)
     add("--page", type=Path, default=None, metavar="FILE.md", help="a page, of which the part campaign is written anew")
     add("--out", type=Path, default=Path("campaign"), help="folder of finished trials (default: campaign)")
 
@@ -105,15 +107,17 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _campaign(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.netlab import restart_with_rights
+    from sparsync_lab.netlab import delay_of, restart_with_rights
     from studies.campaign import records
     from studies.campaign.command import campaign
 
     check_file(options.out / records.FILE_NAME)
+    delay = delay_of(options.delay, options.jitter)
     restart_with_rights("studies", arguments)
     only = [name for name in options.only.split(",") if name]
     command = ["python", "-m", "studies", *arguments]
-    campaign(options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
+    about = (options.seed, options.trials, options.timeout, only, options.jobs, options.out, options.page, command)
+    campaign(*about, delay)
 
 
 def _published(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from helpers.programs import run
 from sparsync import LocalWorld, schemes
 from sparsync.core import Bucket, Comm, recorded_phases
+from sparsync_lab.netlab import Delay
 from studies.campaign import command, records
 from studies.campaign.records import FinishedTrial
 from studies.campaign.supervisor import RankEnd, TrialSeen, observe
@@ -203,7 +204,7 @@ def test_a_delay_must_change_nothing_and_nan_must_leave_replicas_the_same() -> N
     assert verdict(made("nan"), ("error", "NaN or Inf"), ("done", "abc")) == "silent"
 
 
-def stub(trial: Trial, timeout_s: float) -> TrialSeen:
+def stub(trial: Trial, timeout_s: float, delay: Delay) -> TrialSeen:
     """Return what no process has seen: ranks that name what happened, but in trials of LocalSteps."""
     if trial.integration == "local_steps":
         return TrialSeen("here", [RankEnd(rank, "hung", "<stacks>") for rank in range(trial.ranks)], 1.0)
@@ -235,6 +236,9 @@ def test_a_stopped_campaign_goes_on_where_it_was_and_writes_its_part_of_the_page
     assert "| raise: an exception in a phase | 4 | 2 | 2 |" in text
     assert "| local_steps: LocalSteps | 2 | 0 | 2 |" in text
     assert "- hung: raise, rank " in text
+    run(f"{argv} 1 --delay 25ms")  # is another campaign
+    assert "[1/1]" in capsys.readouterr().err
+    assert [each.delay.one_way_s for each in records.read(tmp_path)] == [0, 0, 0, 0, 0.025]
 
 
 def test_a_line_that_is_no_trial_is_refused_with_its_number(tmp_path: Path) -> None:

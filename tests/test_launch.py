@@ -24,7 +24,7 @@ from sparsync_lab.launch.output import LONGEST_LINE, Lines, prefix
 from sparsync_lab.launch.settings import LaunchSettings, checked_command, settings_of_json
 from sparsync_lab.launch.traffic import Meter, Traffic, scheme_texts
 from sparsync_lab.launch.variables import environment, variables
-from sparsync_lab.netlab import RunNetwork, rates
+from sparsync_lab.netlab import Delay, RunNetwork, rates
 from sparsync_lab.report.format import links_text
 
 PATIENCE_S = 300.0
@@ -274,6 +274,14 @@ else:
     assert sent[1] == received[1]
     assert 500 * 1.04 <= float(sent[1]) <= 500 * 1.08
     assert int(sent[2]) <= 102
+
+
+def test_settings_keep_their_delay_and_refuse_one_without_a_rate() -> None:
+    settings = LaunchSettings(("x",), 2, 1e8, 1e8, delay=Delay(0.025, 0.001))
+    assert settings_of_json(json.loads(json.dumps(settings.as_json()))) == settings
+    assert not settings.exact_framing
+    with pytest.raises(ValueError, match="a delay of 25 ms needs links with a rate"):
+        LaunchSettings(("x",), 2, None, None, delay=Delay(0.025))
 
 
 def test_a_rank_finds_what_torchrun_sets() -> None:

@@ -134,3 +134,12 @@ def test_the_closed_form_does_not_grow_with_the_number_of_ranks():
 def test_networks_that_cannot_be_say_so(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_round_takes_as_many_delays_as_its_messages_wait_for() -> None:
+    link = Link(8 * 2**20, latency_s=2**-5)
+    for exchange in (all_gather(2**20, 4), all_reduce(2**20, 4)):
+        ahead, behind = (flat_switch(link, delays_per_round=each).seconds(exchange, 4) for each in (1.0, 2.0))
+        assert behind - ahead == exchange.rounds * 2**-5
+    with pytest.raises(ValueError, match=r"delays_per_round must be at least 1 and finite, got 0\.5"):
+        flat_switch(link, delays_per_round=0.5)

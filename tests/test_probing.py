@@ -44,6 +44,8 @@ def test_two_ranks_find_the_same_figures_for_every_operation_and_kernel() -> Non
         assert 16_000 <= sizes[-1] <= 32_000
     assert all(0 < each.p20_s <= each.seconds <= each.p80_s for each in found.operation)
     assert 0 < found.latency.round_trip_s <= found.latency.slowest_round_trip_s
+    assert 0 < found.link.one_way_s <= found.link.slowest_one_way_s
+    assert found.link.bits_per_s > 0
     assert [each.kind for each in found.kernel] == list(KERNELS)
     assert [each.scheme for each in found.scheme] == ["topk"]
     assert [bucket.elements for bucket in found.scheme[0].bucket] == [1 << 11, 1 << 12]

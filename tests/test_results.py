@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from helpers.made_results import DENSE, NETWORK, RUN, SPARSE, UNLIMITED, run, write
-from sparsync_lab.report.results import FILE_NAME, Quality, Run, append, read
+from sparsync_lab.netlab import Delay
+from sparsync_lab.report.format import links_text, place_text
+from sparsync_lab.report.results import FILE_NAME, Carried, Quality, Run, append, read
+from sparsync_lab.report.summary import summarise
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -180,9 +183,22 @@ def test_fields_that_older_records_lack_have_their_defaults(tmp_path: Path) -> N
     for line in lines:
         line.pop("network", None)
         line.pop("own_compute_s", None)
+        line.get("config", {}).pop("delay_s", None)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = read(tmp_path).runs
     assert (found.run.network, found.traces["topk", 0].start.own_compute_s) == ("", None)
+    assert (found.run.delay_s, found.run.jitter_s, found.carried) == (0.0, 0.0, None)
+
+
+def test_a_delay_is_kept_and_shown_with_what_it_cost(tmp_path: Path) -> None:
+    links = links_text(1e8, 1e8, Delay(0.025, 0.005))
+    delayed = replace(RUN, config={**RUN.config, "delay_s": 0.025, "jitter_s": 0.005, "links": links})
+    path = write(tmp_path, DENSE, run=delayed)
+    append(path, Carried(delayed.run, 3, 5_000_000, 0.5))
+    (found,) = read(path).runs
+    assert (found.run.delay_s, found.run.jitter_s) == (0.025, 0.005)
+    assert "100 Mbit/s links, 25 +- 5 ms one way" in place_text(found.run)
+    assert "25 +- 5 ms one way, made by a program that carried 5.00 MB and took 0.500 s" in summarise(found).notes[0]
 
 
 def test_times_count_over_limited_links_and_over_a_real_network(tmp_path: Path) -> None:

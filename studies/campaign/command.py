@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from sparsync_lab import environment
+from sparsync_lab.netlab import NO_DELAY, Delay
 from sparsync_lab.progress import progress
 from sparsync_lab.report.parts import replaced
 from sparsync_lab.terminal import Table, markdown, show
@@ -38,9 +39,11 @@ def campaign(
     out: Path,
     page: Path | None,
     command: Sequence[str],
+    delay: Delay = NO_DELAY,
 ) -> list[FinishedTrial]:
     """Do the trials that folder `out` lacks, `jobs` at a time, print the tables of all, and return them.
 
+    With `delay` the ranks of a trial, but not those of `sparsync compare`, have links of 1 Gbit/s with this delay.
     With `page`, the tables also replace the part "campaign" of that page. Raises ValueError for settings that cannot work.
     """
     if count < 1 or jobs < 1 or not timeout_s > 0:
@@ -49,14 +52,14 @@ def campaign(
         replaced(page, PART, "")  # so that a page without that part is found before the trials
     trials, commit = drawn(seed, count, only), environment.versions()["commit"]
     done = {each.key: each for each in records.read(out) if each.verdict != "missed"}
-    missing = [trial for trial in trials if (trial, timeout_s, commit) not in done]
+    missing = [trial for trial in trials if (trial, timeout_s, commit, delay) not in done]
     with progress("trials", len(missing)) as shown:
-        for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs), start=1):
+        for number, finished in enumerate(_tried(missing, timeout_s, commit, jobs, delay), start=1):
             done[finished.key] = finished
             records.append(out, finished)
             print(f"[{number}/{len(missing)}] {finished.verdict}: {finished.trial.label}", file=sys.stderr, flush=True)
             shown.advance()
-    found = [done[trial, timeout_s, commit] for trial in trials]
+    found = [done[trial, timeout_s, commit, delay] for trial in trials]
     below = [(line, "dim") for line in (slowest(found), *remarks(found))]
     show(tables(found), below=below)
     print(f"Written to {out / records.FILE_NAME}")
@@ -113,7 +116,9 @@ def slowest(found: Sequence[FinishedTrial]) -> str:
     return f"With a timeout of {last.timeout_s:g} s the last error came {after_s:.1f} s after its fault: {last.trial.label}."
 
 
-def _tried(trials: Sequence[Trial], timeout_s: float, commit: str | None, jobs: int) -> Iterator[FinishedTrial]:
+def _tried(
+    trials: Sequence[Trial], timeout_s: float, commit: str | None, jobs: int, delay: Delay
+) -> Iterator[FinishedTrial]:
     """Yield each trial when it ends. The first error of the campaign's own ends all."""
     reference = _References(timeout_s)
 
@@ -121,9 +126,9 @@ def _tried(trials: Sequence[Trial], timeout_s: float, commit: str | None, jobs: 
         if trial.integration == "compare":
             verdict, why, seen = compared(trial)
         else:
-            seen = observe(trial, timeout_s)
+            seen = observe(trial, timeout_s, delay=delay)
             verdict, why = judged(trial, seen, lambda: reference(trial))
-        return FinishedTrial(trial, timeout_s, commit, verdict, why, seen.content())
+        return FinishedTrial(trial, timeout_s, commit, verdict, why, seen.content(), delay)
 
     def one(trial: Trial) -> FinishedTrial:
         # A busy machine may keep ranks from meeting in time, before anything was done to them.

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsync_lab import json_lines
 from sparsync_lab.checked import checked
+from sparsync_lab.netlab import NO_DELAY, Delay
 from studies.campaign.trials import Trial
 from studies.campaign.verdict import Verdict
 
@@ -24,10 +25,11 @@ class FinishedTrial:
     verdict: Verdict
     why: str  # "" where all is as it should be
     seen: Mapping[str, Any]  # Any: JSON, supervisor.TrialSeen
+    delay: Delay = NO_DELAY  # between the ranks
 
     @property
-    def key(self) -> tuple[Trial, float, str | None]:
-        return self.trial, self.timeout_s, self.commit
+    def key(self) -> tuple[Trial, float, str | None, Delay]:
+        return self.trial, self.timeout_s, self.commit, self.delay
 
 
 def read(folder: Path) -> list[FinishedTrial]:

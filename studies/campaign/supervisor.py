@@ -6,13 +6,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sparsync_lab.netlab import RunNetwork, network
+from sparsync_lab.netlab import NO_DELAY, Delay, RunNetwork, network
 from sparsync_lab.workers.ranks import Rank, Ranks
 from studies.campaign.rank import JOIN_S, RankOrder, run
 from studies.campaign.trials import Trial
@@ -20,7 +20,7 @@ from studies.campaign.trials import Trial
 GRACE_S = 6.0  # after the timeout: exchanging causes takes up to 3 s, and the machine may be busy
 TRAIN_S = 60.0  # for a training that nothing disturbs
 END_S = 15.0  # for a process to end once it has its error
-RATE_BITS_PER_S = 1e9  # of the links of a partition
+RATE_BITS_PER_S = 1e9  # of links that are cut, or have a delay
 STACKS = 6000  # characters: each thread's stack begins where it waits, and the main thread's comes last
 MESSAGE = 1000
 PRELOADED = [
@@ -83,7 +83,9 @@ class _TrialRank:
             self.connection.send(said)
 
 
-def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S) -> TrialSeen:
+def observe(
+    trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: float = GRACE_S, delay: Delay = NO_DELAY
+) -> TrialSeen:
     """Run the ranks of a trial, and return what each of them made of it; no process is left. `undisturbed`: without the fault.
 
     A rank that has neither raised nor finished `timeout_s` and `grace_s` seconds after the fault has hung.
@@ -92,13 +94,14 @@ def observe(trial: Trial, timeout_s: float, undisturbed: bool = False, grace_s: 
     cut = trial.fault == "partition" and not undisturbed
     with (
         tempfile.TemporaryDirectory(prefix="sparsync-campaign-") as folder,
-        network(trial.ranks, RATE_BITS_PER_S if cut else None) as links,
+        network(trial.ranks, RATE_BITS_PER_S if cut or delay else None, delay=delay) as links,
         ExitStack() as connections,
         Ranks(grace_s=0.0) as processes,
     ):
         ranks: list[_TrialRank] = []
         for number in range(trial.ranks):
-            order = RankOrder(trial, number, Path(folder), timeout_s, links, undisturbed)
+            # The program that delays packets is this process's.
+            order = RankOrder(trial, number, Path(folder), timeout_s, replace(links, forwarder=None), undisturbed)
             ours, theirs = multiprocessing.Pipe()
             connections.enter_context(ours)
             with theirs:

@@ -171,16 +171,17 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
     from sparsync_lab.launch.command import launch
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
-    from sparsync_lab.netlab import rates, restart_with_rights
+    from sparsync_lab.netlab import delay_of, rates, restart_with_rights
 
     up, down = rates(options.link, options.up, options.down)
+    delay = delay_of(options.delay, options.jitter)
     command = checked_command(options.command)
     scheme = options.scheme
     if scheme is not None:
         scheme_text.scheme(scheme)  # before any rank starts
     elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
         scheme_text.scheme_of_environment()  # names the variable where it raises
-    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace)
+    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay)
     if settings.limited:
         restart_with_rights("sparsync_lab.cli", arguments)
     status = launch(settings)
@@ -189,17 +190,19 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
-    from sparsync_lab.netlab import rates, restart_with_rights
+    from sparsync_lab.netlab import delay_of, rates, restart_with_rights
+    from sparsync_lab.netlab.delay import check_delay
     from sparsync_lab.probe.command import probe_here, probe_on_hosts
     from sparsync_lab.probe.task import Request
     from sparsync_lab.report.format import links_text
 
     hosts = _on_hosts(options)
     speeds = rates(options.link, options.up, options.down)
+    delay = check_delay(delay_of(options.delay, options.jitter), speeds != (None, None))
     request = Request(
         seconds=options.seconds,
         schemes=options.schemes,
-        link=f"emulated {links}" if (links := links_text(*speeds)) else "loopback",
+        link=f"emulated {links}" if (links := links_text(*speeds, delay)) else "loopback",
         workload=options.workload,
         options=_workload_options(options),
         bucket_mb=options.bucket_mb,
@@ -210,7 +213,7 @@ def _probe(options: argparse.Namespace, arguments: list[str]) -> None:
         return
     if speeds != (None, None):
         restart_with_rights("sparsync_lab.cli", arguments)
-    probe_here(request, options.ranks, speeds, options.out)
+    probe_here(request, options.ranks, speeds, delay, options.out)
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -254,7 +257,7 @@ def _on_hosts(options: argparse.Namespace) -> bool:
         return False
     if options.ranks not in (None, world_size()):
         raise ValueError(f"torchrun has started {world_size()} ranks, got --ranks {options.ranks}; leave --ranks out")
-    for name in ("link", "up", "down"):
+    for name in ("link", "up", "down", "delay", "jitter"):
         if (given := getattr(options, name)) not in (None, "none"):
             raise ValueError(f"torchrun's ranks use the hosts' own links, got --{name} {given}; leave --{name} out")
     options.ranks, options.link = world_size(), "none"
@@ -438,6 +441,8 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
         link=options.link,
         up=options.up,
         down=options.down,
+        delay=options.delay,
+        jitter=options.jitter,
         density=options.density,
         target=options.target,
         eval_every=options.eval_every,

@@ -51,6 +51,14 @@ def _add_directions(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--up", default=None, metavar="RATE", help="rate at which a rank sends, or none (default: --link)")
     add("--down", default=None, metavar="RATE", help="rate at which a rank receives, or none (default: --link)")
+    add_delay_options(parser)
+
+
+def add_delay_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--delay", default=None, metavar="TIME", help="one-way delay between any two ranks, such as 25ms (default: 0)")
+    most = "by how much it is longer or shorter at most, such as 5ms; packets keep their order (default: 0)"
+    add("--jitter", default=None, metavar="TIME", help=most)
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:

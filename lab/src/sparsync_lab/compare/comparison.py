@@ -42,12 +42,14 @@ def compare(settings: CompareSettings, out: Path, command: Sequence[str]) -> Non
     with (
         _recorded(run, out) as records,
         _display(settings, workload) as display,
-        network(settings.ranks, up, down_bits_per_s=down) as links,
+        network(settings.ranks, up, down_bits_per_s=down, delay=settings.between) as links,
         worker_group("sparsync_lab.compare.train:train_all", asdict(settings), links, settings.timeout_s) as workers,
     ):
         for message in workers.messages():
             display.update(message)
             records.take(message)
+        if (carried := links.forwarded()) is not None:
+            results.append(out, results.Carried(run.run, carried.packets, carried.nbytes, carried.processor_s))
 
 
 def compare_on_hosts(settings: CompareSettings, out: Path, command: Sequence[str], backend: Backend | None) -> bool:
@@ -148,7 +150,8 @@ def _identity(settings: CompareSettings, workload: Workload) -> Mapping[str, str
 def _run_record(settings: CompareSettings, workload: Workload, command: Sequence[str], hosts: str = "") -> results.Run:
     config = asdict(settings)
     config["rate_bits_per_s"] = settings.rate_bits_per_s
-    config["links"] = links_text(*settings.rates_bits_per_s)
+    config["links"] = links_text(*settings.rates_bits_per_s, settings.between)
+    config["delay_s"], config["jitter_s"] = settings.between.one_way_s, settings.between.jitter_s
     return results.Run(
         run=f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}",
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),

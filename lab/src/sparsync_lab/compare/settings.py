@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsync_lab import workloads
-from sparsync_lab.netlab import rates
+from sparsync_lab.netlab import Delay, delay_of, rates
+from sparsync_lab.netlab.delay import check_delay
 from sparsync_lab.scheme_choice import SchemeChoice, check_labels, check_optimizer, try_out
 from sparsync_lab.workloads.base import Workload, model_and_optimizer, share
 
@@ -21,6 +22,8 @@ class CompareSettings:
     link: str = "100mbit"  # each way, of every rank; "none": loopback without limits
     up: str | None = None  # what a rank sends at, where that is not `link`
     down: str | None = None  # what it receives at
+    delay: str | None = None  # one way between any two ranks
+    jitter: str | None = None  # of the delay
     density: float = 0.01  # for the schemes that take one
     target: float | None = None  # quality to reach
     steps: int = 300
@@ -40,6 +43,11 @@ class CompareSettings:
         up, down = self.rates_bits_per_s
         return None if up is None or down is None else min(up, down)
 
+    @property
+    def between(self) -> Delay:
+        """The delay between any two ranks."""
+        return delay_of(self.delay, self.jitter)
+
     def check(self) -> Workload:
         """Check every setting, try every scheme once, and return the workload with its data prepared."""
         for name, value in (("ranks", self.ranks), ("steps", self.steps), ("eval-every", self.eval_every)):
@@ -56,7 +64,7 @@ class CompareSettings:
             raise ValueError(
                 f"--target must be a finite number, got {self.target}; leave it out to compare by the time of a step"
             )
-        rates(self.link, self.up, self.down)
+        check_delay(self.between, self.rate_bits_per_s is not None)
         for choice in self.schemes:
             try_out(choice, self.ranks)
         workload = workloads.get(self.workload, **self.options)

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from sparsync_lab.doctor import trial
@@ -17,6 +17,7 @@ NEEDED = ("jinja2", "matplotlib", "numpy", "pydantic", "rich")  # by the command
 ADAPTED = ("accelerate", "lightning", "transformers", "ray")
 LEAST_TORCH = (2, 8)
 _BUILD_LINKS = "from sparsync_lab.netlab import network\nwith network(2, 1e7):\n    pass"
+_BUILD_DELAYED = "from sparsync_lab.netlab import Delay, network\nwith network(2, 1e7, delay=Delay(0.001)) as links:\n    links.forwarded()"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Check:
 def doctor(job: trial.TrialJob | None) -> int:
     """Print what is there, and what `job` would meet; end with what to do. Return the exit status: 0 where that is nothing, else 1."""
     todo = _shown(
-        "This machine", [check() for check in (_python, _torch, _kernels, _backends, _links, _packages, _load)]
+        "This machine",
+        [check() for check in (_python, _torch, _kernels, _backends, _links, _delayed, _packages, _load)],
     )
     if job is not None:
         result = trial.run(job)
@@ -97,21 +99,28 @@ def _backends() -> Check:
 
 def _links() -> Check:
     """Build two links, as compare and launch would."""
+    return _built("limited links", _BUILD_LINKS, "ip, tc, unshare, nsenter")
+
+
+def _delayed() -> Check:
+    """Build two links with a delay. Only --delay needs them, so there is nothing to do where that cannot be."""
+    return replace(_built("links with a delay", _BUILD_DELAYED, "a C compiler, /dev/net/tun"), to_do="")
+
+
+def _built(name: str, code: str, by: str) -> Check:
     try:
         prefix = reexecution_prefix()
         done = subprocess.run(
-            [*prefix, sys.executable, "-c", _BUILD_LINKS], capture_output=True, text=True, timeout=60, check=False
+            [*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
         )
     except RuntimeError as error:
-        return Check("limited links", f"cannot be made: {error}", f"{error}")
+        return Check(name, f"cannot be made: {error}", f"{error}")
     except subprocess.TimeoutExpired:
-        return Check("limited links", "no answer within 60 s", "try again when the machine is less busy")
+        return Check(name, "no answer within 60 s", "try again when the machine is less busy")
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Check("limited links", f"cannot be made: {said}", said)
-    return Check(
-        "limited links", f"two were made, {'in a user namespace' if prefix else 'as root'} (ip, tc, unshare, nsenter)"
-    )
+        return Check(name, f"cannot be made: {said}", said)
+    return Check(name, f"two were made, {'in a user namespace' if prefix else 'as root'} ({by})")
 
 
 def _packages() -> Check:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsync_lab.netlab import MAX_RANKS
+from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
+from sparsync_lab.netlab.delay import check_delay
 
 MOST_EXACT_BITS_PER_S = (
     1e9  # of all links in one direction together; above, two cores do not keep up with single frames
@@ -27,12 +28,14 @@ class LaunchSettings:
     scheme: str | None = None  # a text for SPARSYNC_SCHEME; None: it is not set
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
+    delay: Delay = NO_DELAY  # between any two ranks
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"--ranks must be in [1, {MAX_RANKS}], got {self.ranks}")
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"--grace must be in [0, inf) seconds, got {self.grace_s:g}")
+        check_delay(self.delay, self.limited)
 
     @property
     def limited(self) -> bool:
@@ -42,7 +45,7 @@ class LaunchSettings:
     def exact_framing(self) -> bool:
         """Whether the interfaces count every frame with its headers; see `netlab.network`."""
         fastest = max(self.up_bits_per_s or 0.0, self.down_bits_per_s or 0.0)
-        return self.ranks * fastest <= MOST_EXACT_BITS_PER_S
+        return not self.delay and self.ranks * fastest <= MOST_EXACT_BITS_PER_S
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         return asdict(self)
@@ -50,7 +53,7 @@ class LaunchSettings:
 
 def settings_of_json(content: dict[str, Any]) -> LaunchSettings:  # Any: JSON
     """Return the settings that `as_json` has written."""
-    return LaunchSettings(**{**content, "command": tuple(content["command"])})
+    return LaunchSettings(**{**content, "command": tuple(content["command"]), "delay": Delay(**content["delay"])})
 
 
 def checked_command(words: Sequence[str]) -> tuple[str, ...]:

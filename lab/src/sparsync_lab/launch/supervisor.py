@@ -93,7 +93,9 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
     """Run the ranks to their end, print the summary, and return the exit status. No process is left, and no network."""
     with (
         temporary_folder() as notes,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
-        network(settings.ranks, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s) as links,
+        network(
+            settings.ranks, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s, settings.delay
+        ) as links,
         subreaper(),
         Ranks(settings.grace_s) as ranks,
     ):
@@ -104,6 +106,7 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
         _watch(run, meter, began)
         ended_s = time.monotonic() - began
         meter.look(ended_s)
+        meter.carried = links.forwarded()
         readers = [rank.number for rank in ranks.all if (notes / str(rank.number)).stat().st_size]
     _summarise(run, meter, ended_s, readers)
     return run.exit_status

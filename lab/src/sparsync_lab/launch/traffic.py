@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from sparsync_lab.launch.settings import LaunchSettings
-from sparsync_lab.netlab import RunNetwork, interface_counters
+from sparsync_lab.netlab import Forwarded, RunNetwork, interface_counters
+from sparsync_lab.netlab.topology import BATCH_FRAMES, MOST_FRAMES
 from sparsync_lab.report.format import bytes_text, links_text, significant
 from sparsync_lab.terminal import WIDTH, Table, lines_of, manner
 
@@ -45,6 +46,7 @@ class Meter:
     settings: LaunchSettings
     links: RunNetwork
     ranks: list[Traffic] = field(default_factory=list)
+    carried: Forwarded | None = None  # by the program that delays packets, once all ranks have ended
 
     def __post_init__(self) -> None:
         self.ranks = [Traffic() for _ in self.links.anchors]
@@ -99,12 +101,17 @@ class Meter:
         framing = (
             "every frame with its headers"
             if self.settings.exact_framing
-            else "up to 8 frames as one packet, with one header"
+            else f"up to {MOST_FRAMES if self.settings.delay else BATCH_FRAMES} frames as one packet, with one header"
         )
         notes = [
             f"bytes of each rank's interface, {framing}",
             "rates from its first byte to its last, and their share of the link's",
         ]
+        if self.carried is not None:
+            notes.append(
+                f"the program that delays packets carried {bytes_text(self.carried.nbytes)} and took "
+                f"{significant(self.carried.processor_s)} s of processor time for it"
+            )
         return "\n".join([head, drawn, *notes])
 
     def _limits(self) -> tuple[float, float]:
@@ -113,7 +120,7 @@ class Meter:
 
 
 def _links(settings: LaunchSettings) -> str:
-    return links_text(settings.up_bits_per_s, settings.down_bits_per_s) or "loopback, without limits"
+    return links_text(settings.up_bits_per_s, settings.down_bits_per_s, settings.delay) or "loopback, without limits"
 
 
 def scheme_texts(settings: LaunchSettings, readers: Sequence[int]) -> list[str]:

@@ -7,8 +7,9 @@
 
 Emulated: the rate, in both directions, of each rank's link, shared by everything it sends (or receives), and unequal where
 `down_bits_per_s` is given; frames of 1514 bytes that
-carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine. Not emulated: delay (a round
-trip takes what the kernel takes, well under a millisecond), loss, and other tenants. After a pause, `up.burst_bytes` pass at once: at
+carry 1448 of payload; a switch that never blocks and never drops; TCP with cubic, on whatever machine; and where `delay` is given, a
+one-way delay and its jitter between any two ranks, see `forwarder`. Not emulated: loss, and other tenants. Without a delay a round trip
+takes what the kernel takes, well under a millisecond. After a pause, `up.burst_bytes` pass at once: at
 100 Mbit/s these are 9278 bytes or 0.74 ms; longer transfers keep the rate within a few per cent.
 
 A worker reads its own traffic by `interface_counters`. A one-way stream counts 1514/1448 = 1.0456 bytes sent per byte of payload, and
@@ -20,6 +21,8 @@ ends, and runs at the same time do not interfere: see `namespaces`.
 """
 
 from sparsync_lab.netlab.counters import Counters, interface_counters
+from sparsync_lab.netlab.delay import NO_DELAY, Delay, delay_of, parse_delay
+from sparsync_lab.netlab.forwarder import Forwarded
 from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, parse_link, parse_rate, rates
 from sparsync_lab.netlab.rights import NetworkUnavailableError, reexecution_prefix, restart_with_rights
 from sparsync_lab.netlab.topology import MAX_RANKS, RunNetwork, network
@@ -27,12 +30,17 @@ from sparsync_lab.netlab.topology import MAX_RANKS, RunNetwork, network
 __all__ = [
     "FRAME_BYTES",
     "MAX_RANKS",
+    "NO_DELAY",
     "Counters",
+    "Delay",
+    "Forwarded",
     "NetworkUnavailableError",
     "RunNetwork",
     "TokenBucket",
+    "delay_of",
     "interface_counters",
     "network",
+    "parse_delay",
     "parse_link",
     "parse_rate",
     "rates",

@@ -3,14 +3,22 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sparsync_lab.netlab.delay import NO_DELAY, Delay, check_delay
+from sparsync_lab.netlab.forwarder import Forwarded, Forwarder, forwarder
 from sparsync_lab.netlab.namespaces import inside, namespaces, run_batches
-from sparsync_lab.netlab.rate import TokenBucket, token_bucket
+from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, token_bucket
 
 MAX_RANKS = 64
 BATCH_FRAMES = 8
 INTERFACE = "eth0"
+MOST_FRAMES = 43  # that make one packet of 64 kB
+PACKET_S = 1e-3  # that one packet takes on its link, where links have a delay
+DEVICE_PACKETS = (
+    8192  # that wait in a device for each rank, at most MOST_DEVICE_PACKETS: more than the ranks' socket buffers hold
+)
+MOST_DEVICE_PACKETS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,9 @@ class RunNetwork:
     up: TokenBucket | None  # each rank's link, from the rank to the switch; None: no limit in this direction
     down: TokenBucket | None  # and from the switch to the rank
     anchors: tuple[int, ...] = ()  # the process that holds each rank's network stack alive; none over loopback
-    switch: int | None = None  # the one that holds the switch's
+    switch: int | None = None  # the one that holds the switch's; None where a forwarder stands in its place
+    delay: Delay = NO_DELAY  # between any two ranks
+    forwarder: Forwarder | None = field(default=None, compare=False)  # where there is a delay
 
     @property
     def limited(self) -> bool:
@@ -44,9 +54,16 @@ class RunNetwork:
 
     def cut(self, rank: int) -> None:
         """Take a rank's link down at the switch: from now on frames vanish in both directions, and no connection is reset."""
-        if self.switch is None:
+        if self.forwarder is not None:
+            self.forwarder.cut(self._checked(rank))
+        elif self.switch is not None:
+            run_batches([(self.switch, "ip", [f"link set port{self._checked(rank)} down"])])
+        else:
             raise ValueError("over loopback there is no link to cut; make the network with a rate")
-        run_batches([(self.switch, "ip", [f"link set port{self._checked(rank)} down"])])
+
+    def forwarded(self) -> Forwarded | None:
+        """Return what the program that delays packets has carried and cost so far; None on links without a delay."""
+        return None if self.forwarder is None else self.forwarder.count()
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < len(self.addresses):
@@ -56,7 +73,11 @@ class RunNetwork:
 
 @contextmanager
 def network(
-    ranks: int, rate_bits_per_s: float | None, exact_framing: bool = True, down_bits_per_s: float | None = None
+    ranks: int,
+    rate_bits_per_s: float | None,
+    exact_framing: bool = True,
+    down_bits_per_s: float | None = None,
+    delay: Delay = NO_DELAY,
 ) -> Iterator[RunNetwork]:
     """Yield a network of `ranks` for the length of the block: every link at `rate_bits_per_s` each way, or loopback where that is None.
 
@@ -69,12 +90,17 @@ def network(
     an all-reduce of 10 MB by 4 ranks got, with and without: at 200 Mbit/s 93 and 94 %; at 500 Mbit/s 93 and 94 % on idle cores, 72 and
     92 % beside other programs; at 1 Gbit/s 48 and 94 %, beside others 29 and 78 %.
 
+    `delay` is the time that a packet is on its way between any two ranks, and its jitter. A program (`forwarder.c`) then carries packets
+    from rank to rank at these rates, and nothing is ever dropped. Its interfaces count as without `exact_framing`, with up to 43 frames
+    in a packet; the limit charges all of them.
+
     Stop the ranks' processes before leaving the block: those left behind keep running, cut off.
     Raises ValueError for a number of ranks outside [1, 64] or other rates outside 1kbit to 100gbit, NetworkUnavailableError where the
     machine or the user's rights do not allow it (`reexecution_prefix` gives an ordinary user a way).
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"the network takes 1 to {MAX_RANKS} ranks, got {ranks}")
+    check_delay(delay, rate_bits_per_s is not None)
     if rate_bits_per_s is None:
         if down_bits_per_s is not None:
             raise ValueError(
@@ -87,10 +113,20 @@ def network(
         None if math.isinf(rate) and min(both) < rate else token_bucket(ranks, rate, BATCH_FRAMES, exact_framing)
         for rate in both
     )
+    addresses = tuple(_address(rank) for rank in range(ranks))
+    if delay:
+        up_bits_per_s, down_bits_per_s = (bucket and bucket.rate_bits_per_s for bucket in (up, down))
+        with (
+            namespaces(ranks) as anchors,
+            forwarder(anchors, up_bits_per_s, down_bits_per_s, delay) as carrier,
+        ):
+            run_batches([(anchor, "ip", _delayed_lines(rank, ranks, min(both))) for rank, anchor in enumerate(anchors)])
+            prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
+            yield RunNetwork(INTERFACE, addresses, prefixes, up, down, anchors, None, delay, carrier)
+        return
     with namespaces(ranks + 1) as (switch, *anchors):
         _connect(switch, anchors, up, down)
         prefixes = tuple(tuple(inside(anchor, [])) for anchor in anchors)
-        addresses = tuple(_address(rank) for rank in range(ranks))
         yield RunNetwork(INTERFACE, addresses, prefixes, up, down, tuple(anchors), switch)
 
 
@@ -118,10 +154,17 @@ def _switch_lines(anchors: Sequence[int]) -> list[str]:
     return lines
 
 
-def _rank_lines(rank: int) -> list[str]:
+def _delayed_lines(rank: int, ranks: int, slowest_bits_per_s: float) -> list[str]:
+    # Few packets are little work for the forwarder; long ones would hold up short ones, and those of other ranks.
+    frames = max(1, min(MOST_FRAMES, int(slowest_bits_per_s / 8 * PACKET_S / FRAME_BYTES)))
+    packets = min(MOST_DEVICE_PACKETS, DEVICE_PACKETS * ranks)
+    return [f"link set {INTERFACE} mtu 1500 txqueuelen {packets}", *_rank_lines(rank, frames)]
+
+
+def _rank_lines(rank: int, batch_frames: int = BATCH_FRAMES) -> list[str]:
     return [
         "link set lo up",
-        f"link set {INTERFACE} addrgenmode none gso_max_segs {BATCH_FRAMES}",
+        f"link set {INTERFACE} addrgenmode none gso_max_segs {batch_frames}",
         f"address add {_address(rank)}/24 dev {INTERFACE}",
         f"link set {INTERFACE} up",
         # TCP as Linux ships it, whatever this machine's default is: with bbr an all-to-all reached 81 % of the link, with cubic 93 %.

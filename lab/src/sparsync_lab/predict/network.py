@@ -2,7 +2,7 @@
 
 The model is alpha-beta (Hockney, Parallel Computing 20, 1994) with a cost for each message as in LogGP (Alexandrov et al., SPAA 1995):
 
-    seconds = rounds * latency + messages * per_message + the largest, over links, of bytes that cross it / its bandwidth
+    seconds = rounds * delays * latency + messages * per_message + the largest, over links, of bytes that cross it / its bandwidth
 
 Every network is a hierarchy of groups of ranks (`Tier`), each with a link up to the rest and down from it: the rank itself, its node, its
 leaf switch, its region. Links are full duplex, and what shares a link shares its bandwidth. Of n payload bytes that a rank sends, these
@@ -28,6 +28,10 @@ from typing import Literal, Protocol, runtime_checkable
 from sparsync.comm.plan import Exchange, Kind
 
 AllReduce = Literal["ring", "tree", "best"]
+
+# One-way delays of a dependent round over gloo, in settled steps. A receive is posted when its exchange begins, and gloo's message that it
+# is ready goes the other way before any payload: 2. Receives that are posted a step ahead make it 1.
+GLOO_DELAYS_PER_ROUND = 2.0
 
 
 @runtime_checkable
@@ -101,13 +105,20 @@ class Tiers:
     P/(P-1) times the bytes, as NCCL's double binary tree; or the quicker one. Of two groups each sends the other half of a tensor up one
     tree and half of it down the other, so half of those bytes cross their links (https://github.com/NVIDIA/nccl/issues/812). `rings` are
     the other kinds that the backend sends round a ring, in P-1 rounds, whatever `Exchange.peers` says: NCCL's all_gather.
+    `delays_per_round` are the one-way delays that a dependent round takes: 1 where messages need not wait for their receivers, and
+    GLOO_DELAYS_PER_ROUND over gloo.
     """
 
     tiers: tuple[Tier, ...]
     all_reduce: AllReduce = "ring"
     rings: tuple[Kind, ...] = ()
+    delays_per_round: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 1 <= self.delays_per_round < math.inf:
+            raise ValueError(
+                f"delays_per_round must be at least 1 and finite, got {self.delays_per_round}: a message takes one one-way delay"
+            )
         sizes = [tier.ranks for tier in self.tiers]
         if sizes[:1] != [1] or sizes != sorted(set(sizes)):
             raise ValueError(f"groups must grow from tier to tier, from single ranks on, got {sizes} ranks")
@@ -139,7 +150,7 @@ class Tiers:
             crossed = [link for tier in self.tiers if tier.ranks < P for link in tier.links_of(P)]
             latency_s = max(link.latency_s for link in crossed)
             per_message_s = max(link.per_message_s for link in self.tiers[0].links_of(P))
-        return exchange.rounds * latency_s + exchange.messages * per_message_s + busiest
+        return exchange.rounds * self.delays_per_round * latency_s + exchange.messages * per_message_s + busiest
 
     def _crossing_s(self, tier: Tier, exchange: Exchange, P: int, peers: str) -> float:
         """Return the seconds in which the busiest group of a tier sends and receives, which it does at the same time."""
@@ -173,9 +184,11 @@ class Tiers:
         return total / P, max(link.per_message_s for link in self.tiers[0].links_of(P))
 
 
-def flat_switch(*links: Link, all_reduce: AllReduce = "ring", rings: tuple[Kind, ...] = ()) -> Tiers:
+def flat_switch(
+    *links: Link, all_reduce: AllReduce = "ring", rings: tuple[Kind, ...] = (), delays_per_round: float = 1.0
+) -> Tiers:
     """Return ranks on a switch without contention inside: one link for all ranks, or one for each of them."""
-    return Tiers((Tier(1, links),), all_reduce, rings)
+    return Tiers((Tier(1, links),), all_reduce, rings, delays_per_round)
 
 
 def nodes(

@@ -123,6 +123,15 @@ class Backward(Checked):
 
 
 @dataclass(frozen=True)
+class ProbedLink(Checked):
+    """The links of the ranks, taken to be equal, as closed forms need them."""
+
+    bits_per_s: Rate  # of payload that a rank sends to all others: what the largest exchange has more than the next one
+    one_way_s: Seconds  # of a byte whose receive is posted ahead: half a round trip; the median pair
+    slowest_one_way_s: Seconds  # of the slowest pair
+
+
+@dataclass(frozen=True)
 class Probe(Checked):
     """Everything that one file holds."""
 
@@ -133,6 +142,7 @@ class Probe(Checked):
     kernel: tuple[Kernel, ...]
     scheme: tuple[SchemeTimes, ...] = ()
     backward: Backward | None = None
+    link: ProbedLink | None = None  # files of earlier versions have none
 
     def __post_init__(self) -> None:
         _check_each_once(f"{each.kind} of {each.nbytes} bytes" for each in self.operation)
@@ -166,6 +176,7 @@ _COMMENTS = {
     "memory": "The plain pass b += a in float32, all ranks at the same time; the slowest rank.",
     "kernel": "elements / elements_per_s + calls * fixed_s, all ranks at the same time; the slowest rank.",
     "scheme": "fixed_s: processor time of a tiny bucket, without waiting. seconds: what a bucket takes in all.",
+    "link": "bits_per_s: of payload, all ranks at once. one_way_s: of a byte whose receive is posted ahead.",
     "backward": "A step without communication. ready_s counts from the end of the forward pass, and the loss is in it.",
 }
 

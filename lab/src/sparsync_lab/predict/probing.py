@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparsync import Bucket, GroupComm, Scheme, Span, Sparse, kernels
@@ -29,9 +30,11 @@ from sparsync_lab.predict.probe_file import (
     Latency,
     Memory,
     Operation,
+    ProbedLink,
     ReducedBucket,
     SchemeTimes,
     rounded,
+    sizes,
 )
 from sparsync_lab.rivals.demo import transformed
 from sparsync_lab.rivals.tiles import SIDE, tiles_of
@@ -41,6 +44,7 @@ SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends
 REPEATS = (5, 200)  # fewest and most
 OPERATIONS_SHARE, SCHEMES_SHARE = 0.6, 0.25  # of the time
 TRIAL, TRIAL_S = 64_000, 0.02  # the rate is estimated from an exchange of these bytes, or of more, that takes so long
+TAG = 1 << 20  # of the first message whose receive is posted ahead; communicators use small ones
 PAIRINGS = 8  # at most: how often partners change when round trips are measured
 KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
 SELECTED_N = 1 << 16  # elements that are encoded and decoded: selections are smaller than buckets
@@ -68,6 +72,7 @@ class Measured:
     memory: Memory
     kernel: tuple[Kernel, ...]
     scheme: tuple[SchemeTimes, ...]
+    link: ProbedLink
 
 
 def measure(
@@ -86,8 +91,7 @@ def measure(
     operations: list[Operation] = []
     # Half of the time is for the largest sizes, half for all others.
     half_s = OPERATIONS_SHARE * budget_s / 2
-    sizes = _sizes(bench, half_s)
-    plan = list(product(KINDS, sizes))
+    plan = list(product(KINDS, _sizes(bench, half_s)))
     each_s = half_s / len(plan)
     for number, (kind, nbytes) in enumerate(plan):
         tell(f"{kind}, {nbytes} bytes", 0.05 + OPERATIONS_SHARE * number / len(plan))
@@ -98,7 +102,7 @@ def measure(
     for number, (label, scheme) in enumerate(schemes.items()):
         done = 0.75 + 0.25 * number / len(schemes)
         times.append(_scheme_times(bench, label, scheme, each_s, lambda text, done=done: tell(text, done)))
-    return Measured(tuple(operations), latency, memory, kernel, tuple(times))
+    return Measured(tuple(operations), latency, memory, kernel, tuple(times), _link(bench, operations))
 
 
 class _Bench:
@@ -236,13 +240,44 @@ def _small(bench: _Bench, peers: int) -> Work:
     return lambda: comm.all_to_all(parts, counts)
 
 
-def _round_trips(bench: _Bench) -> list[float]:
-    """Return the median round trip of each pair that was measured."""
+def _link(bench: _Bench, operations: Sequence[Operation]) -> ProbedLink:
+    """Return the rate from the two largest exchanges of all with all, and the one-way delays from round trips."""
+    low, high = sizes(operations, "all_to_all")[-2:]
+    # A largest exchange that happened to be quicker than the one before says nothing of what more bytes take.
+    seconds = high.seconds - low.seconds
+    rate = (high.nbytes - low.nbytes) / seconds if seconds > 0 else high.nbytes / high.seconds
+    # NCCL has no receives that are posted ahead: those of a stream wait for each other.
+    trips = _round_trips(bench, ahead=dist.get_backend(bench.comm.group) == "gloo")
+    return ProbedLink(rounded(8 * rate), rounded(statistics.median(trips) / 2), rounded(max(trips) / 2))
+
+
+def _round_trips(bench: _Bench, ahead: bool = False) -> list[float]:
+    """Return the median round trip of each pair that was measured.
+
+    `ahead`: all receives are posted before the first trip, so that no byte waits until its receiver has said that it is ready.
+    """
     comm = bench.comm
     byte, into, nothing = _bytes(1, bench), _bytes(1, bench), _bytes(0, bench)
 
     def trips(partner: int | None, count: int) -> list[float]:
-        return [] if partner is None else [bench.once(partial(trip, partner)) for _ in range(count)]
+        if partner is None or not ahead:
+            bench.together()
+            return [] if partner is None else [bench.once(partial(trip, partner)) for _ in range(count)]
+        other = comm.ranks[partner]
+        receives = [dist.irecv(_bytes(1, bench), other, comm.group, TAG + trip) for trip in range(count)]
+        bench.together()
+        return [
+            bench.once(partial(trip_ahead, partner < comm.rank, other, TAG + number, receive))
+            for number, receive in enumerate(receives)
+        ]
+
+    def trip_ahead(answers: bool, other: int, tag: int, receive: dist.Work | None) -> None:
+        assert receive is not None
+        if answers:
+            receive.wait()
+        dist.send(byte, other, comm.group, tag)
+        if not answers:
+            receive.wait()
 
     def trip(partner: int) -> None:
         if comm.rank < partner:
@@ -255,7 +290,6 @@ def _round_trips(bench: _Bench) -> list[float]:
 
     own: list[float] = []
     for partner in _partners(comm.rank, comm.size):
-        bench.together()
         slowest = max(bench.slowest([min(trips(partner, 3), default=0.0)]))
         times = trips(partner, min(30, max(3, int(0.2 / slowest))))
         own.append(statistics.median(times) if times else -1.0)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from sparsync_lab import environment
 from sparsync_lab.labels import short_labels
-from sparsync_lab.netlab import network
+from sparsync_lab.netlab import Delay, network
 from sparsync_lab.predict import probe_file
 from sparsync_lab.probe.task import Request, probe
-from sparsync_lab.report.format import significant
+from sparsync_lab.report.format import rate_text, significant
 from sparsync_lab.terminal import NOTHING, Table, show, wrapped
 from sparsync_lab.workers.group import worker_group
 from sparsync_lab.workers.hosts import Backend, joined
@@ -21,7 +21,9 @@ from sparsync_lab.workloads.base import Workload
 from sparsync_lab.writable import check_file
 
 
-def probe_here(request: Request, ranks: int, speeds: tuple[float | None, float | None], out: Path) -> None:
+def probe_here(
+    request: Request, ranks: int, speeds: tuple[float | None, float | None], delay: Delay, out: Path
+) -> None:
     """Measure `ranks` ranks of this machine over emulated links, write the file and print its tables; `speeds`: see `netlab.rates`.
 
     Raises ValueError for what cannot be measured, RuntimeError where the file cannot be written, the network cannot be built or a rank
@@ -31,7 +33,7 @@ def probe_here(request: Request, ranks: int, speeds: tuple[float | None, float |
     check_file(out)
     up, down = speeds
     with (
-        network(ranks, up, down_bits_per_s=down) as links,
+        network(ranks, up, down_bits_per_s=down, delay=delay) as links,
         worker_group("sparsync_lab.probe.task:probe", asdict(request), links, request.timeout_s) as workers,
         _shown() as display,
     ):
@@ -129,6 +131,7 @@ def _print(found: probe_file.Probe) -> None:
     )
     latency, trip = found.latency, found.latency.slowest_round_trip_s
     figures = {
+        **_link_figures(found.link),
         "round trip": f"{_us(latency.round_trip_s)}, of the slowest pair {_us(trip)}",
         "one more message": _us(latency.per_message_s),
         "messages a rank sends": f"{significant(latency.messages_per_s)} per second",
@@ -162,6 +165,15 @@ def _print(found: probe_file.Probe) -> None:
         heads = ("scheme", *map(str, counts))
         tables.append(Table("Time (ms) of a bucket, by its elements", heads, tuple(rows)))
     show(tables)
+
+
+def _link_figures(link: probe_file.ProbedLink | None) -> dict[str, str]:
+    if link is None:
+        return {}
+    return {
+        "rate of a link, payload": rate_text(float(significant(link.bits_per_s))),
+        "one way": f"{_us(link.one_way_s)}, of the slowest pair {_us(link.slowest_one_way_s)}",
+    }
 
 
 def _us(seconds: float) -> str:

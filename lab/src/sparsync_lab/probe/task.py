@@ -88,7 +88,14 @@ def probe(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: JS
         backward = _backward(request, place)
     emit({"kind": "alive"})
     content = probe_file.Probe(
-        _group(request, place), found.operation, found.latency, found.memory, found.kernel, found.scheme, backward
+        _group(request, place),
+        found.operation,
+        found.latency,
+        found.memory,
+        found.kernel,
+        found.scheme,
+        backward,
+        found.link,
     )
     comm.close()
     emit({"kind": "probe", "content": probe_file.text(content)})

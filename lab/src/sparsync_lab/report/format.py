@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparsync_lab.netlab import Delay
     from sparsync_lab.report.results import Run
 
 
@@ -81,8 +82,18 @@ def target_text(run: "Run") -> str:
     return f"{run.metric} {run.target:g}{percent(run)}"
 
 
-def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None) -> str:
-    """Return the links in words: "100 Mbit/s links", or by direction where it matters; "" without limits."""
+def delay_text(delay: "Delay") -> str:
+    """Return the delay in words: "25 ms one way", with its jitter where it has one; "" without a delay."""
+    if not delay:
+        return ""
+    jitter = f" +- {1e3 * delay.jitter_s:g}" if delay.jitter_s else ""
+    return f"{1e3 * delay.one_way_s:g}{jitter} ms one way"
+
+
+def links_text(up_bits_per_s: float | None, down_bits_per_s: float | None, delay: "Delay | None" = None) -> str:
+    """Return the links in words: "100 Mbit/s links, 25 ms one way", or by direction where it matters; "" without limits."""
+    if delay:
+        return f"{links_text(up_bits_per_s, down_bits_per_s)}, {delay_text(delay)}"
     if up_bits_per_s is None or down_bits_per_s is None:
         return ""
     if up_bits_per_s == down_bits_per_s:

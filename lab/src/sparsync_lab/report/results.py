@@ -1,6 +1,6 @@
 """results.jsonl, the records of a comparison: one JSON object per line, appended as it happens, and read back whole.
 
-Five kinds of record, each a dataclass here: run, scheme, step, quality, end. One file holds any number of runs, each
+Six kinds of record, each a dataclass here: run, scheme, step, quality, end, carried. One file holds any number of runs, each
 under its own id. summary.py makes numbers from the records.
 """
 
@@ -42,6 +42,9 @@ class _Config(_Record):
     rate_bits_per_s: Number | None
     target: Number | None
     steps: int
+    # One way between any two ranks; files of earlier versions have none.
+    delay_s: Number = 0.0
+    jitter_s: Number = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,15 @@ class Run(_Record):
     def rate_bits_per_s(self) -> float | None:
         rate = self.config["rate_bits_per_s"]
         return None if rate is None else float(rate)
+
+    @property
+    def delay_s(self) -> float:
+        """The one-way delay between any two ranks, beside the time in which their links carry the bytes."""
+        return float(self.config.get("delay_s", 0.0))
+
+    @property
+    def jitter_s(self) -> float:
+        return float(self.config.get("jitter_s", 0.0))
 
     @property
     def times_count(self) -> bool:
@@ -184,8 +196,19 @@ class End(_Record):
     missed: int = 0
 
 
-Record = Run | SchemeStart | StepRecord | Quality | End
-_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End)}
+@dataclass(frozen=True)
+class Carried(_Record):
+    """The program that carried packets between ranks, where links had a delay: what it carried in the whole run, and its cost."""
+
+    kind: ClassVar[str] = "carried"
+    run: str
+    packets: int
+    nbytes: int
+    processor_s: Number  # beside the ranks, on the same machine
+
+
+Record = Run | SchemeStart | StepRecord | Quality | End | Carried
+_KINDS: dict[str, type[Record]] = {kind.kind: kind for kind in (Run, SchemeStart, StepRecord, Quality, End, Carried)}
 
 
 @dataclass
@@ -204,6 +227,7 @@ class RunRecords:
 
     run: Run
     traces: dict[tuple[str, int], Trace]  # by scheme and seed
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True)
@@ -314,6 +338,9 @@ def _add(runs: dict[str, RunRecords], data: object) -> None:
         return
     if record.run not in runs:
         raise ValueError(f"{record.kind} record of run {record.run!r}, which has no run record before it")
+    if isinstance(record, Carried):
+        runs[record.run].carried = record
+        return
     traces = runs[record.run].traces
     key = (record.scheme, record.seed)
     if isinstance(record, SchemeStart):

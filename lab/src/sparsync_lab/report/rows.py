@@ -29,6 +29,8 @@ def compared(summary: RunSummary) -> list[Row]:
         "ranks": run.ranks,
         "limited": run.limited,
         "rate_bits_per_s": run.rate_bits_per_s,
+        "delay_s": run.delay_s,
+        "jitter_s": run.jitter_s,
         "disturbed": summary.disturbed,
         "parameters": run.workload["parameters"],
         "target": run.target,

@@ -15,6 +15,8 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from sparsync_lab.labels import PHASES, short_labels
+from sparsync_lab.netlab.delay import Delay
+from sparsync_lab.report.format import bytes_text, delay_text, significant
 from sparsync_lab.report.results import Quality, Run, RunRecords, Trace
 
 DISTURBED = 1.25  # if the computing-only steps of schemes differ by more, the run was disturbed: all compute the same
@@ -236,7 +238,13 @@ def summarise(records: RunRecords, notes: Iterable[str] = ()) -> RunSummary:
         )
         for label, traces in by_label.items()
     )
-    about = (_dense_link_s(run), counted, _noise_s(schemes), tuple(_banners(run, schemes)), (*notes, *_notes(schemes)))
+    about = (
+        _dense_link_s(run),
+        counted,
+        _noise_s(schemes),
+        tuple(_banners(run, schemes)),
+        (*notes, *_carried(records), *_notes(schemes)),
+    )
     return RunSummary(run, schemes, *about)
 
 
@@ -426,6 +434,18 @@ def _banners(run: Run, schemes: Sequence[SchemeFigures]) -> Iterator[Banner]:
             f"A step that only computes took between {1e3 * min(compute):.3g} and {1e3 * max(compute):.3g} ms, though all schemes "
             "compute the same.",
         )
+
+
+def _carried(records: RunRecords) -> list[str]:
+    """Return the note about the program that delayed packets, whose work the ranks of the same machine feel."""
+    found = records.carried
+    if found is None:
+        return []
+    delay = delay_text(Delay(records.run.delay_s, records.run.jitter_s))
+    return [
+        f"Between ranks: {delay}, made by a program that carried {bytes_text(found.nbytes)} and took {significant(found.processor_s)} s "
+        "of processor time of this machine for it."
+    ]
 
 
 def _notes(schemes: Sequence[SchemeFigures]) -> list[str]:

@@ -46,7 +46,7 @@ def network_of(settings: NetworkSettings) -> Tiers:
         links = settings.ranks_per_leaf / settings.ranks_per_node / settings.oversubscription
         spine = replace(node, bandwidth_bits_per_s=links * node.bandwidth_bits_per_s)
         tiers.append(Tier(settings.ranks_per_leaf, (spine,)))
-    return Tiers(tuple(tiers), settings.all_reduce, settings.rings)
+    return Tiers(tuple(tiers), settings.all_reduce, settings.rings, settings.delays_per_round)
 
 
 def predict(setup: SetUp, entry: Entry, ranks: int | None = None, gbit_per_s: float | None = None) -> Predicted:

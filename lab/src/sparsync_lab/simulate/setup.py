@@ -97,6 +97,7 @@ class NetworkSettings(Checked):
     ranks_per_leaf: Annotated[int, Ge(0), Le(LARGEST)] = 0  # of a fat tree; 0: one switch
     all_reduce: Literal["ring", "tree", "best"] = "ring"
     rings: tuple[Ring, ...] = ()
+    delays_per_round: Annotated[float, Ge(1), Le(LARGEST)] = 1.0  # one-way latencies of a dependent round; gloo: 2
 
 
 @dataclass(frozen=True)
