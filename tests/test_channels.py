@@ -67,7 +67,7 @@ def posted_ahead() -> None:
     for step in range(3):
         lane = announced(comm, step)
         lane.all_gather(torch.ones(10), [10, 10])
-    (posted,) = comm.channels()._posted.values()
+    ((posted, _),) = comm.channels()._posted.values()
     if comm.rank == 1:
         announced(comm, 3)
         comm.channels().send(torch.full((40,), 7, dtype=torch.uint8), 0, next(iter(comm.channels()._posted))[0]).wait()

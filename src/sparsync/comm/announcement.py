@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsync.comm.channels import wait_for
+from sparsync.comm.channels import AHEAD, wait_for
 from sparsync.comm.plan import Exchange
 from sparsync.core import Cost
 
@@ -97,7 +97,7 @@ class Announced:
 class Announcements:
     """The announcements of the ranks of a group, each in the order in which it is made. Several may be on their way.
 
-    The number of receives that are posted ahead is how many were on their way at most.
+    Receives are posted for as many steps ahead as those of channels.
     """
 
     group: dist.ProcessGroup
@@ -106,6 +106,8 @@ class Announcements:
     # Receives match announcements in the order in which they were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
+    _on_their_way: int = 0
+    _most: int = 1  # on their way at once
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
@@ -116,8 +118,9 @@ class Announcements:
             assert work is not None
             return Announced(announcement, list(gathered), [(work, self.rank)])
         with self._posting:
-            if not self._ahead:
-                self._post()
+            self._post(self._on_their_way)
+            self._on_their_way += 1
+            self._most = max(self._most, self._on_their_way)
             rows, works = self._ahead.popleft()
         rows[self.rank] = own
         for other in self._others:
@@ -131,7 +134,8 @@ class Announcements:
             wait_for(work, "all ranks" if self._on_gpu else f"rank {other}")
         if not self._on_gpu:
             with self._posting:
-                self._post()
+                self._on_their_way -= 1
+                self._post(self._on_their_way)
         return [row.tolist() for row in announced.rows]  # a host sync on a GPU: nothing may be sent before it
 
     def exchange_texts(self, own: str) -> list[str]:
@@ -147,11 +151,11 @@ class Announcements:
         rows = texts.cpu().view(self.size, longest)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
-    def _post(self) -> None:
-        """Post receives for one announcement of each other rank."""
-        rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
-        works = [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]
-        self._ahead.append((rows, works))
+    def _post(self, on_their_way: int) -> None:
+        """Post receives for the announcements of the next steps."""
+        while len(self._ahead) + on_their_way < AHEAD * self._most:
+            rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
+            self._ahead.append((rows, [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]))
 
     @property
     def _others(self) -> list[int]:

@@ -1,15 +1,17 @@
 """Messages between two ranks over gloo that take one delay of the link, because their receives are posted a step ahead.
 
 Gloo sends data only once the receiver has said that it is ready, which is a delay of the link before the data's own. Here each exchange of
-a step has a tag of its own, a channel. When a message has arrived, its receiver posts a receive for the one that the channel brings in the
-next step: as long as the last one, or a little longer where lengths vary. Sender and receiver know the same of a channel's past, so the
-sender knows how much of the next message fits. What does not fit follows in a second message, whose receive is posted when both are there.
+a step has a tag of its own, a channel. When a message has arrived, its receiver posts a receive for the one that the channel brings two
+steps later: as long as the last one, or a little longer where lengths vary. Two, because after one the next message may be sent at once,
+before the sender has heard of a receive that is posted then. Sender and receiver know the same of a channel's past, so the sender knows how
+much of a message fits. What does not fit follows in a second message, whose receive is posted when both are there.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,18 @@ from torch import Tensor
 
 LENGTH_NBYTES = 8  # of the length that goes before the bytes of a message whose receiver does not know it
 # What is posted ahead of a message at most: memory that is held from step to step. While it travels, receiver and sender meet for the rest.
-MOST_AHEAD = 2**20
+MOST_AHEAD = 2**19
+AHEAD = 2  # receives that are posted for messages to come
 _FIRST = 2**14  # where lengths vary, room for the first message of a channel
 _TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements and to what nothing is posted ahead of
 _PLACES = 1024  # exchanges of a bucket in one step; the next ones share their tags in turn
 _NUMBERS = 4096  # likewise buckets
 _NOT_AHEAD = 0
+_REST = (
+    2**28
+)  # added to the tag of what does not fit, because the receives that are posted with the tag itself are for other messages
 
+Each = TypeVar("Each")
 Waits = Callable[[], AbstractContextManager[object]]
 
 
@@ -61,10 +68,9 @@ class Channels:
     """The channels of this rank to the others in a gloo group without other users."""
 
     group: dist.ProcessGroup
-    _posted: dict[tuple[int, int], _Posted] = field(default_factory=dict)  # by tag and source
-    _room: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # bytes that the other rank has posted, by tag and rank
+    # By tag and rank, for the next messages: the receives that this rank has posted, and the bytes that the other one has.
+    _posted: defaultdict[tuple[int, int], deque[_Posted]] = field(default_factory=lambda: defaultdict(deque))
+    _room: defaultdict[tuple[int, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
     def exchange(
         self,
@@ -82,10 +88,10 @@ class Channels:
         ahead = tag is not None
         tag = _NOT_AHEAD if tag is None else tag
         # Receives first: the ready message of one travels on the connection that the data of sends takes, and would be late behind it.
-        arriving = [_Arriving(each, self._posted.pop((tag, each.source), None) if ahead else None) for each in incoming]
+        arriving = [_Arriving(each, _next(self._posted[tag, each.source]) if ahead else None) for each in incoming]
         for each in arriving:
             each.post(self, tag)
-        sends = [_Leaving(each, self._room.get((tag, each.to), 0) if ahead else 0) for each in outgoing]
+        sends = [_Leaving(each, _next(self._room[tag, each.to]) or 0 if ahead else 0) for each in outgoing]
         for each in sends:
             each.send_what_fits(self, tag)
         settle()
@@ -99,7 +105,8 @@ class Channels:
             for each in arriving:
                 self._post_ahead(tag, each)
             for each in sends:
-                self._room[tag, each.message.to] = _room_after(each.nbytes, each.message.sized)
+                rooms = self._room[tag, each.message.to]
+                rooms.extend([_room_after(each.nbytes, each.message.sized)] * (AHEAD - len(rooms)))
         return received
 
     def receive(self, into: Tensor, source: int, tag: int) -> dist.Work:
@@ -112,8 +119,14 @@ class Channels:
 
     def _post_ahead(self, tag: int, arrived: "_Arriving") -> None:
         source, nbytes = arrived.message.source, _room_after(arrived.nbytes, arrived.message.nbytes is None)
-        room = torch.empty(nbytes, dtype=torch.uint8)
-        self._posted[tag, source] = _Posted(room, self.receive(room, source, tag))
+        posted = self._posted[tag, source]
+        while len(posted) < AHEAD:
+            room = torch.empty(nbytes, dtype=torch.uint8)
+            posted.append(_Posted(room, self.receive(room, source, tag)))
+
+
+def _next(ahead: deque[Each]) -> Each | None:
+    return ahead.popleft() if ahead else None
 
 
 def _room_after(nbytes: int, sized: bool) -> int:
@@ -169,7 +182,7 @@ class _Arriving:
 
     def _take_rest(self, channels: Channels, tag: int, whole: Tensor, here: int) -> None:
         self._whole = whole
-        self._rest = channels.receive(whole[here:], self.message.source, tag)
+        self._rest = channels.receive(whole[here:], self.message.source, tag + _REST)
 
     def _complete(self, here: Tensor, nbytes: int) -> Tensor:
         """Return the message, of which `here` is the beginning, or all."""
@@ -206,7 +219,7 @@ class _Leaving:
         if not self._fits and self._first.numel():
             self._works.append(channels.send(self._first, self.message.to, tag))
         if self._rest.numel():
-            self._works.append(channels.send(self._rest, self.message.to, tag))
+            self._works.append(channels.send(self._rest, self.message.to, tag + _REST))
 
     def wait(self) -> None:
         for work in self._works:
