@@ -126,7 +126,7 @@ class Backward(Checked):
 class ProbedLink(Checked):
     """The links of the ranks, taken to be equal, as closed forms need them."""
 
-    bits_per_s: Rate  # of payload that a rank sends to all others: what the largest exchange has more than the next one
+    bits_per_s: Rate  # of payload: a long message to the next rank, less what the smallest one takes
     one_way_s: Seconds  # of a byte whose receive is posted ahead: half a round trip; the median pair
     slowest_one_way_s: Seconds  # of the slowest pair
 

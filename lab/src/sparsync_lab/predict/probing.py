@@ -44,6 +44,11 @@ SMALLEST, LARGEST = 1_000, 16_000_000  # bytes that a rank sends
 REPEATS = (5, 200)  # fewest and most
 OPERATIONS_SHARE, SCHEMES_SHARE = 0.6, 0.25  # of the time
 TRIAL, TRIAL_S = 64_000, 0.02  # the rate is estimated from an exchange of these bytes, or of more, that takes so long
+RATE_S, RATE_DELAYS = (
+    0.2,
+    20,
+)  # seconds and one-way delays that the message takes at least which tells the rate of a link
+RATE_REPEATS = 12  # of such a message, at most
 TAG = 1 << 20  # of the first message whose receive is posted ahead; communicators use small ones
 PAIRINGS = 8  # at most: how often partners change when round trips are measured
 KERNEL_N = 1 << 22  # elements: vectors of 16 MB, which no cache holds twice
@@ -241,14 +246,34 @@ def _small(bench: _Bench, peers: int) -> Work:
 
 
 def _link(bench: _Bench, operations: Sequence[Operation]) -> ProbedLink:
-    """Return the rate from the two largest exchanges of all with all, and the one-way delays from round trips."""
-    low, high = sizes(operations, "all_to_all")[-2:]
-    # A largest exchange that happened to be quicker than the one before says nothing of what more bytes take.
-    seconds = high.seconds - low.seconds
-    rate = (high.nbytes - low.nbytes) / seconds if seconds > 0 else high.nbytes / high.seconds
+    """Return the one-way delays from round trips, and the rate from a long message to the next rank, less what the smallest one takes."""
     # NCCL has no receives that are posted ahead: those of a stream wait for each other.
     trips = _round_trips(bench, ahead=dist.get_backend(bench.comm.group) == "gloo")
-    return ProbedLink(rounded(8 * rate), rounded(statistics.median(trips) / 2), rounded(max(trips) / 2))
+    one_way_s = statistics.median(trips) / 2
+    smallest, *_, largest = sizes(operations, "send_recv")
+    nbytes, long_s = largest.nbytes, max(RATE_S, RATE_DELAYS * one_way_s)
+    while True:
+        run, sent = _exchange(bench, "send_recv", nbytes)
+        seconds = _settled_s(bench, run)
+        if seconds >= long_s or nbytes >= LARGEST:
+            break
+        nbytes = min(LARGEST, 4 * nbytes)
+    beyond_s = seconds - smallest.p20_s
+    rate = (sent - smallest.nbytes) / beyond_s if beyond_s > 0 else sent / seconds
+    return ProbedLink(rounded(8 * rate), rounded(one_way_s), rounded(max(trips) / 2))
+
+
+def _settled_s(bench: _Bench, run: Work) -> float:
+    """Return the least seconds of `run` once it gets no quicker: TCP's windows grow from one message to the next."""
+    best_s, late = math.inf, 0
+    for _ in range(RATE_REPEATS):
+        bench.together()
+        seconds = max(bench.slowest([bench.once(run)]))
+        late = late + 1 if seconds > 0.97 * best_s else 0
+        best_s = min(best_s, seconds)
+        if late == 3:
+            break
+    return best_s
 
 
 def _round_trips(bench: _Bench, ahead: bool = False) -> list[float]:
@@ -310,12 +335,14 @@ def _partners(rank: int, P: int) -> Iterator[int | None]:
 
 
 def _announce_s(bench: _Bench) -> float:
-    """Return what an announcement adds to a small exchange; the two cases take turns, so that both see the same disturbances."""
+    """Return what an announcement adds to a small exchange, whose messages it travels beside, as those of a bucket.
+
+    The two cases take turns, so that both see the same disturbances.
+    """
     exchange = _small(bench, bench.comm.size - 1)
 
     def announced() -> None:
-        bench.announce()
-        exchange()
+        bench.announce(exchange)
 
     own: list[list[float]] = [[], []]
     bench.together()
