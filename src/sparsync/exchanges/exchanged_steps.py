@@ -77,6 +77,42 @@ class FewNonzero(Bucket):
         return whole
 
 
+class _Sketch:
+    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced their mean over ranks.
+
+    Where a rank's gradient is not `finite`, all sums are NaN. `ahead` is the gradient of the first bucket, `gradient` returns those of
+    others.
+    """
+
+    def __init__(
+        self,
+        ratios: BlockRatios,
+        buckets: Sequence[WeightBucket],
+        step: int,
+        finite: bool,
+        ahead: Tensor,
+        gradient: Callable[[WeightBucket], Tensor],
+    ) -> None:
+        self._ratios, self.overflow = ratios, False
+        found = [ratios.sketch(ahead, buckets[0].key, step)]
+        found += [ratios.sketch(gradient(each), each.key, step) for each in buckets[1:]]
+        self._own = [own for _, own in found]
+        sums = torch.cat([each.to(found[0][0].device) for each, _ in found])
+        self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+
+    def observe(self, taking: Sequence[Sequence[ParameterSpan]]) -> bool:
+        """Take the measurement in; return False, and take nothing, where it holds NaN or Inf."""
+        of_mean = self.bucket.grad.square()
+        self.overflow = not kernels.all_finite(of_mean)
+        if not self.overflow:
+            self._ratios.observe(of_mean, self._own, [[entry.span for entry in each] for each in taking])
+        return not self.overflow
+
+    def told(self, report: Report) -> Report:
+        """Return the report of the measurement, with "overflow"."""
+        return replace(report, details={**report.details, "overflow": self.overflow})
+
+
 @dataclass
 class _Mean:
     """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
@@ -352,14 +388,10 @@ class ExchangedSteps(StepMethod):
 
     def _exchanged(self) -> tuple[list[Report], "list[_Mean] | None"]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        buckets, first = self._weights.buckets, list[Report]()
+        buckets = self._weights.buckets
         ahead = [self._gradient(buckets[0])]
         # False also where squares overflow, which would stay in the second moments.
         finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
-        if self._comm.size > 1 and self._ratios.due(self._step):
-            first.append(self._measured(finite, ahead[0][0]))
-            if first[0].details["overflow"]:
-                return first, None
 
         def step_of(place: int) -> Tensor:
             blocks, its_finite = ahead.pop() if ahead else self._gradient(buckets[place])
@@ -367,8 +399,21 @@ class ExchangedSteps(StepMethod):
             self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
             return step
 
-        reports, means, skipped = self._reduced(step_of)
-        return [*first, *reports], None if skipped else means
+        if self._comm.size == 1 or not self._ratios.due(self._step):
+            reports, means, skipped = self._reduced(step_of)
+            return reports, None if skipped else means
+        sketch = _Sketch(self._ratios, buckets, self._step, finite, ahead[0][0], lambda each: self._gradient(each)[0])
+        if self._ratios.measured == 0:  # the first step needs it
+            first = self._connection.reduce(sketch.bucket, MeanOfSketches())
+            if not sketch.observe([self._taking(each) for each in buckets]):
+                return [sketch.told(first)], None
+            reports, means, skipped = self._reduced(step_of)
+        else:
+            first, (reports, means, skipped) = self._connection.reduce_beside(
+                sketch.bucket, MeanOfSketches(), lambda: self._reduced(step_of)
+            )
+            skipped |= not sketch.observe([self._taking(each) for each in buckets])
+        return [sketch.told(first), *reports], None if skipped else means
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
         """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
@@ -386,25 +431,6 @@ class ExchangedSteps(StepMethod):
             starts.append(entry.span.start)
             factors.append(self._divisor.undone(entry.name))
         return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
-
-    def _measured(self, finite: bool, ahead: Tensor) -> Report:
-        """Measure the ratio; `ahead` is the gradient of the first bucket, as `_gradient` has it.
-
-        With NaN or Inf on any rank, nothing changes and the report's "overflow" is True.
-        """
-        buckets, ratios = self._weights.buckets, self._ratios
-        sketches = [ratios.sketch(ahead, buckets[0].key, self._step)]
-        sketches += [ratios.sketch(self._gradient(each)[0], each.key, self._step) for each in buckets[1:]]
-        sums = torch.cat([each.to(sketches[0][0].device) for each, _ in sketches])
-        if not finite:
-            sums.fill_(torch.nan)
-        report = self._connection.reduce(Bucket("ratio", sums, self._step), MeanOfSketches())
-        of_mean = sums.square()
-        overflow = not kernels.all_finite(of_mean)
-        if not overflow:
-            taking = [[entry.span for entry in self._taking(each)] for each in buckets]
-            ratios.observe(of_mean, [own for _, own in sketches], taking)
-        return replace(report, details={**report.details, "overflow": overflow})
 
     def _reduced(
         self, own: Callable[[int], Tensor], send_all: bool = False

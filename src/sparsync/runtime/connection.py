@@ -1,12 +1,14 @@
 """The connection of one model to the other ranks: reduces buckets, rolls back skipped steps, recovers from failures, keeps reports."""
 
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from typing_extensions import Self
@@ -19,6 +21,7 @@ from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Cost, Report, add_note, digest, recorded_phases
+from sparsync.runtime.flights import Baton
 from sparsync.runtime.optimizers import Compared, Comparison
 
 _CURE = (
@@ -31,6 +34,7 @@ _AFTER_FAILURE = (
     "all ranks, handle and model, or start again"
 )
 
+Result = TypeVar("Result")
 MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 
 
@@ -203,6 +207,7 @@ class Connection:
     ) -> None:
         self._what, self._on_written = what, on_written
         self._group = comm
+        self._waits: Waits = nullcontext  # of buckets that `reduce` reduces
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
         self.use(scheme)
         self._broken = self._shut = False
@@ -232,20 +237,60 @@ class Connection:
         self.exchange(reducing)
         return self.end(reducing, written)
 
+    def reduce_beside(self, bucket: Bucket, scheme: Reduction, others: Callable[[], Result]) -> tuple[Report, Result]:
+        """Reduce a bucket while `others` reduces others of the same step; return its report, and what `others` returns.
+
+        It begins first and ends last. Where buckets cannot overlap, all of it comes first.
+        """
+        if not self.overlaps(bucket, scheme):
+            return self.reduce(bucket, scheme), others()
+        baton, failed = Baton(), list[BaseException]()
+        reducing = self.begin(bucket, scheme, waits=partial(baton.lent, 0))
+        for number in range(2):
+            baton.want(number)
+
+        def exchange() -> None:
+            try:
+                with baton.held(0):
+                    self.exchange(reducing)
+            except BaseException as error:
+                failed.append(error)
+                self.abort()
+
+        thread = threading.Thread(target=exchange, name="sparsync-beside", daemon=True)
+        thread.start()
+        self._waits = partial(baton.lent, 1)
+        try:
+            with baton.held(1):
+                result = others()
+        except BaseException:
+            self.abort()
+            thread.join()
+            # What failed there first is why this failed.
+            if failed and not is_known(failed[0]):
+                raise failed[0] from None
+            raise
+        finally:
+            self._waits = nullcontext
+            thread.join()
+        if failed:
+            raise failed[0]
+        return self.end(reducing), result
+
     def begin(
         self,
         bucket: Bucket,
         scheme: Reduction,
         prepare: Callable[[], None] | None = None,
         send_all: bool = False,
-        waits: Waits = nullcontext,
+        waits: Waits | None = None,
     ) -> "Reducing":
         """Do what goes before the exchanges of a bucket: in the same order on all ranks. `waits` is entered around each wait."""
         with _noted(bucket, scheme):
             self._open(bucket.step, prepare)
             began = time.perf_counter()
             with torch.no_grad():
-                lane = self._announce(bucket, scheme, waits)
+                lane = self._announce(bucket, scheme, waits or self._waits)
             return Reducing(bucket, scheme, send_all, lane, MeteredComm(lane or self._group), began)
 
     def exchange(self, reducing: "Reducing") -> None:

@@ -29,9 +29,9 @@ from sparsync.comm.plan import Exchange, Kind
 
 AllReduce = Literal["ring", "tree", "best"]
 
-# One-way delays of a dependent round over gloo, in settled steps. A receive is posted when its exchange begins, and gloo's message that it
-# is ready goes the other way before any payload: 2. Receives that are posted a step ahead make it 1.
-GLOO_DELAYS_PER_ROUND = 2.0
+# One-way delays of a dependent round over gloo, in settled steps: receives are posted steps ahead, so that gloo's message that they are
+# ready has arrived before.
+GLOO_DELAYS_PER_ROUND = 1.0
 
 
 @runtime_checkable
