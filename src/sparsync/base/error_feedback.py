@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, phase, spans
@@ -53,7 +54,7 @@ class DenseUpdate:
     rank's share of the elements on that rank.
     """
 
-    mean: Tensor  # [n] written to the gradient
+    mean: Tensor | QuantizedMean  # [n] written to the gradient
     error: Tensor  # [n] becomes the residual; may share the memory of acc, which a step may change in place
     selected: int | None = None  # k: how many elements this rank selected; None: all
     union: int | None = None  # K: of how many elements anybody sent something; None: of all
@@ -116,43 +117,36 @@ class ErrorFeedbackScheme(Scheme):
         except NonFiniteError:
             bucket.grad.fill_(torch.nan)
             return self.report(bucket, comm.sent, selected=0, union=0, details={"overflow": True})
-        mean = update.mean
-        values = [mean] if isinstance(mean, Tensor) else [part.value for part in _parts(mean)]
+        if isinstance(update, DenseUpdate):
+            overflow = self._applied(update, acc, bucket, comm)
+            details = {**update.details, "overflow": overflow}
+            return self.report(bucket, comm.sent, selected=update.selected, union=update.union, details=details)
+        values = [part.value for part in _parts(update.mean)]
         # Copies: at P = 1 a step may return a view of the gradient's memory, which becomes zero below.
-        written = [value.to(bucket.grad.dtype, copy=not isinstance(mean, Tensor)) for value in values]
+        written = [value.to(bucket.grad.dtype, copy=True) for value in values]
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
         overflow = not all(
             kernels.all_finite(each) and _fits(value, comm.size) for each, value in zip(written, values, strict=True)
         )
-        if not overflow and not acc.finite:
-            raise RuntimeError(
-                f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
-                "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
-            )
+        if not overflow:
+            self._check_seen(acc)
         with phase("apply"):
-            if isinstance(update, DenseUpdate):
-                union = update.union
-                if not overflow:
-                    acc.keep_error(update.error)
-                    add_dropped_(acc.residual, values[0], written[0], comm)
-                bucket.grad.copy_(written[0])
+            parts = [replace(part, value=value) for part, value in zip(_parts(update.mean), written, strict=True)]
+            union = sum(part.index.numel() for part in parts)
+            if overflow:
+                bucket.grad.zero_()
+                for part in parts:
+                    kernels.put_(bucket.grad, part.index, part.value)
             else:
-                parts = [replace(part, value=value) for part, value in zip(_parts(update.mean), written, strict=True)]
-                union = sum(part.index.numel() for part in parts)
-                if overflow:
-                    bucket.grad.zero_()
-                    for part in parts:
-                        kernels.put_(bucket.grad, part.index, part.value)
-                else:
-                    acc.keep(update.replaced, parts)
-                    if update.cleared is not None:
-                        kernels.clear_(acc.residual, update.cleared)
-                    for error in update.errors:
-                        kernels.scatter_add_(acc.residual, error)
-                    for part, value in zip(parts, values, strict=True):
-                        add_dropped_(acc.residual, value, part.value, comm, part.index)
-                    if update.lost is not None:
-                        self._lost[bucket.key] = update.lost
+                acc.keep(update.replaced, parts)
+                if update.cleared is not None:
+                    kernels.clear_(acc.residual, update.cleared)
+                for error in update.errors:
+                    kernels.scatter_add_(acc.residual, error)
+                for part, value in zip(parts, values, strict=True):
+                    add_dropped_(acc.residual, value, part.value, comm, part.index)
+                if update.lost is not None:
+                    self._lost[bucket.key] = update.lost
             if not overflow:
                 update.commit()
             if overflow and kernels.all_finite(bucket.grad):
@@ -160,6 +154,48 @@ class ErrorFeedbackScheme(Scheme):
                 bucket.grad.fill_(torch.nan)
         details = {**update.details, "overflow": overflow}
         return self.report(bucket, comm.sent, selected=update.selected, union=union, details=details)
+
+    def _applied(self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm) -> bool:
+        """Write the mean of a step and keep its error. Return whether the mean has NaN or Inf, which is then written alone."""
+        mean = update.mean
+        if isinstance(mean, QuantizedMean) and mean.dtype != bucket.grad.dtype:
+            mean = mean.decoded()
+        # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
+        if isinstance(mean, QuantizedMean):
+            written, overflow = mean, not mean.fits(comm.size)
+        else:
+            written = mean.to(bucket.grad.dtype)
+            overflow = not (kernels.all_finite(written) and _fits(mean, comm.size))
+        if not overflow:
+            self._check_seen(acc)
+        with phase("apply"):
+            kept = None
+            if not overflow:
+                # What lies in the gradient's memory moves while the mean is written there.
+                moves = update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
+                kept = acc.residual if moves and isinstance(written, QuantizedMean) else None
+                if kept is None:
+                    acc.keep_error(update.error)
+            if isinstance(written, QuantizedMean):
+                written.write_(bucket.grad, kept)
+            else:
+                if not overflow and isinstance(mean, Tensor):
+                    add_dropped_(acc.residual, mean, written, comm)
+                bucket.grad.copy_(written)
+            if not overflow:
+                update.commit()
+            elif kernels.all_finite(bucket.grad):
+                # Only P times the mean is not: a loss scaler must see it all the same.
+                bucket.grad.fill_(torch.nan)
+        return overflow
+
+    def _check_seen(self, acc: Accumulator) -> None:
+        """Raise RuntimeError where this rank's gradient holds NaN or Inf, which a finite mean does not show."""
+        if not acc.finite:
+            raise RuntimeError(
+                f"{type(self).__name__}.step returned a finite mean, although this rank's gradient holds NaN or Inf, which would stay in "
+                "its residual; send acc.finite with the first message, see sparsync.core.raise_if_found_inf"
+            )
 
     def plan(self, given: Given) -> Plan:
         """Return what a settled step does: nothing for an empty bucket, else `planned`."""

@@ -98,6 +98,15 @@ def means_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[T
     return torch.where((code & 1).bool(), -magnitude, magnitude).view(-1)[:k]
 
 
+def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> float:
+    """Return a bound of the magnitudes in a packet, out of its scales alone; NaN where there is a block of NaN."""
+    if not k:
+        return 0.0
+    scales = packet[: SCALE_NBYTES * _scales(bits) * -(-k // BLOCK)].clone().view(torch.bfloat16)
+    # A host sync: what is kept depends on it. 2^(bits - 1) is the greatest magnitude of a code.
+    return float(scales.abs().max()) * (1 if bits < 3 else 2 ** (bits - 1))
+
+
 def _mean(number: Tensor, count: Tensor) -> Tensor:
     """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added, in float64: a fixed order."""
     total = number.to(torch.float64)
