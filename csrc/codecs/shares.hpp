@@ -25,6 +25,30 @@ SPARSYNC_INLINE void with_bits(int bits, Work work) {
 }
 
 // Eight values of a block out of the `bits` bytes of their codes; `scale` holds two for 2 bits.
+#ifdef __AVX2__
+template <int bits>
+SPARSYNC_INLINE __m256i shifts_to(int top) {  // that bring each code to the bits below `top`
+    return _mm256_sub_epi32(_mm256_set1_epi32(top), _mm256_mullo_epi32(_mm256_set1_epi32(bits), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+}
+
+template <int bits>
+SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
+    const __m256i words = _mm256_set1_epi32(static_cast<int32_t>(word));
+    const __m256 low = _mm256_set1_ps(scale[0]);
+    if constexpr (bits > 2) {
+        const __m256i code = _mm256_srai_epi32(_mm256_sllv_epi32(words, shifts_to<bits>(32 - bits)), 32 - bits);
+        _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(code), low));
+    } else {
+        __m256 magnitude = low;
+        if constexpr (bits == 2) {  // the mask of a blend is the top bit
+            const __m256i above = _mm256_sllv_epi32(words, shifts_to<bits>(30));
+            magnitude = _mm256_blendv_ps(low, _mm256_set1_ps(scale[1]), _mm256_castsi256_ps(above));
+        }
+        const __m256i negative = _mm256_slli_epi32(_mm256_srlv_epi32(words, shifts_to<-bits>(0)), 31);
+        _mm256_storeu_ps(out, _mm256_xor_ps(magnitude, _mm256_castsi256_ps(negative)));
+    }
+}
+#else
 template <int bits>
 SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out) {
     if constexpr (bits > 2) {
@@ -40,6 +64,16 @@ SPARSYNC_INLINE void decode_octet(const float *scale, uint32_t word, float *out)
         }
     }
 }
+#endif
+
+// The bytes of eight codes. Three of them are put together without a way through memory, which would wait for the last store.
+template <int bits>
+SPARSYNC_INLINE uint32_t word_of(const uint8_t *stream) {
+    if constexpr (bits == 3) return stream[0] | static_cast<uint32_t>(stream[1]) << 8 | static_cast<uint32_t>(stream[2]) << 16;
+    uint32_t word = 0;
+    std::memcpy(&word, stream, bits);
+    return word;
+}
 
 // The values of a block of at most 256, of which `scale` points at the scales in the packet.
 template <int bits>
@@ -50,9 +84,7 @@ SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, i
         for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * scales[0];
     } else {
         for (; j + 8 <= count; j += 8, stream += bits) {
-            uint32_t word = 0;
-            std::memcpy(&word, stream, bits);
-            decode_octet<bits>(scales, word, out + j);
+            decode_octet<bits>(scales, word_of<bits>(stream), out + j);
         }
         if (j < count) {
             uint32_t word = 0;

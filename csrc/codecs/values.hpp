@@ -186,6 +186,25 @@ SPARSYNC_INLINE uint32_t mean_scale(float mean) {
     return upper < max_scale ? upper : max_scale;
 }
 
+// Codes of 1 or 2 bits, one after the other, the first in the lowest; those behind the last are zero up to a whole byte.
+SPARSYNC_INLINE void pack_means(const uint8_t *code, int64_t count, int bits, uint8_t *out) {
+    int64_t j = 0;
+#ifdef __AVX2__
+    for (; j + 8 <= count; j += 8, out += bits) {
+        uint64_t eight;
+        std::memcpy(&eight, code + j, sizeof eight);
+        const auto packed = static_cast<uint32_t>(_pext_u64(eight, bits == 1 ? 0x0101010101010101 : 0x0303030303030303));
+        std::memcpy(out, &packed, static_cast<size_t>(bits));
+    }
+#endif
+    const int64_t per_byte = 8 / bits;
+    for (; j < count; j += per_byte) {
+        uint32_t byte = 0;
+        for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
+        *out++ = static_cast<uint8_t>(byte);
+    }
+}
+
 // The means and the codes of a block of at most 256. `bits` is 1: the sign, and the mean magnitude; or 2: also whether the magnitude is
 // above that mean, and the means of the magnitudes that are not and of those that are.
 SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream) {
@@ -213,12 +232,7 @@ SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int b
         put_scale(scale, mean_scale(mean_of(number, count - above)));
         put_scale(scale + 2, mean_scale(mean_of(larger, above ? above : 1)));
     }
-    const int64_t per_byte = 8 / bits;
-    for (int64_t j = 0; j < count; j += per_byte) {
-        uint32_t byte = 0;
-        for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
-        stream[j / per_byte] = static_cast<uint8_t>(byte);
-    }
+    pack_means(code, count, bits, stream);
 }
 
 void means_encode(const float *value, int64_t k, int bits, uint8_t *out) {

@@ -1,4 +1,4 @@
-"""The specification of rounding in a quantized all-reduce, in plain torch: shares of a mean to their owners, sums and their mean back to all.
+"""The specification of rounding inside a quantized all-reduce, in plain torch: shares of a mean for owners, and sums of them.
 
 The packets are those of `value_reference`. Other backends write the same bytes and the same errors, bit for bit.
 """
