@@ -71,7 +71,7 @@ def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, 
     return takes(FLOAT32, *[BYTES] * len(packets))(_reduce_shares)(value, packets, bits, P, bits_down)
 
 
-@takes(BYTES, FLOAT32)
+@takes(BYTES, FLOAT32, FLOAT32)
 def decode_over_(packet: Tensor, bits: int, out: Tensor, kept: Tensor | None = None) -> None:
     """Write the values of a packet, as the reference."""
     decode_over_by(_decode, packet, bits, out, kept)
