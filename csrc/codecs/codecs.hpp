@@ -25,7 +25,7 @@ struct Codecs {
     void (*means_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
     // Of any of the 5 numbers of bits; shares.hpp says what they do.
     void (*encode_share)(float *value, int64_t k, int bits, int64_t P, uint8_t *out);
-    void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packet, int64_t packets, int bits, int64_t P,
+    void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P,
                           int bits_down, uint8_t *out);
     void (*decode_over)(const uint8_t *packet, int64_t k, int bits, float *out, float *kept);
 };

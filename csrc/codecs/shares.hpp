@@ -10,20 +10,6 @@
 namespace sparsync {
 namespace {
 
-template <int bits>
-constexpr int scales_of = bits == 2 ? 2 : 1;
-constexpr float largest_float = 3.40282346638528859812e+38f;
-
-// Runs work(width), whose value is the constant `bits`.
-template <class Work>
-SPARSYNC_INLINE void with_bits(int bits, Work work) {
-    if (bits == 8) work(std::integral_constant<int, 8>());
-    if (bits == 4) work(std::integral_constant<int, 4>());
-    if (bits == 3) work(std::integral_constant<int, 3>());
-    if (bits == 2) work(std::integral_constant<int, 2>());
-    if (bits == 1) work(std::integral_constant<int, 1>());
-}
-
 // Eight values of a block out of the `bits` bytes of their codes; `scale` holds two for 2 bits.
 #ifdef __AVX2__
 template <int bits>
@@ -78,7 +64,7 @@ SPARSYNC_INLINE uint32_t word_of(const uint8_t *stream) {
 // The values of a block of at most 256, of which `scale` points at the scales in the packet.
 template <int bits>
 SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, int64_t count, float *out) {
-    const float scales[2] = {get_scale(scale), get_scale(scale + 2 * (scales_of<bits> - 1))};
+    const float scales[2] = {get_scale(scale), get_scale(scale + (bits == 2 ? 2 : 0))};
     int64_t j = 0;
     if constexpr (bits == 8) {
         for (; j < count; ++j) out[j] = static_cast<float>(static_cast<int8_t>(stream[j])) * scales[0];
@@ -96,12 +82,44 @@ SPARSYNC_INLINE void decode_block(const uint8_t *scale, const uint8_t *stream, i
     }
 }
 
-template <int bits>
-SPARSYNC_INLINE void encode_block(const float *value, int64_t count, uint8_t *scale, uint8_t *stream) {
-    if constexpr (bits > 2)
-        scaled_encode_block(value, count, bits, nullptr, scale, stream);
-    else
-        means_encode_block(value, count, bits, scale, stream);
+// The same for any number of bits: what a block costs is not noticed, and one copy of each format is compiled.
+void decode_some(int bits, const uint8_t *scale, const uint8_t *stream, int64_t count, float *out) {
+    if (bits == 8) decode_block<8>(scale, stream, count, out);
+    if (bits == 4) decode_block<4>(scale, stream, count, out);
+    if (bits == 3) decode_block<3>(scale, stream, count, out);
+    if (bits == 2) decode_block<2>(scale, stream, count, out);
+    if (bits == 1) decode_block<1>(scale, stream, count, out);
+}
+
+void encode_some(int bits, const float *value, int64_t count, uint8_t *scale, uint8_t *stream) {
+    if (bits == 8) scaled_encode_block(value, count, 8, nullptr, scale, stream);
+    if (bits == 4) scaled_encode_block(value, count, 4, nullptr, scale, stream);
+    if (bits == 3) scaled_encode_block(value, count, 3, nullptr, scale, stream);
+    if (bits == 2) means_encode_block(value, count, 2, scale, stream);
+    if (bits == 1) means_encode_block(value, count, 1, scale, stream);
+}
+
+// Where the scales and the codes of the block are that begins with element `i` of `k`.
+template <class Byte>
+struct Packet {
+    Byte *bytes;
+    int64_t k;
+    int bits;
+    Byte *scale(int64_t i) const { return bytes + i / value_block * scales_nbytes(); }
+    Byte *stream(int64_t i) const { return bytes + nblocks(k, value_block) * scales_nbytes() + i / 8 * bits; }
+
+  private:
+    int64_t scales_nbytes() const { return bits == 2 ? 4 : 2; }
+};
+
+void decode_some(const Packet<const uint8_t> &packet, int64_t i, int64_t count, float *out) {
+    decode_some(packet.bits, packet.scale(i), packet.stream(i), count, out);
+}
+
+// Encodes a block, and decodes it again.
+void round_some(const Packet<uint8_t> &packet, int64_t i, int64_t count, const float *value, float *decoded) {
+    encode_some(packet.bits, value, count, packet.scale(i), packet.stream(i));
+    decode_some(packet.bits, packet.scale(i), packet.stream(i), count, decoded);
 }
 
 // The constant by which all numbers of a pass are divided: by a power of two they are multiplied, which rounds the same number.
@@ -132,71 +150,59 @@ SPARSYNC_INLINE void subtract(float *value, const float *received, int64_t count
 // The packet of value / P, and in the place of the values what P times the decoded packet lacks of them.
 void encode_share(float *value, int64_t k, int bits, int64_t P, uint8_t *out) {
     const Divisor<float> divisor(P);
-    with_bits(bits, [=](auto width) {
-        constexpr int each = width;
-        uint8_t *scale = out, *stream = out + 2 * scales_of<each> * nblocks(k, value_block);
-        alignas(64) float share[value_block], received[value_block];
-        for (int64_t i = 0; i < k; i += value_block, scale += 2 * scales_of<each>, stream += value_block / 8 * each) {
-            const int64_t count = least(value_block, k - i);
-            if (divisor.exact)
-                for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] * divisor.factor;
-            else
-                for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] / divisor.by;
-            encode_block<each>(share, count, scale, stream);
-            decode_block<each>(scale, stream, count, received);
-            subtract(value + i, received, count, divisor.by);
-        }
-    });
+    const Packet<uint8_t> packet{out, k, bits};
+    alignas(64) float share[value_block], received[value_block];
+    for (int64_t i = 0; i < k; i += value_block) {
+        const int64_t count = least(value_block, k - i);
+        if (divisor.exact)
+            for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] * divisor.factor;
+        else
+            for (int64_t j = 0; j < count; ++j) share[j] = value[i + j] / divisor.by;
+        round_some(packet, i, count, share, received);
+        subtract(value + i, received, count, divisor.by);
+    }
+}
+
+// The mean in float32; of finite sums it is finite.
+SPARSYNC_INLINE float rounded(double mean) {
+    constexpr double largest = static_cast<double>(3.40282346638528859812e+38f);
+    const double below = mean < largest ? mean : largest, both = below > -largest ? below : -largest;
+    return static_cast<float>(mean - mean == 0.0 ? both : mean);
 }
 
 // Adds P times what each packet stands for to the values, and writes the packet of their mean, the sums / P; the values become what P
 // times that lacks of the sums. Sums are made in double, in which those of a few quantized values are exact.
 void reduce_shares(
-    float *value, int64_t k, const uint8_t *const *packet, int64_t packets, int bits, int64_t P, int bits_down, uint8_t *out) {
+    float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P, int bits_down, uint8_t *out) {
     const Divisor<double> divisor(P);
-    with_bits(bits, [=](auto up) {
-        with_bits(bits_down, [=](auto down) {
-            constexpr int arrived = up, sent = down;
-            const int64_t head = 2 * scales_of<arrived> * nblocks(k, value_block);
-            uint8_t *scale = out, *stream = out + 2 * scales_of<sent> * nblocks(k, value_block);
-            alignas(64) double total[value_block];
-            alignas(64) float decoded[value_block], mean[value_block];
-            for (int64_t i = 0; i < k; i += value_block, scale += 2 * scales_of<sent>, stream += value_block / 8 * sent) {
-                const int64_t count = least(value_block, k - i);
-                for (int64_t j = 0; j < count; ++j) total[j] = static_cast<double>(value[i + j]);
-                for (int64_t source = 0; source < packets; ++source) {
-                    const uint8_t *from = packet[source];
-                    decode_block<arrived>(from + i / value_block * 2 * scales_of<arrived>, from + head + i / 8 * arrived, count,
-                                          decoded);
-                    for (int64_t j = 0; j < count; ++j) total[j] += divisor.by * static_cast<double>(decoded[j]);
-                }
-                for (int64_t j = 0; j < count; ++j) {
-                    const double exact = divisor.exact ? total[j] * divisor.factor : total[j] / divisor.by;
-                    const double low = exact < largest_float ? exact : static_cast<double>(largest_float);
-                    const double both = low > -largest_float ? low : -static_cast<double>(largest_float);
-                    // Finite sums become finite means; infinity and NaN stay.
-                    mean[j] = static_cast<float>(exact - exact == 0.0 ? both : exact);
-                }
-                encode_block<sent>(mean, count, scale, stream);
-                decode_block<sent>(scale, stream, count, decoded);
-                for (int64_t j = 0; j < count; ++j)
-                    value[i + j] = static_cast<float>(total[j] - divisor.by * static_cast<double>(decoded[j]));
-            }
-        });
-    });
+    const Packet<uint8_t> packet{out, k, bits_down};
+    alignas(64) double total[value_block];
+    alignas(64) float decoded[value_block], mean[value_block];
+    for (int64_t i = 0; i < k; i += value_block) {
+        const int64_t count = least(value_block, k - i);
+        for (int64_t j = 0; j < count; ++j) total[j] = static_cast<double>(value[i + j]);
+        for (int64_t source = 0; source < sources; ++source) {
+            decode_some({packets[source], k, bits}, i, count, decoded);
+            for (int64_t j = 0; j < count; ++j) total[j] += divisor.by * static_cast<double>(decoded[j]);
+        }
+        if (divisor.exact)
+            for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] * divisor.factor);
+        else
+            for (int64_t j = 0; j < count; ++j) mean[j] = rounded(total[j] / divisor.by);
+        round_some(packet, i, count, mean, decoded);
+        for (int64_t j = 0; j < count; ++j)
+            value[i + j] = static_cast<float>(total[j] - divisor.by * static_cast<double>(decoded[j]));
+    }
 }
 
 // The values of a packet to `out`; what stood there before goes to `kept`, unless that is null.
-void decode_over(const uint8_t *packet, int64_t k, int bits, float *out, float *kept) {
-    with_bits(bits, [=](auto width) {
-        constexpr int each = width;
-        const uint8_t *scale = packet, *stream = packet + 2 * scales_of<each> * nblocks(k, value_block);
-        for (int64_t i = 0; i < k; i += value_block, scale += 2 * scales_of<each>, stream += value_block / 8 * each) {
-            const int64_t count = least(value_block, k - i);
-            if (kept) std::memcpy(kept + i, out + i, static_cast<size_t>(count) * sizeof *out);
-            decode_block<each>(scale, stream, count, out + i);
-        }
-    });
+void decode_over(const uint8_t *bytes, int64_t k, int bits, float *out, float *kept) {
+    const Packet<const uint8_t> packet{bytes, k, bits};
+    for (int64_t i = 0; i < k; i += value_block) {
+        const int64_t count = least(value_block, k - i);
+        if (kept) std::memcpy(kept + i, out + i, static_cast<size_t>(count) * sizeof *out);
+        decode_some(packet, i, count, out + i);
+    }
 }
 
 }  // namespace
