@@ -55,7 +55,7 @@ def _commands() -> dict[str, Command]:
         "bench": (
             _bench,
             _add_bench_options,
-            "measure buckets, collectives, kernels, overlap, steps or codecs beside alternatives and the physical limit",
+            "measure buckets, collectives, kernels, overlap, reductions, steps or codecs beside alternatives and the physical limit",
             "python -m studies bench kernels",
         ),
         "campaign": (
@@ -78,7 +78,7 @@ def _part(name: str, about: str) -> Command:
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
-    subjects = ("buckets", "collectives", "kernels", "overlap", "steps", "wire")
+    subjects = ("buckets", "collectives", "kernels", "overlap", "reductions", "steps", "wire")
     parser.add_argument("subject", choices=subjects, help="what to measure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `python -m studies bench SUBJECT --help`")
 
