@@ -448,6 +448,16 @@ def test_squares_that_cannot_be_summed_are_not_finite() -> None:
             assert not operations.collect_(torch.zeros(n), [x], [0], [1.0])
 
 
+@pytest.mark.parametrize("kind", ["normal", "special", "denormal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_divided_as_the_reference_does(kind: str, dtype: torch.dtype) -> None:
+    for n, divisor in product(SOME, (2, 3)):
+        x, out, expected = made(kind, n).to(dtype), torch.empty(n + 1)[1:], torch.empty(n)
+        operations.divide_to_(out, x, divisor)
+        reference.divide_to_(expected, x, divisor)
+        assert torch.equal(bits(out), bits(expected))
+
+
 @pytest.mark.parametrize("kind", ["normal", "special", "zeros", "denormal", "mostly-nan"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_shares_of_a_mean_and_their_sums_are_the_reference(kind: str, width: int) -> None:

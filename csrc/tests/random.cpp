@@ -127,6 +127,8 @@ void check_steps(const Passes &passes, int64_t n, int kind) {
     std::vector<float> a = x, m = y, to(length), out(length);
     const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
     passes.momentum_step(a.data(), m.data(), z.data(), n, step);
+    passes.divided(out.data(), x.data(), Type::float32, n, 3.0f);
+    for (size_t i = 0; i < length; ++i) expect(alike(out[i], x[i] / 3.0f), "divided");
     passes.less(to.data(), x.data(), y.data(), n, 0.35f);
     std::vector<float> own(length);
     std::vector<int32_t> starts;

@@ -5,9 +5,10 @@
 
 Torch computes with one thread. One JSON line a case. "bf16 hook" is a hook of five lines: to bfloat16, an all-reduce, a copy back.
 
-Time: ranks are threads of one process, of which one runs at a time, so the seconds of rank 0's thread are all that a reduction computes,
-and none that it waits or sends. `passes` is the median over rounds of a case's seconds to those of torch.add(a, b, out=c) over as many
-float32 elements, 12 bytes each, in the same round. The cases are interleaved, in changing order. The mean is compared with the exact one.
+Time: ranks are threads of one process, of which one runs at a time, so the seconds of a thread, a mean over ranks, are all that a
+reduction computes, and none that it waits or sends. `passes` is the median over rounds of a case's seconds to those of
+torch.add(a, b, out=c) over as many float32 elements, 12 bytes each, in the same round. The cases are interleaved, in changing order. The
+mean is compared with the exact one.
 
 Memory: ranks are processes, joined by gloo. `settled` and `peak` are bytes per element of rank 0, as Linux counts them, after some steps
 and at most, besides the gradient: `settled` has the residual. The C library is told to give back at once what is freed.
@@ -49,6 +50,7 @@ SCHEMES = ",".join(
         "bf16",
     ]
 )
+Seconds = list[tuple[float, float]]
 TOLERANCE = 1.0  # of the mean, relative, in the 2-norm: a sign tells little of one step
 
 
@@ -59,6 +61,7 @@ class ReductionCase:
     name: str
     given: Tensor
     grad: Tensor
+    other: Tensor  # read by the plain pass
     reduce: Callable[[Tensor, int], object]
 
     def measured(self, number: int) -> tuple[float, float]:
@@ -67,7 +70,7 @@ class ReductionCase:
         start = time.thread_time()
         self.reduce(self.grad, number)
         middle = time.thread_time()
-        torch.add(self.given, self.given, out=self.grad)
+        torch.add(self.given, self.other, out=self.grad)
         return middle - start, time.thread_time() - middle
 
 
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         if options.memory:
             rows += _memory(options, ranks)
         else:
-            rows += LocalWorld(ranks).run(lambda comm: _measured(comm, options))[0]
+            rows += _rows(LocalWorld(ranks).run(lambda comm: _measured(comm, options)), options)
     about = {"backend": backend(), **versions(), "machine": machine()}
     write([row | about for row in rows], options.json)
 
@@ -104,17 +107,17 @@ def _choices(options: argparse.Namespace) -> list[SchemeChoice | None]:
     return [*parse_schemes(options.schemes, 1.0), None]
 
 
-def _case(choice: SchemeChoice | None, given: Tensor, grad: Tensor, comm: Comm) -> ReductionCase:
+def _case(choice: SchemeChoice | None, given: Tensor, grad: Tensor, other: Tensor, comm: Comm) -> ReductionCase:
     if choice is None:
 
         def hook(grad: Tensor, number: int) -> None:
-            narrow = comm.all_reduce(grad.to(torch.bfloat16)).div_(comm.size)
-            grad.copy_(narrow)
+            narrow = grad.to(torch.bfloat16).div_(comm.size)
+            grad.copy_(comm.all_reduce(narrow))
 
-        return ReductionCase(HOOK, given, grad, hook)
+        return ReductionCase(HOOK, given, grad, other, hook)
     scheme = choice.make()
     return ReductionCase(
-        choice.label, given, grad, lambda grad, number: scheme.reduce(Bucket("all", grad, number), comm)
+        choice.label, given, grad, other, lambda grad, number: scheme.reduce(Bucket("all", grad, number), comm)
     )
 
 
@@ -122,23 +125,34 @@ def _given(n: int, rank: int) -> Tensor:
     return torch.randn(n, generator=generator(0, "reductions", rank))
 
 
-def _measured(comm: LocalComm, options: argparse.Namespace) -> list[dict[str, Any]]:  # Any: JSON
-    given, grad = _given(options.n, comm.rank), torch.empty(options.n)
+def _measured(comm: LocalComm, options: argparse.Namespace) -> dict[str, Seconds]:
+    """Return the seconds of each case in each round, and those of the plain pass."""
+    given, grad, other = _given(options.n, comm.rank), torch.empty(options.n), torch.ones(options.n)
     mean = sum((_given(options.n, rank) for rank in range(1, comm.size)), _given(options.n, 0)) / comm.size
-    cases = [_case(choice, given, grad, comm) for choice in _choices(options)]
+    cases = [_case(choice, given, grad, other, comm) for choice in _choices(options)]
     for case in cases:
         grad.copy_(given)
         case.reduce(grad, 0)
         if float((grad - mean).norm() / mean.norm()) > TOLERANCE:
             raise RuntimeError(f"{case.name!r} gives another mean than the exact one of {comm.size} ranks")
     found = interleaved(cases, lambda case, number: case.measured(number + 1), options.rounds, WARMUP)
+    return {case.name: seconds for case, seconds in zip(cases, found, strict=True)}
+
+
+def _rows(ranks: Sequence[dict[str, Seconds]], options: argparse.Namespace) -> list[dict[str, Any]]:  # Any: JSON
+    """Return a row for each case. A round's seconds are a mean over ranks, of which one adds up what an all-reduce of threads sends."""
     rows: list[dict[str, Any]] = []
-    for case, seconds in zip(cases, found, strict=True):
+    for name in ranks[0]:
+        rounds = zip(*(each[name] for each in ranks), strict=True)
+        seconds = [
+            (statistics.mean(own), statistics.median(plain))
+            for own, plain in (zip(*each, strict=True) for each in rounds)
+        ]
         measured = {
             "reduce_s": statistics.median(own for own, _ in seconds),
             "passes": statistics.median(own / plain for own, plain in seconds),
         }
-        rows.append({"case": case.name, "ranks": comm.size, "n": options.n, **measured, "rounds": options.rounds})
+        rows.append({"case": name, "ranks": len(ranks), "n": options.n, **measured, "rounds": options.rounds})
     return rows
 
 
@@ -160,11 +174,11 @@ def _memory_of_rank(rank: int, ranks: int, place: int, options: argparse.Namespa
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     choice, comm = _choices(options)[place], GroupComm()
     # A small one first, for the modules that it loads.
-    _case(choice, torch.ones(4096), torch.ones(4096), comm).reduce(torch.ones(4096), 0)
+    _case(choice, torch.ones(1), torch.ones(1), torch.ones(1), comm).reduce(torch.ones(4096), 0)
     grad = _given(options.n, rank)
     gc.collect()
     without = resident("VmRSS")
-    case = _case(choice, grad, grad, comm)
+    case = _case(choice, grad, grad, grad, comm)
     for number in range(WARMUP):
         case.reduce(grad, number)
     Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on

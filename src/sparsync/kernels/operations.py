@@ -54,6 +54,11 @@ def accumulate_top_k_of_rows(
     return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
 
 
+def divide_to_(out: Vector, x: Vector, divisor: int) -> None:
+    """Write `x` / `divisor` to `out`, divided in at least float32 and rounded once to the type of `out`."""
+    run("divide_to_", out, x, divisor)
+
+
 def all_finite(x: Vector) -> bool:
     """Return whether `x` holds neither NaN nor Inf."""
     return run("all_finite", x)

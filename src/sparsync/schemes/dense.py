@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
@@ -12,10 +11,10 @@ from sparsync.collectives.skipping import ring_all_reduce_, ring_exchanges
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
 from sparsync.core import Bucket, Comm, Report, check_one_of
+from sparsync.kernels import operations as kernels
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
 Form = Literal["native", "ring"]
-_PIECE = 1 << 16  # elements
 
 
 @dataclass
@@ -57,7 +56,8 @@ class Dense(Scheme):
         if dtype == grad.dtype:
             torch.div(total, P, out=grad)
         else:
-            _divide_to_(grad, total, P)
+            # Divided before it is rounded to the gradient's type, in which the sum might overflow.
+            kernels.divide_to_(grad, total, P)
         return self.report(bucket, comm.sent)
 
     def plan(self, given: Given) -> Plan:
@@ -75,16 +75,3 @@ class Dense(Scheme):
             f"a reduce-scatter of wire={self.wire!r} is FSDP2's own matter; "
             f"use fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{self.wire})) and Dense()"
         )
-
-
-def _divide_to_(grad: Tensor, total: Tensor, P: int) -> None:
-    """Write `total` [n] / P to `grad` [n], which has another type."""
-    # Divided before it is rounded to the gradient's type, in which the sum might overflow.
-    exact = torch.promote_types(torch.promote_types(total.dtype, grad.dtype), torch.float32)
-    # In pieces, so that what is widened stays in a processor's cache; a GPU would launch one kernel after the other.
-    piece = _PIECE if grad.device.type == "cpu" else max(1, grad.numel())
-    for to, part in zip(grad.split(piece), total.split(piece), strict=True):
-        if exact == grad.dtype:
-            to.copy_(part).div_(P)
-        else:
-            to.copy_(part.to(exact).div_(P))
