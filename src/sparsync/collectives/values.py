@@ -105,9 +105,10 @@ class QuantizedMean:
     def fits(self, times: int) -> bool:
         """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
         bits = _kernel_bits(self.quantizer, self.dtype)
-        if bits is not None:
-            largest = max((greatest_of(packet, len(chunk), bits) for packet, chunk in self._chunks()), default=0.0)
-            if times * largest <= torch.finfo(self.dtype).max:  # not so for NaN
+        if bits is not None and self.length:
+            bounds = [greatest_of(packet, len(chunk), bits) for packet, chunk in self._chunks() if len(chunk)]
+            # A host sync: what is kept depends on it. NaN is not below anything.
+            if times * float(torch.stack(bounds).max()) <= torch.finfo(self.dtype).max:
                 return True
         return all(
             kernels.all_finite(self.quantizer.decode(packet, len(chunk), self.dtype) * times)
