@@ -181,9 +181,75 @@ void bind_values(nb::module_ &m) {
     });
 }
 
+void expect_share_bits(int64_t bits) { bits > 2 ? expect_value_bits(bits) : expect_means_bits(bits); }
+
+void expect_ranks(int64_t P) {
+    if (P < 1) throw nb::value_error(("a mean is over 1 rank or more, got " + std::to_string(P)).c_str());
+}
+
+// Adds up what came from other ranks, see reduce_shares in shares.hpp.
+nb::object reduce_shares_in(nb::handle value, nb::handle packets, int64_t bits, int64_t P, int64_t bits_down) {
+    const Tensor content = read(value);
+    if (!content.is(Element::float32)) return not_taken();
+    expect_share_bits(bits);
+    expect_share_bits(bits_down);
+    expect_ranks(P);
+    std::vector<const uint8_t *> arrived;
+    std::vector<nb::object> held;  // whoever drops the sequence meanwhile
+    for (const nb::handle each : nb::borrow<nb::sequence>(packets)) {
+        const Tensor packet = read(each);
+        if (!packet.is(Element::uint8)) return not_taken();
+        expect_nbytes(packet.length, content.length, static_cast<int>(bits));
+        arrived.push_back(packet.as<uint8_t>());
+        held.push_back(nb::borrow(each));
+    }
+    const int down = static_cast<int>(bits_down);
+    const Made packet = make(level().codecs->values_nbytes(content.length, down), Element::uint8);
+    {
+        const nb::gil_scoped_release release;
+        level().codecs->reduce_shares(content.as<float>(), content.length, arrived.data(), static_cast<int64_t>(arrived.size()),
+                                      static_cast<int>(bits), P, down, packet.as<uint8_t>());
+    }
+    return packet.object;
+}
+
+void bind_shares(nb::module_ &m) {
+    m.def("encode_share_", [](nb::handle value, int64_t bits, int64_t P) {
+        const Tensor content = read(value);
+        if (!content.is(Element::float32)) return not_taken();
+        expect_share_bits(bits);
+        expect_ranks(P);
+        const int width = static_cast<int>(bits);
+        const Made packet = make(level().codecs->values_nbytes(content.length, width), Element::uint8);
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->encode_share(content.as<float>(), content.length, width, P, packet.as<uint8_t>());
+        }
+        return packet.object;
+    });
+    m.def("reduce_shares_", reduce_shares_in);
+    m.def("decode_over_", [](nb::handle packet, int64_t bits, nb::handle out, nb::handle kept) {
+        const Tensor bytes = read(packet), to = read(out), before = kept.is_none() ? Tensor{} : read(kept);
+        if (!bytes.is(Element::uint8) || !to.is(Element::float32)) return not_taken();
+        if (!kept.is_none() && !before.is(Element::float32)) return not_taken();
+        expect_share_bits(bits);
+        expect_nbytes(bytes.length, to.length, static_cast<int>(bits));
+        if (!kept.is_none() && before.length != to.length)
+            throw nb::value_error(("there must be room for each of " + std::to_string(to.length) + " values, got " +
+                                   std::to_string(before.length)).c_str());
+        {
+            const nb::gil_scoped_release release;
+            level().codecs->decode_over(bytes.as<uint8_t>(), to.length, static_cast<int>(bits), to.as<float>(),
+                                        before.as<float>());
+        }
+        return nb::object(nb::none());
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+}
+
 }  // namespace
 
 void bind_codecs(nb::module_ &m) {
     bind_positions(m);
     bind_values(m);
+    bind_shares(m);
 }

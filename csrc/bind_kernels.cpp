@@ -291,6 +291,16 @@ void bind_passes(nb::module_ &m) {
         });
         return nb::object(nb::bool_(greatest < kInfinity));
     });
+    m.def("divide_to_", [](nb::handle out, nb::handle x, int64_t divisor) {
+        const Tensor to = read(out), from = read(x);
+        if (!to.is(Element::float32) || !from.is_gradient()) return not_taken();
+        expect_equal(from.length, to.length, "vectors");
+        const Gradient typed = gradient(from);
+        unlocked([&] {
+            level().passes->divided(to.as<float>(), typed.data, typed.type, to.length, static_cast<float>(divisor));
+        });
+        return nb::object(nb::none());
+    });
 }
 
 // Tensors of any shape, contiguous, each with its place in a vector.

@@ -79,7 +79,7 @@ def _part(name: str, about: str) -> Command:
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
-    subjects = ("buckets", "collectives", "kernels", "overlap", "reduces", "steps", "wire")
+    subjects = ("buckets", "collectives", "kernels", "overlap", "reduces", "reductions", "steps", "wire")
     parser.add_argument("subject", choices=subjects, help="what to measure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `python -m studies bench SUBJECT --help`")
 

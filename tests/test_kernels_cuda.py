@@ -18,7 +18,7 @@ from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.core import Bucket, Sparse
-from sparsync.kernels import cuda, operations, reference, value_reference
+from sparsync.kernels import cuda, operations, reference, share_reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import ValueCodec
@@ -199,6 +199,28 @@ def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each:
                 pair = (cuda.means_decode, value_reference.means_decode)
             decoded, wanted = (decode(packet, n, bits_each) for decode in pair)
             assert torch.equal(bits(decoded), bits(wanted))
+
+
+@pytest.mark.parametrize("bits_each", [4, 1])
+def test_shares_of_a_mean_and_their_sums_are_the_reference(bits_each: int) -> None:
+    n, P = 517, 3
+    values = [made("normal", n) * (rank + 1) for rank in range(P)]
+    own = values.pop()
+    wanted = own.clone()
+    packets = []
+    for value in values:
+        expected = value.clone()
+        packets.append(cuda.encode_share_(value, bits_each, P))
+        assert torch.equal(packets[-1], share_reference.encode_share_(expected, bits_each, P))
+        assert torch.equal(bits(value), bits(expected))
+    packet = cuda.reduce_shares_(own, packets, bits_each, P, 4)
+    assert torch.equal(packet, share_reference.reduce_shares_(wanted, packets, bits_each, P, 4))
+    assert torch.equal(bits(own), bits(wanted))
+    out, kept, found = own.clone(), torch.empty_like(own), torch.empty_like(own)
+    cuda.decode_over_(packet, 4, out, kept)
+    share_reference.decode_over_(packet, 4, found)
+    assert torch.equal(bits(out), bits(found))
+    assert torch.equal(kept, own)
 
 
 def test_values_of_packets_are_decoded_on_triton_by_the_codec_of_the_library() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels
 from sparsync.core import Rows, Sparse
-from sparsync.kernels import operations, reference
+from sparsync.kernels import operations, reference, share_reference
 from sparsync.selection.exclusive import BlockCyclic
 from sparsync.wire import Elements, ValueCodec, Values
 
@@ -23,6 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan]
 QUANTIZED: tuple[Values, ...] = ("bfloat16", "int8", "int8_stochastic", "int4_stochastic", "int3", "2bit", "sign")
 LENGTHS = [*SHORT, 20_003]  # the last: several blocks and an odd tail
+WIDTHS = [8, 4, 3, 2, 1]  # bits of rounded values
 SOME = [0, 1, 17, 1000, 20_003]
 
 
@@ -514,6 +515,56 @@ def test_squares_that_cannot_be_summed_are_not_finite() -> None:
             assert operations.collect_(torch.zeros(n), [x], [0], [1.0])
             x[n - 1 - place] = value
             assert not operations.collect_(torch.zeros(n), [x], [0], [1.0])
+
+
+@pytest.mark.parametrize("kind", ["normal", "special", "denormal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_divided_as_the_reference_does(kind: str, dtype: torch.dtype) -> None:
+    for n, divisor in product(SOME, (2, 3)):
+        x, out, expected = made(kind, n).to(dtype), torch.empty(n + 1)[1:], torch.empty(n)
+        operations.divide_to_(out, x, divisor)
+        reference.divide_to_(expected, x, divisor)
+        assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("kind", ["normal", "special", "zeros", "denormal", "mostly-nan"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_shares_of_a_mean_and_their_sums_are_the_reference(kind: str, width: int) -> None:
+    for n, P, down in product((0, 1, 255, 256, 263, 1031), (1, 2, 3), {width, 4}):
+        packets = []
+        for rank in range(P - 1):
+            value = made(kind, n, rank)
+            expected = value.clone()
+            packets.append(operations.encode_share_(value, width, P))
+            assert torch.equal(packets[-1], share_reference.encode_share_(expected, width, P))
+            assert torch.equal(bits(value), bits(expected))
+        own = made(kind, n, P)
+        expected = own.clone()
+        packet = operations.reduce_shares_(own, packets, width, P, down)
+        assert torch.equal(packet, share_reference.reduce_shares_(expected, packets, width, P, down))
+        assert torch.equal(bits(own), bits(expected))
+        out, kept, found = made("normal", n), torch.zeros(n + 1)[1:], torch.zeros(n)
+        before = out.clone()
+        operations.decode_over_(packet, down, out, kept)
+        share_reference.decode_over_(packet, down, found)
+        assert torch.equal(bits(out), bits(found))
+        assert torch.equal(bits(kept), bits(before))
+
+
+def test_packets_and_bits_of_shares_that_do_not_fit_are_refused() -> None:
+    x = torch.ones(300)
+    packet = operations.encode_share_(x.clone(), 4, 2)
+    with pytest.raises(RuntimeError, match="300 values of 4 bits take 154 bytes with their scales, the packet has 153"):
+        operations.reduce_shares_(x, [packet[1:]], 4, 2, 4)
+    with pytest.raises(RuntimeError, match="300 values of 8 bits take 304 bytes"):
+        operations.decode_over_(packet, 8, x)
+    with pytest.raises(ValueError, match="there must be room for each of 300 values, got 299"):
+        operations.decode_over_(packet, 4, x, x[1:].clone())
+    with pytest.raises(ValueError, match="values are rounded to 8, 4 or 3 bits, got 5"):
+        operations.encode_share_(x, 5, 2)
+    with pytest.raises(ValueError, match="a mean is over 1 rank or more, got 0"):
+        operations.encode_share_(x, 4, 0)
+    assert torch.equal(x, torch.ones(300))
 
 
 def test_a_digest_is_the_reference() -> None:

@@ -3,6 +3,7 @@
 
 #ifdef __AVX2__
 #include "positions.hpp"
+#include "shares.hpp"
 #include "values.hpp"
 #endif
 
@@ -10,8 +11,8 @@ namespace sparsync {
 
 const Codecs *codecs_avx2() {
 #ifdef __AVX2__
-    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,       values_nbytes,
-                                   scaled_encode,  scaled_decode, means_encode, means_decode};
+    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,       values_nbytes, scaled_encode, scaled_decode,
+                                   means_encode,   means_decode, encode_share, reduce_shares, decode_over};
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
         __builtin_cpu_supports("popcnt"))

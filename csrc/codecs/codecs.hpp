@@ -1,4 +1,4 @@
-// The codecs of positions and values as one table for each instruction set; positions.hpp and values.hpp say what each entry does.
+// The codecs of positions and values as one table for each instruction set; positions.hpp, values.hpp and shares.hpp say what each entry does.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,11 @@ struct Codecs {
     // `bits` is 1 or 2.
     void (*means_encode)(const float *value, int64_t k, int bits, uint8_t *out);
     void (*means_decode)(const uint8_t *packet, int64_t k, int bits, float *out);
+    // Of any of the 5 numbers of bits; shares.hpp says what they do.
+    void (*encode_share)(float *value, int64_t k, int bits, int64_t P, uint8_t *out);
+    void (*reduce_shares)(float *value, int64_t k, const uint8_t *const *packets, int64_t sources, int bits, int64_t P,
+                          int bits_down, uint8_t *out);
+    void (*decode_over)(const uint8_t *packet, int64_t k, int bits, float *out, float *kept);
 };
 
 // Null where this build or this processor lacks the instructions.

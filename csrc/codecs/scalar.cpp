@@ -1,12 +1,13 @@
 // The codecs for any machine.
 #include "positions.hpp"
+#include "shares.hpp"
 #include "values.hpp"
 
 namespace sparsync {
 
 const Codecs *codecs_scalar() {
-    static constexpr Codecs codecs{encoded_nbytes, encode,        decode,       values_nbytes,
-                                   scaled_encode,  scaled_decode, means_encode, means_decode};
+    static constexpr Codecs codecs{encoded_nbytes, encode,       decode,       values_nbytes, scaled_encode, scaled_decode,
+                                   means_encode,   means_decode, encode_share, reduce_shares, decode_over};
     return &codecs;
 }
 

@@ -134,22 +134,26 @@ SPARSYNC_INLINE void unpack(const uint8_t *packed, int64_t count, int bits, int8
         code[j + b] = static_cast<int8_t>(static_cast<int8_t>(rest >> bits * b << (8 - bits)) >> (8 - bits));
 }
 
-// `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
-void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
+// The scale and the codes of a block of at most 256; `bits` is 8, 4 or 3, `noise` is null or holds a number for each value.
+SPARSYNC_INLINE void scaled_encode_block(
+    const float *value, int64_t count, int bits, const float *noise, uint8_t *scale, uint8_t *stream) {
     const float greatest = bits == 8 ? 127.0f : bits == 4 ? 7.0f : 3.0f;
     const Codes codes = {noise || bits != 3 ? -greatest : -greatest - 1.0f, greatest};
-    uint8_t *stream = out + 2 * nblocks(k, value_block);
     alignas(32) int8_t code[value_block];
-    for (int64_t i = 0; i < k; i += value_block, out += 2) {
-        const int64_t count = least(value_block, k - i);
-        const uint32_t scale = scale_of(value + i, count, codes);
-        put_scale(out, scale);
-        quantize(value + i, noise ? noise + i : nullptr, count, scale, codes, code);
-        if (bits == 8)
-            std::memcpy(stream + i, code, static_cast<size_t>(count));
-        else
-            pack(code, count, bits, stream + i / 8 * bits);
-    }
+    const uint32_t upper = scale_of(value, count, codes);
+    put_scale(scale, upper);
+    quantize(value, noise, count, upper, codes, code);
+    if (bits == 8)
+        std::memcpy(stream, code, static_cast<size_t>(count));
+    else
+        pack(code, count, bits, stream);
+}
+
+// `bits` is 8, 4 or 3; `noise` is null or holds k numbers in [0, 1).
+void scaled_encode(const float *value, int64_t k, int bits, const float *noise, uint8_t *out) {
+    uint8_t *stream = out + 2 * nblocks(k, value_block);
+    for (int64_t i = 0; i < k; i += value_block, out += 2)
+        scaled_encode_block(value + i, least(value_block, k - i), bits, noise ? noise + i : nullptr, out, stream + i / 8 * bits);
 }
 
 // The packet has `values_nbytes(k, bits)` bytes.
@@ -182,43 +186,59 @@ SPARSYNC_INLINE uint32_t mean_scale(float mean) {
     return upper < max_scale ? upper : max_scale;
 }
 
-// `bits` is 1: the sign, and the mean magnitude of the block; or 2: also whether the magnitude is above that mean, and the means of the
-// magnitudes that are not and of those that are.
+// Codes of 1 or 2 bits, one after the other, the first in the lowest; those behind the last are zero up to a whole byte.
+SPARSYNC_INLINE void pack_means(const uint8_t *code, int64_t count, int bits, uint8_t *out) {
+    int64_t j = 0;
+#ifdef __AVX2__
+    for (; j + 8 <= count; j += 8, out += bits) {
+        uint64_t eight;
+        std::memcpy(&eight, code + j, sizeof eight);
+        const auto packed = static_cast<uint32_t>(_pext_u64(eight, bits == 1 ? 0x0101010101010101 : 0x0303030303030303));
+        std::memcpy(out, &packed, static_cast<size_t>(bits));
+    }
+#endif
+    const int64_t per_byte = 8 / bits;
+    for (; j < count; j += per_byte) {
+        uint32_t byte = 0;
+        for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
+        *out++ = static_cast<uint8_t>(byte);
+    }
+}
+
+// The means and the codes of a block of at most 256. `bits` is 1: the sign, and the mean magnitude; or 2: also whether the magnitude is
+// above that mean, and the means of the magnitudes that are not and of those that are.
+SPARSYNC_INLINE void means_encode_block(const float *value, int64_t count, int bits, uint8_t *scale, uint8_t *stream) {
+    float magnitude[value_block] = {};
+    double number[value_block];
+    uint8_t code[value_block] = {};
+    for (int64_t j = 0; j < count; ++j) {
+        magnitude[j] = float_of(bits_of(value[j]) & 0x7FFFFFFF);
+        code[j] = static_cast<uint8_t>(bits_of(value[j]) >> 31);
+    }
+    for (int64_t j = 0; j < value_block; ++j) number[j] = static_cast<double>(magnitude[j]);
+    const float mean = mean_of(number, count);
+    if (bits == 1)
+        put_scale(scale, mean_scale(mean));
+    else {
+        int64_t above = 0;
+        double larger[value_block];
+        for (int64_t j = 0; j < value_block; ++j) {
+            const bool is = magnitude[j] > mean;
+            above += is;
+            code[j] = static_cast<uint8_t>(code[j] | is << 1);
+            number[j] = is ? 0.0 : static_cast<double>(magnitude[j]);
+            larger[j] = is ? static_cast<double>(magnitude[j]) : 0.0;
+        }
+        put_scale(scale, mean_scale(mean_of(number, count - above)));
+        put_scale(scale + 2, mean_scale(mean_of(larger, above ? above : 1)));
+    }
+    pack_means(code, count, bits, stream);
+}
+
 void means_encode(const float *value, int64_t k, int bits, uint8_t *out) {
     uint8_t *stream = out + 2 * bits * nblocks(k, value_block);
-    for (int64_t i = 0; i < k; i += value_block, out += 2 * bits) {
-        const int64_t count = least(value_block, k - i);
-        float magnitude[value_block] = {};
-        double number[value_block];
-        uint8_t code[value_block] = {};
-        for (int64_t j = 0; j < count; ++j) {
-            magnitude[j] = float_of(bits_of(value[i + j]) & 0x7FFFFFFF);
-            code[j] = static_cast<uint8_t>(bits_of(value[i + j]) >> 31);
-        }
-        for (int64_t j = 0; j < value_block; ++j) number[j] = static_cast<double>(magnitude[j]);
-        const float mean = mean_of(number, count);
-        if (bits == 1)
-            put_scale(out, mean_scale(mean));
-        else {
-            int64_t above = 0;
-            double larger[value_block];
-            for (int64_t j = 0; j < value_block; ++j) {
-                const bool is = magnitude[j] > mean;
-                above += is;
-                code[j] = static_cast<uint8_t>(code[j] | is << 1);
-                number[j] = is ? 0.0 : static_cast<double>(magnitude[j]);
-                larger[j] = is ? static_cast<double>(magnitude[j]) : 0.0;
-            }
-            put_scale(out, mean_scale(mean_of(number, count - above)));
-            put_scale(out + 2, mean_scale(mean_of(larger, above ? above : 1)));
-        }
-        const int64_t per_byte = 8 / bits;
-        for (int64_t j = 0; j < count; j += per_byte) {
-            uint32_t byte = 0;
-            for (int64_t b = 0; b < per_byte; ++b) byte |= static_cast<uint32_t>(code[j + b]) << bits * b;
-            stream[(i + j) / per_byte] = static_cast<uint8_t>(byte);
-        }
-    }
+    for (int64_t i = 0; i < k; i += value_block, out += 2 * bits)
+        means_encode_block(value + i, least(value_block, k - i), bits, out, stream + i / 8 * bits);
 }
 
 void means_decode(const uint8_t *packet, int64_t k, int bits, float *out) {

@@ -53,6 +53,8 @@ struct Passes {
     void (*plain)(const float *a, float *b, int64_t n);
     // out = factor * grad; the sum of squares of out, which is not finite where one of its elements is not.
     double (*scaled)(float *out, const void *grad, Type type, int64_t n, float factor);
+    // out = grad / divisor.
+    void (*divided)(float *out, const void *grad, Type type, int64_t n, float divisor);
     // Element i has the scale of its block, scale[(start + i) / block].
     void (*adam_step)(float *g, float *v, const float *scale, int64_t start, int64_t block, int64_t n, AdamStep step);
     // to = weights - share unsent, each operation rounded.

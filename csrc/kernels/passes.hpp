@@ -282,6 +282,20 @@ double scaled(float *out, const void *grad, Type type, int64_t n, float factor) 
     });
 }
 
+void divided(float *out, const void *grad, Type type, int64_t n, float divisor) {
+    with_type(grad, type, [=](auto source) {
+        const Vec::F divisors = Vec::all(divisor);
+        int64_t i = 0;
+        for (; i + Vec::kWidth <= n; i += Vec::kWidth) {
+            source.ahead(i, Vec::kWidth);
+            fetch(out + i, Vec::kWidth);
+            Vec::store(out + i, Vec::divide(source.many(i), divisors));
+        }
+        for (; i < n; ++i) out[i] = source.one(i) / divisor;
+        return 0;
+    });
+}
+
 void adam_step_of_block(float *g, float *v, float scale, int64_t n, AdamStep step) {
     const Vec::F beta2 = Vec::all(step.beta2), rest2 = Vec::all(step.rest2), eps = Vec::all(step.eps), rate = Vec::all(step.rate);
     const Vec::F scales = Vec::all(scale);
@@ -340,8 +354,8 @@ void less(float *to, const float *weights, const float *unsent, int64_t n, float
     for (; i < n; ++i) to[i] = weights[i] - unsent[i] * share;
 }
 
-constexpr Passes table{add,           select, select_rows, select_number, add_select,
-                       max_magnitude, plain,  scaled,      adam_step,     less,       momentum_step};
+constexpr Passes table{add,    select,  select_rows, select_number, add_select, max_magnitude,
+                       plain,  scaled,  divided,     adam_step,     less,       momentum_step};
 
 }  // namespace
 }  // namespace sparsync

@@ -81,6 +81,55 @@ void decode_values(Random &random, const Codecs &codecs) {
     }
 }
 
+// What a quantized all-reduce makes of some values.
+struct Made {
+    Bytes sent, mean;
+    std::vector<uint32_t> share, sum, out;
+    bool operator==(const Made &other) const {
+        return sent == other.sent && mean == other.mean && share == other.share && sum == other.sum && out == other.out;
+    }
+};
+
+// The bits of k numbers, one and the same for every NaN.
+std::vector<uint32_t> plain_bits(const float *value, int64_t k) {
+    std::vector<uint32_t> bits(static_cast<size_t>(k));
+    if (k) std::memcpy(bits.data(), value, bits.size() * sizeof *value);
+    for (uint32_t &each : bits)
+        if ((each & 0x7FFFFFFF) > 0x7F800000) each = 0x7FC00000;
+    return bits;
+}
+
+// Shares of a mean and their sum: any values and any packets, in buffers without a byte to spare, to the same bits in every instruction set.
+void reduce_values(Random &random) {
+    constexpr int widths[] = {1, 2, 3, 4, 8};
+    const int up = widths[random.below(5)], down = widths[random.below(5)];
+    const auto k = static_cast<int64_t>(random.below(600)), P = 1 + static_cast<int64_t>(random.below(9));
+    const auto length = static_cast<size_t>(k);
+    const auto nbytes = static_cast<size_t>(codecs_scalar()->values_nbytes(k, up));
+    std::vector<std::unique_ptr<uint8_t[]>> packets(random.below(4));
+    std::vector<const uint8_t *> arrived;
+    for (auto &packet : packets) {
+        packet.reset(new uint8_t[nbytes]);
+        for (size_t i = 0; i < nbytes; ++i) packet[i] = static_cast<uint8_t>(random.source());
+        arrived.push_back(packet.get());
+    }
+    std::vector<uint32_t> content(length);
+    const uint64_t kind = random.below(3);  // any bits, or numbers of about one size
+    for (uint32_t &bits : content) bits = static_cast<uint32_t>(kind ? 0x3F000000 + random.below(0x2000000) : random.source());
+    std::vector<Made> made;
+    for (const Codecs *codecs : all_codecs()) {
+        const std::unique_ptr<float[]> share(new float[length]), sum(new float[length]), out(new float[length]), kept(new float[length]);
+        for (float *value : {share.get(), sum.get(), out.get()})
+            if (k) std::memcpy(value, content.data(), length * sizeof *value);
+        Bytes sent(nbytes), mean(static_cast<size_t>(codecs->values_nbytes(k, down)));
+        codecs->encode_share(share.get(), k, up, P, sent.data());
+        codecs->reduce_shares(sum.get(), k, arrived.data(), static_cast<int64_t>(arrived.size()), up, P, down, mean.data());
+        codecs->decode_over(mean.data(), k, down, out.get(), random.one_in(2) ? kept.get() : nullptr);
+        made.push_back({sent, mean, plain_bits(share.get(), k), plain_bits(sum.get(), k), plain_bits(out.get(), k)});
+        if (!(made.back() == made.front())) broken("shares differ between instruction sets", Positions::packed, k, P, up);
+    }
+}
+
 }  // namespace
 
 int main(int count, char **arguments) {
@@ -110,6 +159,7 @@ int main(int count, char **arguments) {
             accepted += decode(codecs, other, mutant, k, wrong_span, nullptr);
         }
         if (random.one_in(8)) decode_values(random, codecs), ++done;
+        if (random.one_in(8)) reduce_values(random), ++done;
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
     std::printf(

@@ -128,6 +128,8 @@ void check_steps(const Passes &passes, int64_t n, int kind) {
     std::vector<float> a = x, m = y, to(length), out(length);
     const MomentumStep step{0.9f, 0.1f, 0.99f, 1.5f};
     passes.momentum_step(a.data(), m.data(), z.data(), n, step);
+    passes.divided(out.data(), x.data(), Type::float32, n, 3.0f);
+    for (size_t i = 0; i < length; ++i) expect(alike(out[i], x[i] / 3.0f), "divided");
     passes.less(to.data(), x.data(), y.data(), n, 0.35f);
     std::vector<float> own(length);
     std::vector<int32_t> starts;
@@ -229,6 +231,33 @@ void check_packets(const Codecs &codecs, int64_t length) {
     }
 }
 
+// A share, a sum and a mean against plain arithmetic on what the packets stand for.
+void check_shares(const Codecs &codecs, int64_t n, int kind) {
+    constexpr int widths[] = {8, 4, 3, 2, 1};
+    const auto length = static_cast<size_t>(n);
+    const int up = widths[below(5)], down = widths[below(5)];
+    const int64_t P = 1 + below(5);
+    const float times = static_cast<float>(P);
+    const std::vector<float> x = vector_of(n, kind), own = vector_of(n, 0);
+    std::vector<float> error = x, sum = own, decoded(length), mean(length), kept(length);
+    std::vector<uint8_t> packet(static_cast<size_t>(codecs.values_nbytes(n, up))), sent(static_cast<size_t>(codecs.values_nbytes(n, down)));
+    codecs.encode_share(error.data(), n, up, P, packet.data());
+    codecs.decode_over(packet.data(), n, up, decoded.data(), nullptr);
+    const uint8_t *const packets[] = {packet.data(), packet.data()};
+    codecs.reduce_shares(sum.data(), n, packets, 2, up, P, down, sent.data());
+    mean = own;
+    codecs.decode_over(sent.data(), n, down, mean.data(), kept.data());
+    expect(kept == own, "decode_over keeps");
+    for (size_t i = 0; i < length; ++i) {
+        const double product = static_cast<double>(times) * static_cast<double>(decoded[i]);
+        const auto lacks = static_cast<float>(static_cast<double>(x[i]) - product);
+        expect(alike(error[i], lacks) || std::abs(error[i] - lacks) <= 1e-6f * std::abs(lacks), "encode_share");
+        const double total = static_cast<double>(own[i]) + product + product;
+        const auto rest = static_cast<float>(total - static_cast<double>(times) * static_cast<double>(mean[i]));
+        expect(alike(sum[i], rest), "reduce_shares");
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -239,6 +268,8 @@ int main() {
         for (int round = 0; round < 300; ++round) check_steps(*level.passes, round % 20 ? below(200) : 5000 + below(9000), round % 3);
     for (const Level &level : levels())
         for (int round = 0; round < 300; ++round) check_packets(*level.codecs, round % 20 ? below(300) : below(60000));
+    for (const Level &level : levels())
+        for (int round = 0; round < 300; ++round) check_shares(*level.codecs, round % 20 ? below(600) : below(9000), round % 3);
     for (int round = 0; round < 200; ++round) check_digest(1 + below(round % 2 ? 300 : 60000));
     for (int round = 0; round < 200; ++round) check_merge(1 + below(300), 1 + below(9));
     std::puts("all right");

@@ -95,6 +95,11 @@ class ValueCodec:
         """Return whether decoding gives back exactly what was encoded."""
         return self.format == "float32"
 
+    @property
+    def kernel_bits(self) -> int | None:
+        """Return the bits of a value where `kernels.operations` has this format of float32 fused with sums; None for the others."""
+        return None if self.format.endswith("_stochastic") else _BITS.get(self.format)
+
     def nbytes(self, k: int, dtype: torch.dtype) -> int:
         """Return the bytes of `k` values of `dtype`."""
         if self.exact:

@@ -173,14 +173,14 @@ def _memory_of_rank(rank: int, ranks: int, name: str, options: argparse.Namespac
     model = Given(_gpt(options), rank)
     model(0).backward()
     gc.collect()
-    without = _resident("VmRSS")
+    without = resident("VmRSS")
     case = _case(name, model, options, None)
     for _ in range(WARMUP):
         case.step()
     Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on
     for _ in range(WARMUP):
         case.step()
-    settled, peak = _resident("VmRSS") - without, _resident("VmHWM") - without
+    settled, peak = resident("VmRSS") - without, resident("VmHWM") - without
     if rank == 0:
         elements = sum(each.numel() for each in model.parameters())
         result.write_text(json.dumps({"settled": settled / elements, "peak": peak / elements}))
@@ -188,7 +188,7 @@ def _memory_of_rank(rank: int, ranks: int, name: str, options: argparse.Namespac
     dist.destroy_process_group()
 
 
-def _resident(key: str) -> int:
+def resident(key: str) -> int:
     """Return the bytes of this process that are in memory now, or were at most."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[key].split()[0])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
+from sparsync.collectives.values import QuantizedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
 from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, phase, spans
@@ -53,7 +54,7 @@ class DenseUpdate:
     rank's share of the elements on that rank.
     """
 
-    mean: Tensor  # [n] written to the gradient
+    mean: Tensor | QuantizedMean  # [n] written to the gradient
     error: Tensor  # [n] becomes the residual; may share the memory of acc, which a step may change in place
     selected: int | None = None  # k: how many elements this rank selected; None: all
     union: int | None = None  # K: of how many elements anybody sent something; None: of all
@@ -132,15 +133,30 @@ class ErrorFeedbackScheme(Scheme):
         self, update: DenseUpdate, acc: Accumulator, bucket: Bucket, comm: Comm
     ) -> tuple[bool, int | None]:
         """Write the mean, and the residual unless the mean overflows; return whether it does, and K."""
-        written = update.mean.to(bucket.grad.dtype)
+        mean = update.mean
+        if isinstance(mean, QuantizedMean) and mean.dtype != bucket.grad.dtype:
+            mean = mean.decoded()
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        overflow = not (kernels.all_finite(written) and _fits(update.mean, comm.size))
+        if isinstance(mean, QuantizedMean):
+            written, overflow = mean, not mean.fits(comm.size)
+        else:
+            written = mean.to(bucket.grad.dtype)
+            overflow = not (kernels.all_finite(written) and _fits(mean, comm.size))
         self._check_found(overflow, acc)
         with phase("apply"):
+            kept = None
             if not overflow:
-                acc.keep_error(update.error)
-                add_dropped_(acc.residual, update.mean, written, comm)
-            bucket.grad.copy_(written)
+                # What lies in the gradient's memory moves while the mean is written there.
+                moves = update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
+                kept = acc.residual if moves and isinstance(written, QuantizedMean) else None
+                if kept is None:
+                    acc.keep_error(update.error)
+            if isinstance(written, QuantizedMean):
+                written.write_(bucket.grad, kept)
+            else:
+                if not overflow and isinstance(mean, Tensor):
+                    add_dropped_(acc.residual, mean, written, comm)
+                bucket.grad.copy_(written)
         return overflow, update.union
 
     def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:

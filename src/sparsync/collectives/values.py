@@ -6,6 +6,7 @@ first packets drop of its values, and what an owner's packet drops of its sums, 
 lost. P times a decoded value is exact in float32, where P < 512. All ranks decode the same bytes, so all get the same mean.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -23,9 +24,10 @@ from sparsync.comm.plan import (
     tally,
     to_owners_exchange,
 )
-from sparsync.core import FOUND_INF, Comm, Sparse, phase, raise_if_found_inf, spans
+from sparsync.core import FOUND_INF, Comm, Span, Sparse, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
+from sparsync.kernels.value_reference import greatest_of
 
 
 @runtime_checkable
@@ -62,8 +64,8 @@ def mean_at(acc: Tensor, index: Tensor, comm: Comm, quantizer: Quantizer) -> tup
     value = kernels.gather(acc, index)  # [K]
     if quantizer.exact:
         return Sparse(index, comm.all_reduce(value) / comm.size, n), []
-    mean, error = quantized_all_reduce(value, comm, quantizer)
-    return Sparse(index, mean, n), [Sparse(index, error, n)]
+    mean = quantized_all_reduce_(value, comm, quantizer).decoded()
+    return Sparse(index, mean, n), [Sparse(index, value, n)]
 
 
 def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> ValuesPlan:
@@ -73,13 +75,72 @@ def mean_at_plan(K: int, dtype: torch.dtype, P: int, quantizer: Quantizer) -> Va
     return quantized_all_reduce_plan(K, dtype, P, quantizer)
 
 
+@dataclass(frozen=True)
+class QuantizedMean:
+    """A mean over ranks as it arrived: a packet for each chunk, in rank order. It takes no other memory until it is decoded."""
+
+    packets: Sequence[Tensor]
+    quantizer: Quantizer
+    length: int
+    dtype: torch.dtype
+
+    def decoded(self) -> Float[Tensor, " n"]:
+        """Return the mean."""
+        out = self.packets[0].new_empty(self.length, dtype=self.dtype)
+        self.write_(out)
+        return out
+
+    def write_(self, out: Float[Tensor, " n"], kept: Float[Tensor, " n"] | None = None) -> None:
+        """Write the mean to `out`, of its type; what stood there before goes to `kept`, if given, of the same type."""
+        bits = _kernel_bits(self.quantizer, self.dtype)
+        for packet, chunk in self._chunks():
+            before = None if kept is None else chunk.of(kept)
+            if bits is not None:
+                kernels.decode_over_(packet, bits, chunk.of(out), before)
+                continue
+            if before is not None:
+                before.copy_(chunk.of(out))
+            chunk.of(out).copy_(self.quantizer.decode(packet, len(chunk), self.dtype))
+
+    def fits(self, times: int) -> bool:
+        """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
+        bits = _kernel_bits(self.quantizer, self.dtype)
+        if bits is not None and self.length:
+            bounds = [greatest_of(packet, len(chunk), bits) for packet, chunk in self._chunks() if len(chunk)]
+            # A host sync: what is kept depends on it. NaN is not below anything.
+            if times * float(torch.stack(bounds).max()) <= torch.finfo(self.dtype).max:
+                return True
+        return all(
+            kernels.all_finite(self.quantizer.decode(packet, len(chunk), self.dtype) * times)
+            for packet, chunk in self._chunks()
+        )
+
+    def _chunks(self) -> Iterator[tuple[Tensor, Span]]:
+        return zip(self.packets, spans(self.length, len(self.packets)), strict=True)
+
+
 def quantized_all_reduce(
     value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean over ranks of `value` [K], and this rank's error, [K].
+    """Return the mean over ranks of `value` [K], and this rank's error, [K]: `quantized_all_reduce_` of a copy.
+
+    Steps: 2, an all-to-all and an all-gather
+    Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
+    """
+    error = value.clone()
+    mean = quantized_all_reduce_(error, comm, quantizer, down)
+    with phase("decode"):
+        return mean.decoded(), error
+
+
+def quantized_all_reduce_(
+    value: Tensor, comm: Comm, quantizer: Quantizer, down: Quantizer | None = None
+) -> QuantizedMean:
+    """Return the mean over ranks of `value` [K], and replace `value` by this rank's error.
 
     `quantizer` rounds what goes to owners, and `down` what owners send to all; None: the same. Summed over ranks
-    value = P * mean + error, up to the rounding of an error to the type of `value`.
+    value = P * mean + error, up to the rounding of an error to the type of `value`. If an exchange fails, `value` holds
+    nothing of use.
     Steps: 2, an all-to-all and an all-gather
     Bytes sent per rank: the packets of all chunks but its own, then P-1 times the packet of its own
     """
@@ -88,30 +149,43 @@ def quantized_all_reduce(
     mine, lengths = chunks[rank], [len(chunk) for chunk in chunks]
     size = quantizer.nbytes(len(mine), dtype)
     with phase("encode"):
-        shares = value / P
-        packets = [quantizer.encode(chunk.of(shares)) for owner, chunk in enumerate(chunks) if owner != rank]
+        packets = [_share_(chunk.of(value), quantizer, P) for owner, chunk in enumerate(chunks) if owner != rank]
         packets.insert(rank, value.new_empty(0, dtype=torch.uint8))
     received = comm.all_to_all(packets, [size if source != rank else 0 for source in range(P)])
     with phase("decode"):
-        # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
-        total = mine.of(value).to(torch.float64)
-        for source, packet in enumerate(received):
-            if source != rank:
-                total.add_(quantizer.decode(packet, len(mine), dtype), alpha=P)
-    with phase("encode"):
-        packet = down.encode(rounded(total / P, dtype))
+        others = [packet for source, packet in enumerate(received) if source != rank]
+        packet = _sum_(mine.of(value), others, quantizer, P, down)
     gathered = comm.all_gather(packet, [down.nbytes(length, dtype) for length in lengths])
-    with phase("decode"):
-        decoded = [down.decode(packet, length, dtype) for packet, length in zip(gathered, lengths, strict=True)]
-        mean = torch.cat(decoded)
-        error = torch.empty_like(value)
-        for owner, chunk in enumerate(chunks):
-            if owner == rank:
-                chunk.of(error).copy_(total - P * chunk.of(mean).to(torch.float64))
-            else:
-                sent = quantizer.decode(packets[owner], len(chunk), dtype)
-                chunk.of(error).copy_(lacking(chunk.of(value), sent, P))
-    return mean, error
+    return QuantizedMean(gathered, down, value.numel(), dtype)
+
+
+def _share_(value: Tensor, quantizer: Quantizer, P: int) -> Tensor:
+    """Return the packet of a share of the mean, value / P, and leave in `value` what P times the packet lacks."""
+    bits = _kernel_bits(quantizer, value.dtype)
+    if bits is not None:
+        return kernels.encode_share_(value, bits, P)
+    packet = quantizer.encode(value / P)
+    value.copy_(lacking(value, quantizer.decode(packet, value.numel(), value.dtype), P))
+    return packet
+
+
+def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int, down: Quantizer) -> Tensor:
+    """Return the packet of the mean of `value` and the shares in `packets`, and leave in `value` what P times that packet lacks."""
+    bits, bits_down = (_kernel_bits(each, value.dtype) for each in (quantizer, down))
+    if bits is not None and bits_down is not None:
+        return kernels.reduce_shares_(value, packets, bits, P, bits_down)
+    # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+    total = value.to(torch.float64)
+    for packet in packets:
+        total.add_(quantizer.decode(packet, value.numel(), value.dtype), alpha=P)
+    packet = down.encode(rounded(total / P, value.dtype))
+    value.copy_(total.sub_(down.decode(packet, value.numel(), value.dtype), alpha=P))
+    return packet
+
+
+def _kernel_bits(quantizer: Quantizer, dtype: torch.dtype) -> int | None:
+    """Return the bits of a format that has kernels of its own, which are for float32."""
+    return getattr(quantizer, "kernel_bits", None) if dtype == torch.float32 else None
 
 
 def quantized_all_reduce_plan(

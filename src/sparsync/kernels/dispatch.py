@@ -6,7 +6,7 @@ asked. The reference takes everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
-    triton      kernels/cuda/                   the passes, top-k, steps, and reading and writing at positions
+    triton      kernels/cuda/                   the passes, top-k, steps, values, and reading and writing at positions
     reference   *reference.py, in torch         all
 
 Besides, the C++ backend does some loops over several small vectors in one call. `fused` asks for these; the loop stands where it is called.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsync.kernels import candidates, codec_reference, reference, value_reference
+from sparsync.kernels import candidates, codec_reference, reference, share_reference, value_reference
 
 _why_missing = ""
 try:
@@ -42,7 +42,7 @@ _NAMES = (REFERENCE, TRITON, CPP, "cpp/scalar", "cpp/avx2", "cpp/avx512")
 # Some operations have a faster function in `candidates`, beside that of their specification.
 _REFERENCE: Mapping[str, Kernel] = {
     name: function
-    for module in (value_reference, codec_reference, reference, candidates)
+    for module in (value_reference, share_reference, codec_reference, reference, candidates)
     for name, function in vars(module).items()
     if isfunction(function)
 }

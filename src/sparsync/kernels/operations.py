@@ -11,7 +11,7 @@ All vectors are one-dimensional; n is their length, k a number of positions, whi
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
@@ -53,6 +53,11 @@ def accumulate_top_k_of_rows(
     `counts` and `bounds` are the k and the bound of each region. Raises as `top_k_of_rows` does, but what was added is then in `out`.
     """
     return run("accumulate_top_k_of_rows", residual, grad, regions, counts, out, bounds)
+
+
+def divide_to_(out: Vector, x: Vector, divisor: int) -> None:
+    """Write `x` / `divisor` to `out`, divided in at least float32 and rounded once to the type of `out`."""
+    run("divide_to_", out, x, divisor)
 
 
 def all_finite(x: Vector) -> bool:
@@ -187,6 +192,34 @@ def digests(tensors: Sequence[Tensor]) -> Int[Tensor, " tensors"]:
     It depends on bits and number of elements only. A change of one element always shows, another one but once in 2^64 times.
     """
     return run("digests", tensors)
+
+
+def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet of value / P in `bits` bits, 8, 4, 3, 2 or 1, and make `value` what P times the decoded packet lacks of it.
+
+    The bytes are those of `value_reference`: "int8", "int4", "int3", "2bit" and "sign" of `wire.ValueCodec`.
+    """
+    return run("encode_share_", value, bits, P)
+
+
+def reduce_shares_(
+    value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int
+) -> UInt8[Tensor, " nbytes"]:
+    """Return the packet, in `bits_down` bits, of the mean of `value` and what other ranks sent by `encode_share_` in `bits` bits.
+
+    The mean is (value + P * the sum of the decoded `packets`) / P; finite ones beyond float32 become its largest number. `value` becomes
+    what P times the decoded mean lacks of the sum. Sums are made in float64, in the order of the packets. Raises RuntimeError for a
+    packet of another length.
+    """
+    return run("reduce_shares_", value, packets, bits, P, bits_down)
+
+
+def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Vector, kept: Vector | None = None) -> None:
+    """Write the n values of a packet of `bits` bits to `out`; what stood there before goes to `kept`, if given.
+
+    Raises RuntimeError for a packet of another length.
+    """
+    run("decode_over_", packet, bits, out, kept)
 
 
 def scatter_add_(out: Vector, part: Sparse) -> None:

@@ -20,6 +20,11 @@ def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
     return all_finite(out)
 
 
+def divide_to_(out: Tensor, x: Tensor, divisor: int) -> None:
+    exact = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
+    out.copy_(x.to(exact) / divisor)
+
+
 def all_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())  # a host sync: what is sent depends on it
 

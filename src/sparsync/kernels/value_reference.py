@@ -98,6 +98,13 @@ def means_decode(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[T
     return torch.where((code & 1).bool(), -magnitude, magnitude).view(-1)[:k]
 
 
+def greatest_of(packet: UInt8[Tensor, " nbytes"], k: int, bits: int) -> Float[Tensor, ""]:
+    """Return a bound of the magnitudes in a packet of `k` values, at least 1, out of its scales alone; NaN where a block is NaN."""
+    scales = packet[: SCALE_NBYTES * _scales(bits) * -(-k // BLOCK)].clone().view(torch.bfloat16)
+    # 2^(bits - 1) is the greatest magnitude of a code.
+    return scales.abs().max().to(torch.float32) * (1 if bits < 3 else 2 ** (bits - 1))
+
+
 def _mean(number: Tensor, count: Tensor) -> Tensor:
     """Return the mean of `count` numbers of each block, of which the others are zero. Halves are added, in float64: a fixed order."""
     total = number.to(torch.float64)

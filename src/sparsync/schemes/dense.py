@@ -11,6 +11,7 @@ from sparsync.collectives.skipping import ring_all_reduce_, ring_exchanges
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
 from sparsync.core import Bucket, Comm, Report, check_one_of
+from sparsync.kernels import operations as kernels
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
 Form = Literal["native", "ring"]
@@ -52,9 +53,11 @@ class Dense(Scheme):
             ring_all_reduce_(total, comm)
         else:
             total = comm.all_reduce(total)
-        # Divided before it is rounded to the gradient's type, in which the sum might overflow.
-        exact = torch.promote_types(torch.promote_types(dtype, grad.dtype), torch.float32)
-        torch.div(total, P, out=grad) if dtype == grad.dtype else grad.copy_(total.to(exact) / P)
+        if dtype == grad.dtype:
+            torch.div(total, P, out=grad)
+        else:
+            # Divided before it is rounded to the gradient's type, in which the sum might overflow.
+            kernels.divide_to_(grad, total, P)
         return self.report(bucket, comm.sent)
 
     def plan(self, given: Given) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
-from sparsync.collectives.values import quantized_all_reduce, quantized_all_reduce_plan
+from sparsync.collectives.values import quantized_all_reduce_, quantized_all_reduce_plan
 from sparsync.comm.plan import Given, Plan, planned
 from sparsync.core import Bucket, Comm, spans
 from sparsync.feedback import Accumulator, Residuals
@@ -67,5 +67,5 @@ class Quantized(ErrorFeedbackScheme):
         return share
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values))
-        return DenseUpdate(mean, error)
+        mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values))
+        return DenseUpdate(mean, acc.values)

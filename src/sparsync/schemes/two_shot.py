@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update
 from sparsync.base.scheme import ReduceScatterScheme
-from sparsync.collectives.values import quantized_all_reduce
+from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import (
     NOTHING,
@@ -110,8 +110,8 @@ class TwoShot(ErrorFeedbackScheme):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update | DenseUpdate:
         if not self.leaves_out:
-            mean, error = quantized_all_reduce(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
-            return DenseUpdate(mean, error, bucket.grad.numel(), bucket.grad.numel())
+            mean = quantized_all_reduce_(acc.values, comm, ValueCodec(self.values), ValueCodec(self._down[1]))
+            return DenseUpdate(mean, acc.values, bucket.grad.numel(), bucket.grad.numel())
         n, rank = bucket.grad.numel(), comm.rank
         up, down = (
             _regions_of(n, comm.size, *each, acc.residual.device, acc.dtype)

@@ -3,12 +3,15 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportAssignmentType=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsync.kernels.cuda.launch import FLOAT32, magnitude, takes
+from sparsync.kernels.share_reference import decode_over_by, encode_share_by, reduce_shares_by
 from sparsync.kernels.value_reference import BLOCK, MAX_CODE, values_nbytes
 
 BYTES = frozenset({torch.uint8})
@@ -55,6 +58,38 @@ def means_encode(value: Tensor, bits: int) -> Tensor:
 def means_decode(packet: Tensor, k: int, bits: int) -> Tensor:
     """Return plus or minus a mean for each of the `k` values of a packet, float32, as the reference."""
     return _decoded(packet, k, bits, means=True)
+
+
+@takes(FLOAT32)
+def encode_share_(value: Tensor, bits: int, P: int) -> Tensor:
+    """Return the packet of value / P, and leave what it lacks, as the reference."""
+    return encode_share_by(_encode, _decode, value, bits, P)
+
+
+def reduce_shares_(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
+    """Return the packet of the mean of the values and those in packets, and leave what it lacks, as the reference."""
+    return takes(FLOAT32, *[BYTES] * len(packets))(_reduce_shares)(value, packets, bits, P, bits_down)
+
+
+@takes(BYTES, FLOAT32, FLOAT32)
+def decode_over_(packet: Tensor, bits: int, out: Tensor, kept: Tensor | None = None) -> None:
+    """Write the values of a packet, as the reference."""
+    decode_over_by(_decode, packet, bits, out, kept)
+
+
+# Around the codecs torch's own operations do what is left.
+
+
+def _reduce_shares(value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int) -> Tensor:
+    return reduce_shares_by(_encode, _decode, value, packets, bits, P, bits_down)
+
+
+def _encode(value: Tensor, bits: int) -> Tensor:
+    return means_encode(value, bits) if bits < 3 else scaled_encode(value, bits)
+
+
+def _decode(packet: Tensor, k: int, bits: int) -> Tensor:
+    return means_decode(packet, k, bits) if bits < 3 else scaled_decode(packet, k, bits)
 
 
 def _decoded(packet: Tensor, k: int, bits: int, means: bool) -> Tensor:

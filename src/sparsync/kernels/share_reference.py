@@ -1,0 +1,70 @@
+"""The specification of rounding inside a quantized all-reduce, in plain torch: shares of a mean for owners, and sums of them.
+
+The packets are those of `value_reference`. Other backends write the same bytes and the same errors, bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from sparsync.kernels.value_reference import means_decode, means_encode, scaled_decode, scaled_encode
+
+Encode = Callable[[Tensor, int], Tensor]
+Decode = Callable[[Tensor, int, int], Tensor]
+
+
+def encode_share_(value: Float[Tensor, " k"], bits: int, P: int) -> UInt8[Tensor, " nbytes"]:
+    return encode_share_by(_encode, _decode, value, bits, P)
+
+
+def reduce_shares_(
+    value: Float[Tensor, " k"], packets: Sequence[Tensor], bits: int, P: int, bits_down: int
+) -> UInt8[Tensor, " nbytes"]:
+    return reduce_shares_by(_encode, _decode, value, packets, bits, P, bits_down)
+
+
+def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Tensor, kept: Tensor | None = None) -> None:
+    decode_over_by(_decode, packet, bits, out, kept)
+
+
+def encode_share_by(encode: Encode, decode: Decode, value: Tensor, bits: int, P: int) -> Tensor:
+    """Do what `encode_share_` does with these codecs."""
+    packet = encode(value / P, bits)
+    received = decode(packet, value.numel(), bits)
+    error = value - P * received
+    # Where P times what was received is beyond float32, the difference may still be inside.
+    error = torch.where(error.isfinite(), error, (value.double() - P * received.double()).to(value.dtype))
+    value.copy_(error)
+    return packet
+
+
+def reduce_shares_by(
+    encode: Encode, decode: Decode, value: Tensor, packets: Sequence[Tensor], bits: int, P: int, bits_down: int
+) -> Tensor:
+    """Do what `reduce_shares_` does with these codecs."""
+    # float64, in which sums of a few quantized values are exact. A rank adds its own values unrounded.
+    total = value.double()
+    for packet in packets:
+        total += P * decode(packet, value.numel(), bits).double()
+    mean, largest = total / P, torch.finfo(value.dtype).max
+    mean = torch.where(mean.isfinite(), mean.clamp(-largest, largest), mean).to(value.dtype)
+    packet = encode(mean, bits_down)
+    value.copy_(total - P * decode(packet, value.numel(), bits_down).double())
+    return packet
+
+
+def decode_over_by(decode: Decode, packet: Tensor, bits: int, out: Tensor, kept: Tensor | None) -> None:
+    """Do what `decode_over_` does with this codec."""
+    if kept is not None:
+        kept.copy_(out)
+    out.copy_(decode(packet, out.numel(), bits))
+
+
+def _encode(value: Tensor, bits: int) -> Tensor:
+    return means_encode(value, bits) if bits < 3 else scaled_encode(value, bits)
+
+
+def _decode(packet: Tensor, k: int, bits: int) -> Tensor:
+    return means_decode(packet, k, bits) if bits < 3 else scaled_decode(packet, k, bits)
