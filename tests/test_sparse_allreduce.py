@@ -13,7 +13,7 @@ from sparsync.collectives import sparse_allreduce
 from sparsync.comm.plan import Plan
 from sparsync.core import Span, Sparse, generator
 from sparsync.kernels import put_, reference
-from sparsync.selection.exclusive import quotas, sketch
+from sparsync.selection.shares import quotas, sketch
 from sparsync.wire import Elements, Raw
 
 
@@ -45,7 +45,7 @@ def shares(tops: list[Tensor], k: int) -> list[int]:
     P = len(tops)
     points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
     counts = [[min(point, top.numel()) for point in points] for top in tops]
-    sketches = torch.stack([sketch(top, count, 31) for top, count in zip(tops, counts, strict=True)])
+    sketches = [sketch(top, count, 31) for top, count in zip(tops, counts, strict=True)]
     held = [top.numel() for top in tops]
     return quotas(sketches, counts, held, min(k, sum(held)), 31)
 

@@ -25,8 +25,9 @@ def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
     """Return the cost of one message of `nbytes` to each other rank, all at once."""
     if P == 1:
         return Cost()
-    gathered = Cost(1, P - 1 if nbytes else 0, (P - 1) * nbytes)
-    return gathered if counts_known else gathered + counts_cost(P)
+    if not counts_known:
+        return Cost(1, P - 1, (P - 1) * (nbytes + COUNT_NBYTES))
+    return Cost(1, P - 1 if nbytes else 0, (P - 1) * nbytes)
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
@@ -35,13 +36,9 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
     if P == 1:
         return Cost()
     sent = [part for other, part in enumerate(nbytes) if other != rank and part]
-    exchanged = Cost(1, len(sent), sum(sent))
-    return exchanged if counts_known else exchanged + counts_cost(P)
-
-
-def counts_cost(P: int) -> Cost:
-    """Return the cost of one length from every rank to every other, all at once."""
-    return Cost(1, P - 1, COUNT_NBYTES * (P - 1))
+    if not counts_known:
+        return Cost(1, P - 1, sum(sent) + COUNT_NBYTES * (P - 1))
+    return Cost(1, len(sent), sum(sent))
 
 
 def all_reduce_cost(count: int, element_nbytes: int, P: int, rank: int) -> Cost:

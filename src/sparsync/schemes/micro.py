@@ -5,8 +5,12 @@ meet, and every rank sends its value at each of them.
 
 `published()` is the paper's algorithm: adjacent partitions, and one threshold for all, scaled by a fixed factor a step until the union
 has density * n elements. The plain setting replaces both. Its partitions are block-cyclic, so that layers of different scale load all
-ranks alike. The ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
-sends, and send exactly density * n elements, at every scale of the gradient and from the first step on.
+ranks alike. With its positions each rank sends 6 bytes about the upper tail of its partition. From all of them every rank computes how
+many elements each rank sends at the next step: exactly density * n together, at every scale of the gradient and from the first step on.
+
+The plain setting waits for three exchanges a step: positions, values to the owners of chunks of the union, their sums to all. The last
+two are one where the union is so small that all values can go to all ranks. Fewer are not possible: a value cannot leave a rank before
+the rank knows that another one has selected its position.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
 code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
@@ -39,6 +43,7 @@ from sparsync.core import (
     Bucket,
     Comm,
     Detail,
+    Rows,
     Span,
     Sparse,
     check_density,
@@ -50,7 +55,8 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.kernels import operations as kernels
-from sparsync.selection.exclusive import BlockCyclic, Partition, budget, by_rank, quotas, rotation, sketch
+from sparsync.selection.exclusive import BlockCyclic, Budget, Partition, budget, by_rank, rotation
+from sparsync.selection.shares import equal_shares, quotas, sketch
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -61,7 +67,8 @@ from sparsync.wire import (
 )
 
 Rule = Literal["quotas", "threshold"]
-SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
+SAMPLE_POINTS = (0.25, 1.0, 2.0)  # of a tail sketch, times an equal share of the budget
+LEVEL_NBYTES = 2
 # Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
 _PEAK = 0.6
 
@@ -145,7 +152,8 @@ class MiCRO(ErrorFeedbackScheme):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.selector.select(acc, bucket, comm)
-        mean, errors = mean_at(acc.values, selection.index, comm, ValueCodec(self.values))
+        at_once = self.rule == "quotas"
+        mean, errors = mean_at(acc.values, selection.index, comm, ValueCodec(self.values), at_once)
         return Update(
             mean,
             cleared=mean.index,
@@ -157,20 +165,20 @@ class MiCRO(ErrorFeedbackScheme):
 
     def planned(self, given: Given) -> Plan:
         chosen = self.selector.planned(given)
-        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values))
+        at_once = self.rule == "quotas"
+        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values), at_once)
         return planned(
             given,
             [*chosen.exchanges, *mean.exchanges],
             self.residual_nbytes(given),
             select=(chosen.examined, 1),
-            passes_to_select=3 * chosen.examined,  # the partition is copied
             encode=mean.encode,
             decode=mean.decode,
         )
 
     def _selector(self) -> Selector:
         if self.rule == "quotas":
-            return QuotaSelection(self.density, self.dense, self.refresh)
+            return QuotaSelection(self.density, self.dense, self.refresh, self.shared_state("sketches", Sketches))
         return ThresholdSelection(
             self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans(), _PEAK
         )
@@ -231,14 +239,11 @@ class ThresholdSelection:
         partitions = self.partitions.spans(bucket, P)
         mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
-        chunk = mine.of(acc.values)
-        with phase("select"):
-            # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
-            index = kernels.select_ge(chunk, threshold).index.long()
-            if len(mine) and not index.numel():
-                index = torch.tensor([t % len(mine)], device=chunk.device)
-            index += mine.start  # [k_r]
-        counts = exchange_counts(index.numel(), acc.finite, comm, chunk.device)
+        # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
+        index = acc.above(threshold, mine).index.long()  # [k_r]
+        if len(mine) and not index.numel():
+            index = torch.tensor([mine.start + t % len(mine)], device=index.device)
+        counts = exchange_counts(index.numel(), acc.finite, comm, index.device)
         union = all_gather_padded(index if self.bug_compatible else index.to(torch.int32), counts, comm).long()  # [K]
 
         def commit() -> None:
@@ -284,39 +289,54 @@ def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
 
 
 @dataclass
+class Sketches:
+    """The tail sketches that the ranks sent at the last step of one bucket, in rank order; empty before the first."""
+
+    levels: list[list[int]] = field(default_factory=list)
+    points: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
 class QuotaSelection:
-    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest."""
+    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition had of the largest.
+
+    A sketch travels with the positions, and says how many elements its rank selects at the next step.
+    """
 
     density: float
     dense: Sequence[str]
     refresh: float
+    sketches: ByBucket[Sketches]
     partition: Callable[[int, int], Partition] = BlockCyclic
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
-        P, t, values = comm.size, bucket.step, acc.values
+        P, rank, t = comm.size, comm.rank, bucket.step
+        last = self.sketches.of(bucket, P)
         with phase("select"):
             allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
             partition = self.partition(bucket.grad.numel(), P)
-            mine = examine(values, partition, allowed.known_index(acc.residual.device), comm.rank, t)
-            points = [[max(1, int(allowed.open_count * point / P)) for point in SAMPLE_POINTS]] * P
-            points = [[min(free, point) for point in row] for free, row in zip(mine.free, points, strict=True)]
-            found = acc.top_k_nonzero_of(mine.chunk, max(points[comm.rank]))
-            levels = sketch(found.value, points[comm.rank]).to(torch.int16)
-            if not acc.finite:
-                levels.fill_(FOUND_INF)
-        sketches = torch.stack(comm.all_gather(levels, [len(SAMPLE_POINTS)] * P))  # [P, points]
-        raise_if_found_inf(sketches.flatten().tolist())
+            mine = examine(partition, allowed, rank, t, acc.residual.device)
+            counts = self._counts(last, mine.free, allowed.open_count, t)
+            points = sample_points(mine.free, allowed.open_count)
+        found = mine.largest(acc, max(counts[rank], *points[rank]))
         with phase("select"):
-            counts = quotas(sketches, points, mine.free, allowed.open_count)
-            own = mine.largest(found, counts[comm.rank])
-        with phase("encode"):
-            packet = encode_fixed_length(own.index, mine.lengths[comm.rank])
-        packets = comm.all_gather(packet, list(map(fixed_length_nbytes, counts, mine.lengths)))
+            levels = sketch(found.value, points[rank]) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
+            own = largest(found, counts[rank])
+        headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
-            places = map(decode_fixed_length, packets, counts, mine.lengths)
             positions = list(map(partition.positions, by_rank(range(P), t), places))
             index = torch.cat([mine.known, *positions])
-        return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel())
+
+        def commit() -> None:
+            last.levels, last.points = headers, points
+
+        return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
+
+    @staticmethod
+    def _counts(last: Sketches, free: Sequence[int], total: int, step: int) -> list[int]:
+        """Return how many elements each rank selects of the `free[r]` it can choose from: equally many before there are sketches."""
+        P = len(free)
+        return quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, step // P)
 
     def planned(self, given: Given) -> PlannedSelection:
         """Return what the budget allows; partitions of mixed rows are taken to hold equally many.
@@ -327,43 +347,84 @@ class QuotaSelection:
         allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
         lengths = given.by_rank("lengths") or by_rank(self.partition(n, P).lengths(), t)
         counts = given.by_rank("selected") or [len(span) for span in spans(allowed.open_count, P)]
-        sizes = packet_tally(counts, lengths, fixed_length_nbytes)
-        sketches = counts_exchange(P, 2 * len(SAMPLE_POINTS))
-        return PlannedSelection([sketches, all_gather_exchange(sizes)], allowed.count, max(lengths))
+        gathered = gather_positions_exchange(len(SAMPLE_POINTS), counts, lengths)
+        return PlannedSelection([gathered], allowed.count, max(lengths))
+
+
+def sample_points(free: Sequence[int], total: int) -> list[list[int]]:
+    """Return the sample points of each rank's sketch, of the `free[r]` elements that it can choose from."""
+    wanted = [max(1, int(total * point / len(free))) for point in SAMPLE_POINTS]
+    return [[min(each, point) for point in wanted] for each in free]
+
+
+def gather_positions(
+    levels: Sequence[int], index: Tensor, counts: Sequence[int], lengths: Sequence[int], comm: Comm
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the levels and the positions of every rank, both in rank order.
+
+    Rank r sends as many levels as this one, of which FOUND_INF says that it holds NaN or Inf, and `counts[r]` ascending positions inside
+    [0, lengths[r]). Raises NonFiniteError on all ranks where one sent FOUND_INF.
+    Steps: 1
+    Bytes sent per rank: (P-1) (2 bytes a level, and the packet of its positions)
+    """
+    head, rank = LEVEL_NBYTES * len(levels), comm.rank
+    with phase("encode"):
+        header = torch.tensor(levels, dtype=torch.int16).view(torch.uint8).to(index.device)
+        packet = torch.cat([header, encode_fixed_length(index, lengths[rank])])
+    packets = comm.all_gather(packet, [head + size for size in map(fixed_length_nbytes, counts, lengths)])
+    with phase("decode"):
+        # A host sync: all ranks need the levels.
+        headers: list[list[int]] = torch.stack([each[:head] for each in packets]).view(torch.int16).tolist()
+        raise_if_found_inf(each[0] for each in headers)
+        others = zip(packets, counts, lengths, strict=True)
+        return headers, [
+            index if source == rank else decode_fixed_length(each[head:], count, length)
+            for source, (each, count, length) in enumerate(others)
+        ]
+
+
+def gather_positions_exchange(levels: int, counts: Sequence[int], lengths: Sequence[int]) -> Exchange:
+    """Return the exchange of `gather_positions`."""
+    head = LEVEL_NBYTES * levels
+    return all_gather_exchange(packet_tally(counts, lengths, lambda k, length: head + fixed_length_nbytes(k, length)))
 
 
 @dataclass(frozen=True)
 class Examined:
     """The partition that this rank examines, without the positions that all ranks send anyway."""
 
-    known: Tensor  # positions that all ranks send anyway, int64
-    chunk: Tensor  # the elements of the partition, zero at `taken`
-    taken: Tensor  # places of the known positions in it
+    rows: Rows  # where its elements are
+    known: Tensor  # positions that all ranks send anyway, int32
+    taken: Tensor  # places of the known positions in it, ascending, int32
     lengths: list[int]  # of the partition of each rank, in rank order
     free: list[int]  # how many of these are not known
 
-    def largest(self, found: Sparse, count: int) -> Sparse:
-        """Return the `count` largest elements outside `taken`, of which `found` holds the largest that are not zero."""
-        if count == found.index.numel():
+    def largest(self, acc: Accumulator, count: int) -> Sparse:
+        """Return the `count` largest elements of the partition that are not known, by their places."""
+        (found,) = acc.top_k_of_rows([self.rows], [count + self.taken.numel()], "partition")
+        if not self.taken.numel():
             return found
-        if count < found.index.numel():
-            top = kernels.top_k(found.value, count)
-            return Sparse(found.index[top.index], top.value, found.length)
-        # Zeros too, or more than were looked for. -1 is below every magnitude.
-        magnitude = self.chunk.abs()
-        magnitude[self.taken] = -1.0
-        index = kernels.argtopk(magnitude, count).to(torch.int32)
-        return Sparse(index, self.chunk[index], found.length)
+        free = ~kernels.isin(found.index, self.taken)
+        return largest(Sparse(found.index[free], found.value[free], found.length), count)
 
 
-def examine(acc: Tensor, partition: Partition, known: Tensor, rank: int, step: int) -> Examined:
-    """Return what `rank` examines of `acc` [n] at `step`, outside the positions `known` to all."""
-    lengths = partition.lengths()
+def examine(partition: Partition, allowed: Budget, rank: int, step: int, device: torch.device) -> Examined:
+    """Return what `rank` examines at `step`, outside the positions known to all."""
+    lengths, known = partition.lengths(), allowed.known_index(device)
     mine = rotation(rank, step, len(lengths))
-    p, place = partition.places(known)
-    # A host sync: how much is sent depends on it.
-    taken = torch.bincount(p, minlength=len(lengths)).tolist()
-    free = [length - count for length, count in zip(lengths, taken, strict=True)]
-    chunk, taken_here = partition.of(acc, mine), place[p == mine]
-    chunk[taken_here] = 0.0
-    return Examined(known, chunk, taken_here, by_rank(lengths, step), by_rank(free, step))
+    rows, free, taken = partition.rows(mine, device), lengths, known
+    if known.numel():
+        p, place = partition.places(known)
+        # A host sync: how much is sent depends on it.
+        counts: list[int] = torch.bincount(p, minlength=len(lengths)).tolist()
+        free = [length - count for length, count in zip(lengths, counts, strict=True)]
+        taken = place[p == mine].to(torch.int32)
+    return Examined(rows, known, taken, by_rank(lengths, step), by_rank(free, step))
+
+
+def largest(found: Sparse, count: int) -> Sparse:
+    """Return the `count` largest elements of `found`."""
+    if count == found.index.numel():
+        return found
+    top = kernels.top_k(found.value, count)
+    return Sparse(found.index[top.index], top.value, found.length)
