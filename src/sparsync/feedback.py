@@ -84,7 +84,7 @@ class Accumulator:
             return self._noted(kernels.top_k_nonzero(part, k, bound=self._hint(kind)), kind)
 
     def above(self, threshold: float, span: Span) -> Sparse:
-        """Return the non-zero elements in `span` whose magnitude is `threshold` or more, NaN as infinity; positions are those in the sum."""
+        """Return the non-zero elements in `span` whose magnitude is `threshold` or more, NaN as infinity, by their positions in the sum."""
         with phase("select"):
             if self._added:
                 found = kernels.select_ge(span.of(self._sum), threshold)

@@ -42,7 +42,7 @@ def accumulate_top_k_nonzero(
 def accumulate_select_ge(
     residual: Vector, grad: Vector, threshold: float, out: Vector, span: Span
 ) -> tuple[Sparse, bool]:
-    """Write residual + grad to `out`, which may be `residual`, and return its `select_ge` inside `span` and whether it is finite everywhere.
+    """Write residual + grad to `out`, which may be `residual`; return its `select_ge` inside `span` and whether it is finite everywhere.
 
     Positions are those in the whole vector.
     """

@@ -29,6 +29,7 @@ from sparsync.schemes.micro import (
     examine,
     gather_positions,
     gather_positions_exchange,
+    largest_of,
     partition_lengths,
 )
 from sparsync.selection.exclusive import Contiguous, budget, by_rank, rotation
@@ -117,7 +118,7 @@ class EqualCountSelection:
             cut = profile.cut(n, P, least=2 * -(-allowed.count // P))
             mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
             counts = equal_shares(mine.free, allowed.open_count, t // P)
-        own = mine.largest(acc, counts[comm.rank])
+        (own,) = largest_of(acc, [mine], [counts[comm.rank]])
         smallest = smallest_magnitude(own.value)
         level = level_of(smallest) if acc.finite else FOUND_INF
         headers, places = gather_positions([level], own.index, counts, mine.lengths, comm)

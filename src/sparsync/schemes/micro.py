@@ -5,8 +5,8 @@ meet, and every rank sends its value at each of them.
 
 `published()` is the paper's algorithm: adjacent partitions, and one threshold for all, scaled by a fixed factor a step until the union
 has density * n elements. The plain setting replaces both. Its partitions are block-cyclic, so that layers of different scale load all
-ranks alike. With its positions each rank sends 6 bytes about the upper tail of its partition. From all of them every rank computes how
-many elements each rank sends at the next step: exactly density * n together, at every scale of the gradient and from the first step on.
+ranks alike. With its positions each rank sends 6 bytes about the upper tail of its next partition. From all of them every rank computes
+how many elements each rank sends at the next step: exactly density * n together, at every scale of the gradient.
 
 The plain setting waits for three exchanges a step: positions, values to the owners of chunks of the union, their sums to all. The last
 two are one where the union is so small that all values can go to all ranks. Fewer are not possible: a value cannot leave a rank before
@@ -43,6 +43,7 @@ from sparsync.core import (
     Bucket,
     Comm,
     Detail,
+    ParameterSpan,
     Rows,
     Span,
     Sparse,
@@ -298,9 +299,10 @@ class Sketches:
 
 @dataclass
 class QuotaSelection:
-    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition had of the largest.
+    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest.
 
-    A sketch travels with the positions, and says how many elements its rank selects at the next step.
+    With its positions a rank sends a sketch of the partition that it examines at the next step, as it is before the next gradient and
+    before what this step sends is cleared: a rank whose next partition is empty gets no quota for it.
     """
 
     density: float
@@ -313,15 +315,14 @@ class QuotaSelection:
         P, rank, t = comm.size, comm.rank, bucket.step
         last = self.sketches.of(bucket, P)
         with phase("select"):
-            allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
-            partition = self.partition(bucket.grad.numel(), P)
-            mine = examine(partition, allowed, rank, t, acc.residual.device)
+            partition, device = self.partition(bucket.grad.numel(), P), acc.residual.device
+            allowed, following = (self._budget(bucket.layout, step) for step in (t, t + 1))
+            mine, later = (examine(partition, each, rank, t + i, device) for i, each in enumerate((allowed, following)))
             counts = self._counts(last, mine.free, allowed.open_count, t)
-            points = sample_points(mine.free, allowed.open_count)
-        found = mine.largest(acc, max(counts[rank], *points[rank]))
+            points = sample_points(later.free, following.open_count)
+        own, upper = largest_of(acc, [mine, later], [counts[rank], max(points[rank])])
         with phase("select"):
-            levels = sketch(found.value, points[rank]) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
-            own = largest(found, counts[rank])
+            levels = sketch(upper.value, points[rank]) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
         headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
             positions = list(map(partition.positions, by_rank(range(P), t), places))
@@ -331,6 +332,9 @@ class QuotaSelection:
             last.levels, last.points = headers, points
 
         return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
+
+    def _budget(self, layout: Sequence[ParameterSpan], step: int) -> Budget:
+        return budget(self.density, layout, self.dense, self.refresh, step)
 
     @staticmethod
     def _counts(last: Sketches, free: Sequence[int], total: int, step: int) -> list[int]:
@@ -399,13 +403,19 @@ class Examined:
     lengths: list[int]  # of the partition of each rank, in rank order
     free: list[int]  # how many of these are not known
 
-    def largest(self, acc: Accumulator, count: int) -> Sparse:
-        """Return the `count` largest elements of the partition that are not known, by their places."""
-        (found,) = acc.top_k_of_rows([self.rows], [count + self.taken.numel()], "partition")
-        if not self.taken.numel():
-            return found
-        free = ~kernels.isin(found.index, self.taken)
-        return largest(Sparse(found.index[free], found.value[free], found.length), count)
+
+def largest_of(acc: Accumulator, examined: Sequence[Examined], counts: Sequence[int]) -> list[Sparse]:
+    """Return the `counts[i]` largest elements of each partition that are not known, by their places."""
+    wanted = [count + each.taken.numel() for count, each in zip(counts, examined, strict=True)]
+    found = acc.top_k_of_rows([each.rows for each in examined], wanted, "partition")
+    return [_free(each, part, count) for each, part, count in zip(examined, found, counts, strict=True)]
+
+
+def _free(examined: Examined, found: Sparse, count: int) -> Sparse:
+    if not examined.taken.numel():
+        return found
+    free = ~kernels.isin(found.index, examined.taken)
+    return largest(Sparse(found.index[free], found.value[free], found.length), count)
 
 
 def examine(partition: Partition, allowed: Budget, rank: int, step: int, device: torch.device) -> Examined:

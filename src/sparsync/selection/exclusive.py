@@ -141,6 +141,7 @@ class BlockCyclic:
         return kernels.locate(self.rows(p, place.device), place)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        position = position.long()
         group = position // (self.row * self.P)
         p = (position // self.row - _rotations(group, self.P)) % self.P
         place = group * self.row + position % self.row
