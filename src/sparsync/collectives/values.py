@@ -27,8 +27,8 @@ from sparsync.core import FOUND_INF, Comm, Sparse, phase, raise_if_found_inf, sp
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 
-# More for values that go to all ranks at once: what a link of 100 Mbit/s sends in 0.16 ms.
-AT_ONCE_NBYTES = 2048
+# What values may take more that go to all ranks at once: a packet of Ethernet, 0.12 ms at 100 Mbit/s.
+AT_ONCE_NBYTES = 1460
 
 
 @runtime_checkable
