@@ -133,7 +133,7 @@ class EqualCountSelection:
             profile.observe(found, [counts[rank] for rank in ranks], weights, n, memory)
 
         return Selection(
-            torch.cat([mine.known, found]),
+            [mine.known, found],
             counts,
             smallest,
             known=mine.known.numel(),

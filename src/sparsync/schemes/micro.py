@@ -78,7 +78,8 @@ _PEAK = 0.6
 class Selection:
     """What all ranks selected together; every rank holds the same, but `threshold`."""
 
-    index: Tensor  # [K] all positions: those that all ranks knew beforehand, then each rank's, in rank order
+    # [K] together: those that all ranks knew beforehand, and each rank's; int32, ascending in each part.
+    positions: Sequence[Tensor]
     counts: Sequence[int]  # how many of them each rank selected
     threshold: float  # this rank selected nothing smaller
     known: int = 0  # how many all ranks knew beforehand
@@ -154,7 +155,12 @@ class MiCRO(ErrorFeedbackScheme):
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.selector.select(acc, bucket, comm)
         at_once = self.rule == "quotas"
-        mean, errors = mean_at(acc.values, selection.index, comm, ValueCodec(self.values), at_once)
+        index = torch.cat([*selection.positions])  # [K]
+        mean, errors = mean_at(acc.values, index, comm, ValueCodec(self.values), at_once)
+        parts = [part for part in selection.positions if part.numel()]
+        if len(parts) > 1:  # one pass writes what ascends
+            values = mean.value.split([part.numel() for part in parts])
+            mean = kernels.merge([Sparse(part, value, mean.length) for part, value in zip(parts, values, strict=True)])
         return Update(
             mean,
             cleared=mean.index,
@@ -241,17 +247,23 @@ class ThresholdSelection:
         mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
         # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
-        index = acc.above(threshold, mine).index.long()  # [k_r]
+        index = acc.above(threshold, mine).index  # [k_r]
         if len(mine) and not index.numel():
-            index = torch.tensor([mine.start + t % len(mine)], device=index.device)
+            index = index.new_tensor([mine.start + t % len(mine)])
         counts = exchange_counts(index.numel(), acc.finite, comm, index.device)
-        union = all_gather_padded(index if self.bug_compatible else index.to(torch.int32), counts, comm).long()  # [K]
+        union = all_gather_padded(index.long() if self.bug_compatible else index, counts, comm)
 
         def commit() -> None:
-            scaling.step, scaling.threshold, scaling.union = t + 1, threshold, union.numel()
+            scaling.step, scaling.threshold, scaling.union = t + 1, threshold, sum(counts)
             self.partitions.accept(bucket, counts)
 
-        return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
+        return Selection(
+            [each.to(torch.int32) for each in union],
+            counts,
+            threshold,
+            details=partition_lengths(partitions),
+            commit=commit,
+        )
 
     def planned(self, given: Given) -> PlannedSelection:
         """Return what one threshold that has found its place selects; what one partition has of it is estimated.
@@ -269,12 +281,12 @@ class ThresholdSelection:
         return PlannedSelection([counts_exchange(P), padded], union, examined)
 
 
-def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> Tensor:
-    """Return the selections of all ranks after each other, [K]; `counts[r]` is the length of rank r's. All are padded to the longest."""
+def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
+    """Return the selections of all ranks, in rank order; `counts[r]` is the length of rank r's. All are padded to the longest."""
     longest = max(counts)
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
-    return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
+    return [each[:count] for each, count in zip(gathered, counts, strict=True)]
 
 
 def padding(counts: Sequence[int]) -> float:
@@ -325,13 +337,13 @@ class QuotaSelection:
             levels = sketch(upper.value, points[rank]) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
         headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
-            positions = list(map(partition.positions, by_rank(range(P), t), places))
-            index = torch.cat([mine.known, *positions])
+            positions = map(partition.positions, by_rank(range(P), t), places)
+            positions = [mine.known, *positions]
 
         def commit() -> None:
             last.levels, last.points = headers, points
 
-        return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
+        return Selection(positions, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
 
     def _budget(self, layout: Sequence[ParameterSpan], step: int) -> Budget:
         return budget(self.density, layout, self.dense, self.refresh, step)

@@ -215,12 +215,15 @@ def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str]
     steps, and one step more for rounding.
     """
     n = layout[-1].span.stop
-    start, stop = _share(density, n, step)
+    start, stop = _share(_exact(density), n, step)
     count = min(n, max(1, stop - start))
-    exempt = _exempt(tuple(layout), tuple(dense), int(DENSE_SHARE * density * n))
-    start, stop = _share(_exact(refresh) * _exact(density), n, step)
-    stop = min(stop, start + count)
-    return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
+    dense, known = tuple(dense), list[Span]()
+    if refresh:
+        start, stop = _share(_exact(refresh) * _exact(density), n, step)
+        known = _wrapped(start, min(stop, start + count), n)
+    if dense:
+        known += _exempt(tuple(layout), dense, int(DENSE_SHARE * density * n))
+    return Budget(count, _fitting(known, count))
 
 
 @lru_cache(maxsize=1024)
@@ -243,10 +246,10 @@ def _exact(share: float | Fraction) -> Fraction:
     return Fraction(share).limit_denominator(10**9)
 
 
-def _share(share: float | Fraction, n: int, step: int) -> tuple[int, int]:
+def _share(share: Fraction, n: int, step: int) -> tuple[int, int]:
     """Return where the share of step `step` starts and stops when `share` * n elements a step follow each other without gaps."""
-    each = _exact(share) * n
-    return int(each * step), int(each * (step + 1))
+    each = share.numerator * n
+    return each * step // share.denominator, each * (step + 1) // share.denominator
 
 
 def _wrapped(start: int, stop: int, n: int) -> list[Span]:

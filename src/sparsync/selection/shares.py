@@ -71,29 +71,6 @@ def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) 
     return levels[::-1]
 
 
-@dataclass(frozen=True)
-class _Tail:
-    """About how many elements of a partition reach each level: straight lines through the sample points, in logarithms."""
-
-    levels: Sequence[int]  # descending
-    counts: Sequence[float]  # logarithms of those that reach each, ascending
-    limit: int
-
-    def reaching(self, level: int, octave: float) -> float:
-        """Return the estimate for this level; `octave` levels lie between a magnitude and its double."""
-        passed = sum(each >= level for each in self.levels)
-        if passed == 0:
-            return self._at(self.counts[0] - (level - self.levels[0]) / octave * _TAIL)
-        left = min(passed - 1, len(self.levels) - 2)
-        few, many = self.counts[left], self.counts[left + 1]
-        upper, lower = self.levels[left], self.levels[left + 1]
-        inside = few + (upper - level) * (many - few) / max(upper - lower, 0.5)
-        return self._at(max(inside, many) if passed == len(self.levels) else inside)
-
-    def _at(self, logarithm: float) -> float:
-        return min(_exponential(logarithm), float(self.limit))
-
-
 def quotas(
     levels: Sequence[Sequence[int]],
     counts: Sequence[Sequence[int]],
@@ -106,17 +83,40 @@ def quotas(
     `levels[p]` is the sketch of partition p at its sample points `counts[p]`; `limits[p]` is how many elements it has to choose
     from. Raises ValueError when these are less than `total` together.
     """
-    logarithms = [[_logarithm(count) for count in row] for row in counts]
-    tails = list(map(_Tail, levels, logarithms, limits))
+    tails = [
+        (tuple(row), tuple(map(_logarithm, points)), limit)
+        for row, points, limit in zip(levels, counts, limits, strict=True)
+    ]
     octave = float(1 << (_OCTAVE_BITS - (_FLOAT32_BITS - bits)))
     # The highest level that enough elements reach lies in [low, high): fewer reach a higher one.
     low, high = 0, (_TOP >> (_FLOAT32_BITS - bits)) + 1
     while high - low > 1:
         level = (low + high) // 2
         # Whole numbers, whose sums are exact.
-        enough = sum(int(tail.reaching(level, octave) * _UNIT) for tail in tails) >= total * _UNIT
+        enough = sum([int(_reaching(level, *tail, octave) * _UNIT) for tail in tails]) >= total * _UNIT
         low, high = (level, high) if enough else (low, level)
-    return apportion([int(tail.reaching(low, octave) * 1024) for tail in tails], limits, total)
+    return apportion([int(_reaching(low, *tail, octave) * 1024) for tail in tails], limits, total)
+
+
+def _reaching(level: int, levels: tuple[int, ...], counts: tuple[float, ...], limit: int, octave: float) -> float:
+    """Return about how many elements of a partition reach a level, of which `octave` lie between a magnitude and its double.
+
+    Straight lines through the sample points, in logarithms: `counts[j]` is the logarithm of how many reach `levels[j]`, which descend.
+    """
+    passed = 0  # sample points at or above the level
+    while passed < len(levels) and levels[passed] >= level:
+        passed += 1
+    if passed == 0:
+        logarithm = counts[0] - (level - levels[0]) / octave * _TAIL
+    else:
+        last = passed == len(levels)
+        left = passed - 2 if last else passed - 1
+        few, many = counts[left], counts[left + 1]
+        upper, lower = levels[left], levels[left + 1]
+        logarithm = few + (upper - level) * (many - few) / max(upper - lower, 0.5)
+        if last:
+            logarithm = max(logarithm, many)
+    return min(_exponential(logarithm), float(limit))
 
 
 def apportion(weights: Sequence[int], limits: Sequence[int], total: int) -> list[int]:
@@ -218,19 +218,16 @@ def _edges_on(n: int, blocks: int, device: torch.device) -> Tensor:
 
 def _masses(before: Sequence[int], counts: Sequence[int], weights: Sequence[int]) -> list[int]:
     """Return the mass of each block, of which `before[b]` elements lie before block b."""
-    masses: list[int] = []
-    p, left = 0, counts[0]  # of partition p, not counted yet
-    for start, stop in pairwise(before):
-        mass, wanted = 0, stop - start
-        while wanted:
-            taken = min(wanted, left)
-            mass += taken * weights[p]
-            wanted -= taken
-            left -= taken
-            while not left and p + 1 < len(counts):
-                p += 1
-                left = counts[p]
-        masses.append(mass)
+    masses = [0] * (len(before) - 1)
+    block = start = 0
+    for count, weight in zip(counts, weights, strict=True):
+        stop = start + count
+        while start < stop:
+            while before[block + 1] <= start:
+                block += 1
+            upto = min(before[block + 1], stop)
+            masses[block] += (upto - start) * weight
+            start = upto
     return masses
 
 
