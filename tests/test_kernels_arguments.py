@@ -48,7 +48,7 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.accumulate_select_ge(vector(), vector(7), 1.0, vector(), Span(0, N)),
         lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(2, N + 1)),
         lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(5, 2)),
-        lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), None),  # pyright: ignore[reportArgumentType]
+        lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(-1, 2)),
     ],
     "accumulate_top_k": [
         lambda: kernels.accumulate_top_k(vector(), vector(), -1, vector()),

@@ -19,7 +19,7 @@ bytes, not 8; the threshold falls again where the union is up to 9 % too small. 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -70,6 +70,10 @@ from sparsync.wire import (
 Rule = Literal["quotas", "threshold"]
 SAMPLE_POINTS = (0.25, 1.0, 2.0)  # of a tail sketch, times an equal share of the budget
 LEVEL_NBYTES = 2
+_ROW = 128  # elements of a row of a partition in long vectors: shorter ones take longer to search
+# A sketch looks at every row, or at one of so many where at least a number of elements is expected in those for an equal share.
+_MOST_STRIDE = 16
+_LEAST_SAMPLE = 512
 # Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
 _PEAK = 0.6
 
@@ -321,20 +325,22 @@ class QuotaSelection:
     dense: Sequence[str]
     refresh: float
     sketches: ByBucket[Sketches]
-    partition: Callable[[int, int], Partition] = BlockCyclic
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         P, rank, t = comm.size, comm.rank, bucket.step
         last = self.sketches.of(bucket, P)
         with phase("select"):
-            partition, device = self.partition(bucket.grad.numel(), P), acc.residual.device
+            partition, device = BlockCyclic(bucket.grad.numel(), P, _ROW), acc.residual.device
             allowed, following = (self._budget(bucket.layout, step) for step in (t, t + 1))
             mine, later = (examine(partition, each, rank, t + i, device) for i, each in enumerate((allowed, following)))
             counts = self._counts(last, mine.free, allowed.open_count, t)
-            points = sample_points(later.free, following.open_count)
-        own, upper = largest_of(acc, [mine, later], [counts[rank], max(points[rank])])
+            stride = sample_stride(following, P)
+            points = sample_points(later.free, following.open_count, stride)
+            later = later.sampled(stride, t // P)
+            sampled = [min(point // stride, later.rows.length) for point in points[rank]]
+        own, upper = largest_of(acc, [mine, later], [counts[rank], max(sampled)])
         with phase("select"):
-            levels = sketch(upper.value, points[rank]) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
+            levels = sketch(upper.value, sampled) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
         headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
             positions = map(partition.positions, by_rank(range(P), t), places)
@@ -361,16 +367,23 @@ class QuotaSelection:
         """
         n, P, t = given.n, given.P, given.step or 0
         allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
-        lengths = given.by_rank("lengths") or by_rank(self.partition(n, P).lengths(), t)
+        lengths = given.by_rank("lengths") or by_rank(BlockCyclic(n, P, _ROW).lengths(), t)
         counts = given.by_rank("selected") or [len(span) for span in spans(allowed.open_count, P)]
         gathered = gather_positions_exchange(len(SAMPLE_POINTS), counts, lengths)
         return PlannedSelection([gathered], allowed.count, max(lengths))
 
 
-def sample_points(free: Sequence[int], total: int) -> list[list[int]]:
-    """Return the sample points of each rank's sketch, of the `free[r]` elements that it can choose from."""
+def sample_stride(allowed: Budget, P: int) -> int:
+    """Return of how many rows a sketch looks at one."""
+    if allowed.known:  # are left out by their places in all rows
+        return 1
+    return max(1, min(_MOST_STRIDE, allowed.count // (P * _LEAST_SAMPLE)))
+
+
+def sample_points(free: Sequence[int], total: int, stride: int) -> list[list[int]]:
+    """Return the sample points of each rank's sketch, multiples of `stride`, of the `free[r]` elements that it can choose from."""
     wanted = [max(1, int(total * point / len(free))) for point in SAMPLE_POINTS]
-    return [[min(each, point) for point in wanted] for each in free]
+    return [[min(each, point) // stride * stride for point in wanted] for each in free]
 
 
 def gather_positions(
@@ -414,6 +427,14 @@ class Examined:
     taken: Tensor  # places of the known positions in it, ascending, int32
     lengths: list[int]  # of the partition of each rank, in rank order
     free: list[int]  # how many of these are not known
+
+    def sampled(self, stride: int, turn: int) -> Self:
+        """Return one of `stride` rows, others at each turn."""
+        if stride == 1:
+            return self
+        rows = self.rows
+        starts = rows.starts[turn % stride : rows.length // rows.row : stride].contiguous()
+        return replace(self, rows=Rows(starts, rows.row, starts.numel() * rows.row))
 
 
 def largest_of(acc: Accumulator, examined: Sequence[Examined], counts: Sequence[int]) -> list[Sparse]:

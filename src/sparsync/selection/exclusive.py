@@ -100,10 +100,13 @@ class BlockCyclic:
 
     n: int
     P: int
+    longest: int = 32  # elements of a row, where that leaves 1024 groups
 
     @property
     def row(self) -> int:
-        """Elements of a row: 32, a cache line or two, where that leaves 32 groups."""
+        """Elements of a row: 32, a cache line or two, where that leaves 32 groups; `longest` in long vectors."""
+        if self.n >= 1024 * self.P * self.longest:
+            return self.longest
         return max(1, min(32, self.n // (32 * self.P)))
 
     @property
