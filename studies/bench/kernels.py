@@ -153,7 +153,7 @@ def _cases(data: Data) -> list[KernelCase]:
     warm_beside = WARM * float(data.beside.value.abs().min())
 
     partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
-    part = reference.top_k_of_rows(data.before + grad, partition, max(1, k // 4))
+    part = reference.top_k(reference.of_rows(data.before + grad, partition), max(1, k // 4))
     bound = WARM * float(part.value.abs().min())
 
     def of_partition() -> tuple[list[Sparse], bool]:
