@@ -222,7 +222,7 @@ class OkTopk(ErrorFeedbackScheme):
 
         def commit() -> None:
             control.t += 1
-            if k == n:  # at full density regions of equal width are the balanced ones
+            if k == n or k < P:  # regions of equal width are the balanced ones, or hold an element in turns
                 return
             weights = relative_magnitudes([level >> (_LEVEL_BITS - 15) for level in levels])
             profile.observe(mean.index, held, weights, n, profile_memory(k, P))
