@@ -138,6 +138,26 @@ nb::object accumulate_top(nb::handle residual, nb::handle grad, int64_t k, nb::h
     return nb::make_tuple(sparse_of(found, n), greatest < kInfinity);
 }
 
+// The magnitudes from `threshold` on, without zeros; none for NaN.
+Range from_threshold(double threshold) {
+    return std::isnan(threshold) ? kNone : Range{std::max(uint32_t{1}, magnitude_bits(threshold)), kMagnitude};
+}
+
+nb::object accumulate_select(nb::handle residual, nb::handle grad, double threshold, nb::handle out, nb::handle span) {
+    const Tensor before = read(residual), added = read(grad), sum = read(out);
+    if (!before.is(Element::float32) || !added.is_gradient() || !sum.is(Element::float32)) return not_taken();
+    const int64_t n = sum.length;
+    expect_equal(before.length, n, "residual and result");
+    expect_equal(added.length, n, "gradient and result");
+    const Span searched = span_of(span, n);
+    Found &found = buffer();
+    const uint32_t greatest = unlocked([&] {
+        return add_select(*level().passes, before.as<float>(), gradient(added), sum.as<float>(), n, searched,
+                          from_threshold(threshold), found);
+    });
+    return nb::make_tuple(sparse_of(found, n), greatest < kInfinity);
+}
+
 nb::object top_of(nb::handle x, nb::handle rows, int64_t k, std::optional<double> bound) {
     const Tensor vector = read(x);
     const Read region(rows);
@@ -427,10 +447,10 @@ void bind_selection(nb::module_ &m) {
     m.def("select_ge", [](nb::handle x, double threshold) {
         const Tensor vector = read(x);
         if (!vector.is(Element::float32)) return not_taken();
-        const Range range =
-            std::isnan(threshold) ? kNone : Range{std::max(uint32_t{1}, magnitude_bits(threshold)), kMagnitude};
         Found &found = buffer();
-        unlocked([&] { select(*level().passes, vector.as<float>(), vector.length, range, found); });
+        unlocked([&] {
+            select(*level().passes, vector.as<float>(), vector.length, from_threshold(threshold), found);
+        });
         return sparse_of(found, vector.length);
     });
     m.def("top_k", [](nb::handle x, int64_t k, std::optional<double> bound) {
@@ -447,6 +467,7 @@ void bind_selection(nb::module_ &m) {
               return accumulate_top(residual, grad, k, out, skip, 1, bound);
           }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
     m.def("top_k_of_rows", top_of, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    m.def("accumulate_select_ge", accumulate_select);
     m.def("accumulate_top_k_of_rows", accumulate_top_of);
     m.def("smallest_magnitude", [](nb::handle x) {
         const Tensor vector = read(x);

@@ -12,9 +12,10 @@ from helpers import exclusive_invariants as streams
 from helpers.exclusive_invariants import run
 from helpers.plain_micro import Restated
 from sparsync.core import Span, spans
-from sparsync.schemes.exdyna import ExDyna, Profile, block_edges, block_spans, rebalanced
+from sparsync.schemes.exdyna import ExDyna, block_edges, block_spans, rebalanced
 from sparsync.schemes.micro import MiCRO
-from sparsync.selection.exclusive import BlockCyclic, Contiguous, apportion, budget, quotas, sketch
+from sparsync.selection.exclusive import BlockCyclic, Contiguous, budget
+from sparsync.selection.shares import Profile, apportion, quotas, sketch
 from sparsync.testing import world
 
 
@@ -136,9 +137,8 @@ def test_quotas_are_the_counts_above_one_common_level() -> None:
     for bits in (15, 31):
         chunks = [torch.randn(2000, generator=draw).abs() * scale for scale in (0.5, 1.0, 1.5, 2.0)]
         exact = torch.cat(chunks).topk(400).values.min()
-        sketches = torch.stack([sketch(chunk, points, bits) for chunk in chunks])
-        of_largest = torch.stack([sketch(chunk.topk(400).values, points, bits) for chunk in chunks])
-        assert torch.equal(of_largest, sketches), "the largest are enough"
+        sketches = [sketch(chunk, points, bits) for chunk in chunks]
+        assert [sketch(chunk.topk(400).values, points, bits) for chunk in chunks] == sketches, "the largest are enough"
         found = quotas(sketches, [points] * 4, [2000] * 4, 400, bits)
         assert sum(found) == 400
         for count, chunk in zip(found, chunks, strict=True):
@@ -148,7 +148,7 @@ def test_quotas_are_the_counts_above_one_common_level() -> None:
 def test_where_ranks_outnumber_the_elements_those_with_the_largest_ones_send() -> None:
     parts = [torch.full((10,), 0.01).index_fill_(0, torch.tensor([3]), value) for value in (1.0, 9.0, 2.0, 5.0)]
     points = [1, 1, 2]
-    assert quotas(torch.stack([sketch(part, points) for part in parts]), [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
+    assert quotas([sketch(part, points) for part in parts], [points] * 4, [10] * 4, 2) == [0, 1, 0, 1]
 
 
 def test_with_fewer_elements_than_ranks_each_rank_selects_in_each_partition_in_its_turn() -> None:

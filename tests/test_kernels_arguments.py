@@ -44,6 +44,12 @@ BAD: dict[str, list[Callable[[], object]]] = {
         lambda: kernels.accumulate(vector(), vector(), vector(9)),
         lambda: kernels.accumulate(vector().view(2, 4), vector().view(2, 4), vector().view(2, 4)),
     ],
+    "accumulate_select_ge": [
+        lambda: kernels.accumulate_select_ge(vector(), vector(7), 1.0, vector(), Span(0, N)),
+        lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(2, N + 1)),
+        lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(5, 2)),
+        lambda: kernels.accumulate_select_ge(vector(), vector(), 1.0, vector(), Span(-1, 2)),
+    ],
     "accumulate_top_k": [
         lambda: kernels.accumulate_top_k(vector(), vector(), -1, vector()),
         lambda: kernels.accumulate_top_k(vector(), vector(), N + 1, vector()),
@@ -206,7 +212,12 @@ def test_the_compiled_functions_take_any_objects_without_a_crash(operation: str,
     """Without the checks in Python: whatever comes is taken, refused with an error, or left to the next backend."""
     from sparsync.kernels import _cpu  # type: ignore[attr-defined]
 
-    count = {"accumulate_top_k_nonzero": 6, "accumulate_top_k_of_rows": 6, "accumulate_top_k": 5}.get(operation)
+    count = {
+        "accumulate_top_k_nonzero": 6,
+        "accumulate_top_k_of_rows": 6,
+        "accumulate_top_k": 5,
+        "accumulate_select_ge": 5,
+    }.get(operation)
     drawn = st.lists(ARGUMENTS, min_size=count or 1, max_size=count or 4)
     arguments: Any = data.draw(st.tuples(*SIGNATURES[operation]) if operation in SIGNATURES else drawn)
     try:

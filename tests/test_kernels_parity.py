@@ -106,6 +106,18 @@ def test_adding_and_selecting_outside_a_span_is_adding_and_then_selecting(kind: 
                 assert finite == bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_adding_and_comparing_inside_a_span_is_adding_and_then_comparing(kind: str) -> None:
+    for n in (0, 17, 1000, 20_003):
+        residual, grad, out = made(kind, n), made("normal", n, 1), torch.empty(n)
+        for span in (Span(0, n), Span(n // 3, n // 2), Span(0, n // 2), Span(n // 2, n), Span(n, n)):
+            for threshold in (-1.0, 0.0, 1.0, math.inf, math.nan):
+                found, finite = kernels.accumulate_select_ge(residual, grad, threshold, out, span)
+                assert torch.equal(bits(out), bits(residual + grad))
+                same(found, reference.accumulate_select_ge(residual, grad, threshold, out.clone(), span)[0])
+                assert finite == bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-nan"])
 def test_largest_numbers_are_the_reference(kind: str) -> None:
     for n in LENGTHS:

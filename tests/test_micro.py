@@ -116,6 +116,24 @@ def test_a_loaded_state_goes_on_as_the_saved_one(kind: str) -> None:
     assert all(LocalWorld(P).run(body))
 
 
+def test_a_state_of_before_sketches_were_kept_loads() -> None:
+    def body(comm: LocalComm) -> int:
+        scheme = MiCRO(0.1)
+        scheme.load_state_dict({"scheme": "micro", "residual": {"bucket": torch.ones(60)}})
+        return scheme.reduce(Bucket("bucket", torch.zeros(60), 7), comm).union
+
+    assert LocalWorld(3).run(body) == [6] * 3
+
+
+def test_a_step_waits_for_three_exchanges_or_two_where_the_union_is_small() -> None:
+    """An all-reduce counts as 2 (P-1) steps here."""
+    P = 4
+    for kind in PLAIN.values():
+        for n, steps in ((2000, {2}), (200_000, {1 + 2 * (P - 1)})):
+            seen = run(lambda kind=kind: kind(density=0.01), P, [whole_numbers(n, P, step) for step in range(3)])
+            assert {each.report.cost.steps for shown in seen for each in shown} == steps
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_and_all_alike_and_one_lonely_rank_are_no_exceptions(kind: str) -> None:
     P, n = 4, 60

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsync import Bucket, LocalWorld, MeteredComm, Report
 from sparsync.core import Cost, generator
 from sparsync.runtime.optimizers import ResidualRescaler
-from sparsync.schemes.oktopk import OkTopk, most_sent
+from sparsync.schemes.oktopk import OkTopk
 
 Make = Callable[[], OkTopk]
 Step = tuple[list[Tensor], list[Report], list[Tensor]]  # written, reports, residuals; in rank order
@@ -111,40 +111,40 @@ HOSTILE = (
 )
 
 
-def bound_holds_from(P: int) -> int:
-    """The smallest k for which the class promises 6k (P-1)/P words."""
-    return -(-9 * P * (P - 1) // (4 * P - 6))
+def bound(k: int, P: int) -> int:
+    """The bytes that the class promises not to exceed, times P."""
+    return 4 * (4 * k + 9 * P) * (P - 1)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("P", [2, 3, 8, *(pytest.param(P, marks=pytest.mark.slow) for P in (4, 5, 16))])
-def test_no_rank_ever_sends_more_than_6k_words_and_exactly_k_survive(P: int, name: str) -> None:
+def test_no_rank_ever_sends_more_than_4k_words_and_9_a_peer_and_exactly_k_survive(P: int, name: str) -> None:
     n = 2000
-    for k in (bound_holds_from(P), 400):
+    for k in (1, 2, P, 50, 400):
         for written, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 3)):
-            assert max(report.cost.nbytes for report in reports) * P <= 4 * 6 * k * (P - 1)
+            assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
             assert reports[0].union == int(written[0].count_nonzero())
-            if name == "first rank only" and most_sent(k, n, P) < k - k // P:
-                continue  # the bound leaves this rank fewer than k to send, and nobody else has anything
-            assert reports[0].union == (0 if name == "all zero" else k)
+            if name == "first rank only":  # a region has no more than that rank sends of it
+                assert reports[0].union <= k
+            else:
+                assert reports[0].union == (0 if name == "all zero" else k)
 
 
 @pytest.mark.parametrize("name", ["one region", "drifting"])
 @pytest.mark.slow
 def test_the_bound_holds_for_64_ranks(name: str) -> None:
     n, P, k = 4000, 64, 150
-    assert k >= bound_holds_from(P)
     for _, reports, _ in run([OkTopk(k / n) for _ in range(P)], hostile(name, n, P, 1)):
-        assert max(report.cost.nbytes for report in reports) * P <= 4 * 6 * k * (P - 1)
+        assert max(report.cost.nbytes for report in reports) * P <= bound(k, P)
         assert reports[0].union == k
 
 
-@pytest.mark.parametrize("P", [2, 3, 8, *(pytest.param(P, marks=pytest.mark.slow) for P in (4, 5))])
-def test_with_tiny_k_at_most_9_words_a_peer_come_on_top(P: int) -> None:
-    for k in {1, 2, P, bound_holds_from(P) - 1}:
-        for name in ("one region", "first rank only"):
-            for _, reports, _ in run([OkTopk(k / 500) for _ in range(P)], hostile(name, 500, P, 2)):
-                assert max(report.cost.nbytes for report in reports) * P <= 4 * (6 * k + 9 * P) * (P - 1)
+def test_a_step_waits_for_two_exchanges() -> None:
+    n, P = 2000, 4
+    for name in HOSTILE:
+        for _, reports, _ in run([OkTopk(0.05) for _ in range(P)], hostile(name, n, P, 4)):
+            assert {report.cost.steps for report in reports} == {2}
+            assert {report.cost.messages for report in reports} == {2 * (P - 1)}
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0, 1e4, 1e8])
@@ -287,13 +287,13 @@ def test_traffic_does_not_grow_with_the_number_of_ranks() -> None:
 
 
 def test_regions_follow_the_survivors() -> None:
-    """All large elements in one hundredth of the vector: the next regions share them out, and nothing is moved any more."""
-    n, P, k = 20_000, 4, 160
+    """All large elements in one hundredth of the vector: the next regions share them out, so that they are what survives."""
+    n, P, k = 20_000, 4, 80
     grads = [[one_region(n, r, t) for r in range(P)] for t in range(6)]
-    reports = [each[0].details for _, each, _ in run([OkTopk(k / n) for _ in range(P)], grads)]
-    assert reports[0]["imbalance"] == P
-    assert reports[0]["balanced"] is True
-    assert float(reports[1]["imbalance"]) < 1.5 >= float(reports[5]["imbalance"])
+    steps = run([OkTopk(k / n) for _ in range(P)], grads)
+    large = [int(written[0][-n // 100 :].count_nonzero()) for written, _, _ in steps]
+    assert large[0] == k // P
+    assert large[-1] > 0.9 * k
 
 
 def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
@@ -319,10 +319,3 @@ def test_one_rank_takes_its_k_largest_and_sends_nothing() -> None:
 def test_wrong_settings_are_refused(config: dict[str, float | int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OkTopk(**config)  # pyright: ignore[reportArgumentType]  # some are of the wrong type on purpose
-
-
-def test_a_rank_sends_at_most_its_part_of_k() -> None:
-    for P in (2, 3, 8, 64):
-        for k in range(1, 3000, 37):
-            assert 1 <= most_sent(k, 10_000, P) <= max(1, k - k // P)
-        assert most_sent(100_000, 1_000_000, P) >= 0.999 * 100_000 * (P - 1) / P

@@ -86,16 +86,24 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         seen["selected"] = exchanged(*args)
         return seen["selected"]
 
-    def spans_by_rank(items: Any, step: int) -> Any:
-        found = by_rank(items, step)
-        seen["lengths"] = [len(each) for each in found]
-        return found
+    def survivors(mine: Any, note: Any, regions: Any, length: int, comm: Any, codec: Any) -> Any:
+        seen.setdefault("held", [None] * comm.size)[comm.rank] = mine.index.numel()
+        return gather_survivors(mine, note, regions, length, comm, codec)
+
+    def positions(levels: Any, index: Any, counts: Any, lengths: Any, comm: Any) -> Any:
+        seen["lengths"] = list(lengths)
+        return gather_positions(levels, index, counts, lengths, comm)
 
     def pieces_by_rank(items: Any, step: int) -> Any:
         seen["pieces"] = by_rank(items, step)
         return seen["pieces"]
 
-    split, balance = sparse_allreduce.split_and_reduce_, sparse_allreduce.balance
+    split, balance, gather_survivors = (
+        sparse_allreduce.split_and_reduce_,
+        sparse_allreduce.balance,
+        sparse_allreduce.gather_survivors,
+    )
+    gather_positions = micro.gather_positions
     gather, turns, exchanged = sparse_allreduce.all_gather_elements, TopKDSA._dense, deft.exchange_counts
     with monkeypatch.context() as patch:
         for module in (sparse_allreduce, topk_dsa):
@@ -105,7 +113,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:  # Any
         patch.setattr(TopKDSA, "_dense", dense)
         for module in (deft, micro, above_threshold):
             patch.setattr(module, "exchange_counts", counts)
-        patch.setattr(exdyna, "by_rank", spans_by_rank)
+        patch.setattr(sparse_allreduce, "gather_survivors", survivors)
+        for module in (micro, exdyna):
+            patch.setattr(module, "gather_positions", positions)
         patch.setattr(deft, "by_rank", pieces_by_rank)
         yield seen
 

@@ -1,9 +1,10 @@
 """sparsync.testing: a sound scheme of a third party passes, and each way to break it is found by the invariant that is about it."""
 
+import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sparsync.comm.metered import all_reduce_cost
 from sparsync.core import Comm
 from sparsync.feedback import Accumulator
 from sparsync.schemes.micro import MiCRO
+from sparsync.schemes.oktopk import Rule
 from sparsync.testing import INVARIANTS, SchemeUnderTest, check, check_scheme
 from sparsync_lab.rivals.cltk import CLTk
 
@@ -296,13 +298,14 @@ class DividesByTooMany(Scheme):
         return Report(self.name, bucket.key, bucket.step, n, n, n, cost)
 
 
+@dataclass
 class NeverBalances(OkTopk):
+    rule: Rule = "paper"
+    imbalance: float = math.inf
+
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Any:
         self.control.of(bucket, comm.size).boundaries = []
         return super().step(acc, bucket, comm)
-
-    def _unbalanced(self, held: Sequence[int], k: int, n: int) -> bool:
-        return False
 
 
 # Each of them passed all invariants but the one here, which is there for its sake.

@@ -52,6 +52,9 @@ struct Top {
 // Each leaves what it selects in `found`. Magnitudes are from `range`, both ends included.
 void select(const Passes &passes, const float *x, int64_t n, Range range, Found &found);
 void top(const Passes &passes, const float *x, const std::vector<Span> &spans, Top wanted, Found &found);
+// out = residual + grad, and `select` of it inside `span`; returns the greatest magnitude of the sums.
+uint32_t add_select(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span span, Range range,
+                    Found &found);
 // out = residual + grad, and `top` of it outside `skip`; returns the greatest magnitude of the sums.
 uint32_t add_top(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span skip, Top wanted,
                  Found &found);

@@ -31,6 +31,22 @@ void select(const Passes &passes, const float *x, int64_t n, Range range, Found 
     });
 }
 
+uint32_t add_select(const Passes &passes, const float *residual, Gradient grad, float *out, int64_t n, Span span, Range range,
+                    Found &found) {
+    found.count = 0;
+    uint32_t greatest = 0;
+    in_blocks({{0, span.start}, span, {span.stop, n}}, [&](int64_t from, int64_t length) {
+        if (from < span.start || from >= span.stop) {
+            greatest = std::max(greatest, passes.add(residual + from, at(grad, from), grad.type, out + from, length));
+            return;
+        }
+        found.reserve(found.count + length);
+        found.count += passes.add_select(residual + from, at(grad, from), grad.type, out + from, length,
+                                         static_cast<int32_t>(from), range, found.end(), &greatest);
+    });
+    return greatest;
+}
+
 void top(const Passes &passes, const float *x, const std::vector<Span> &spans, Top wanted, Found &found) {
     found.count = 0;
     if (wanted.k == 0) return;

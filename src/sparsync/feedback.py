@@ -78,9 +78,19 @@ class Accumulator:
             )
             return self._noted(found)
 
-    def top_k_nonzero_of(self, chunk: Tensor, k: int) -> Sparse:
-        """Return the `k` elements of largest magnitude of `chunk`, some of the values, without zeros; or all of those there are."""
-        return self._noted(kernels.top_k_nonzero(chunk, at_most(k, chunk.numel()), bound=self._hint()))
+    def top_k_nonzero_of(self, part: Tensor, k: int, kind: str) -> Sparse:
+        """Return the `k` largest elements of `part`, a part of the sum, without zeros. Parts of a `kind` are expected to be similar."""
+        with phase("select"):
+            return self._noted(kernels.top_k_nonzero(part, k, bound=self._hint(kind)), kind)
+
+    def above(self, threshold: float, span: Span) -> Sparse:
+        """Return the non-zero elements in `span` whose magnitude is `threshold` or more, NaN as infinity, by their positions in the sum."""
+        with phase("select"):
+            if self._added:
+                found = kernels.select_ge(span.of(self._sum), threshold)
+                return Sparse(found.index + span.start, found.value, self._sum.numel())
+            found, self._finite = kernels.accumulate_select_ge(self._wide, self._narrow, threshold, self._sum, span)
+            return found
 
     def top_k_of_rows(self, regions: Sequence[Rows], counts: Sequence[int], kind: str) -> list[Sparse]:
         """Return the largest `counts[i]` elements of each region of the sum, as `top_k` does; positions are places in its rows.

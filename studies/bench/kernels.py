@@ -152,13 +152,15 @@ def _cases(data: Data) -> list[KernelCase]:
     k, residual, grad, out, warm = data.k, data.residual, data.grad, data.out, WARM * data.threshold
     warm_beside = WARM * float(data.beside.value.abs().min())
 
-    def accumulate_and_select(bound: float | None) -> tuple[Sparse, bool]:
-        finite = kernels.accumulate(residual, grad, residual)
-        return kernels.top_k_nonzero(residual, k, bound=bound), finite
+    partition = BlockCyclic(grad.numel(), 4, 128).rows(1, grad.device)  # as MiCRO's
+    part = reference.top_k(reference.of_rows(data.before + grad, partition), max(1, k // 4))
+    bound = WARM * float(part.value.abs().min())
 
-    def accumulate_and_compare() -> tuple[Sparse, bool]:
-        finite = kernels.accumulate(residual, grad, residual)
-        return kernels.select_ge(residual, data.threshold), finite
+    def of_partition() -> tuple[list[Sparse], bool]:
+        return kernels.accumulate_top_k_of_rows(residual, grad, [partition], [part.index.numel()], residual, [bound])
+
+    def right_part(result: tuple[list[Sparse], bool]) -> bool:
+        return result[1] and _same(result[0][0], part)
 
     def right(result: tuple[Sparse, bool]) -> bool:
         return result[1] and _same(result[0], data.top)
@@ -187,8 +189,12 @@ def _cases(data: Data) -> list[KernelCase]:
             right_beside,
             target,
         ),
-        KernelCase("MiCRO: accumulate, then top_k_nonzero", lambda: accumulate_and_select(warm), right),
-        KernelCase("published thresholds: accumulate, then select_ge", accumulate_and_compare, right),
+        KernelCase("MiCRO: accumulate_top_k_of_rows, one partition of four", of_partition, right_part),
+        KernelCase(
+            "published thresholds: accumulate_select_ge",
+            lambda: kernels.accumulate_select_ge(residual, grad, data.threshold, residual, Span(0, grad.numel())),
+            right,
+        ),
         KernelCase("accumulate to another vector", lambda: kernels.accumulate(residual, grad, out), lambda ok: ok),
     ]
     return cases + _two_shot(data) + _alternatives(data)

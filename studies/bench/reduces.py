@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from sparsync.comm.announcement import Announcement
+from sparsync.comm.channels import Waits
 from sparsync.comm.group import GroupComm
+from sparsync.comm.lane import Lane
 from sparsync.core import Bucket, generator
 from sparsync.runtime.connection import Connection, Reduction
 from sparsync_lab.scheme_choice import parse_schemes
@@ -45,15 +47,11 @@ GRADIENTS = 4  # that take turns
 TIMEOUT_S = 120.0
 
 
-class ClockedComm(GroupComm):
-    """A communicator that adds up the thread time inside it."""
+class ClockedLane(Lane):
+    """A lane that adds up the thread time inside it."""
 
     inside_s = 0.0
     _depth = 0  # of calls that call each other
-
-    def announce(self, announcement: Announcement) -> None:
-        with self._clocked():
-            super().announce(announcement)
 
     def settle(self) -> None:
         with self._clocked():
@@ -87,6 +85,28 @@ class ClockedComm(GroupComm):
                 self.inside_s += time.thread_time() - began
 
 
+class ClockedComm(GroupComm):
+    """A communicator that adds up the thread time inside it and its lanes."""
+
+    lane_type = ClockedLane
+    _announcing_s = 0.0
+    _lanes: list[ClockedLane] | None = None
+
+    def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
+        began = time.thread_time()
+        lane = super().announce(announcement, number, waits)
+        self._announcing_s += time.thread_time() - began
+        assert isinstance(lane, ClockedLane)
+        self._lanes = [*(self._lanes or []), lane]
+        return lane
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds = self._announcing_s + sum(each.inside_s for each in self._lanes or [])
+        self._announcing_s, self._lanes = 0.0, None
+        return seconds
+
+
 @dataclass
 class ReduceCase:
     """One scheme and its bucket."""
@@ -102,11 +122,12 @@ class ReduceCase:
         """Return the seconds of this thread for one reduction, and those inside the communicator."""
         bucket = Bucket("bench", self.grads[number % GRADIENTS].clone(), number)
         dist.barrier()
-        inside_s, began = self.comm.inside_s, time.thread_time()
+        self.comm.take()
+        began = time.thread_time()
         report = self.connection.reduce(bucket, self.scheme)
         seconds = time.thread_time() - began
         self.nbytes = (report.sent or report.cost).nbytes
-        return seconds, self.comm.inside_s - inside_s
+        return seconds, self.comm.take()
 
 
 def main(arguments: Sequence[str]) -> None:

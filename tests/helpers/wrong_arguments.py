@@ -95,6 +95,7 @@ rows = mostly(st.builds(Rows, starts, mostly(st.integers(0, 3)), mostly(st.integ
 
 ARGUMENTS: dict[str, tuple[Strategy, ...]] = {
     "accumulate": (vectors, vectors, vectors),
+    "accumulate_select_ge": (vectors, vectors, mostly(st.floats()), vectors, mostly(spans)),
     "accumulate_top_k": (vectors, vectors, number, vectors, bounds),
     "accumulate_top_k_nonzero": (vectors, vectors, number, vectors, skips, bounds),
     "accumulate_top_k_of_rows": (

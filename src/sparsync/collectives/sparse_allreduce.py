@@ -1,8 +1,9 @@
 """The three exchanges of a sparse all-reduce over regions: split and reduce, balance, all-gather (arXiv 2201.07598).
 
 Every rank owns one region of the vector. First each rank sends its elements of a region to the region's owner, which adds them up.
-Then, where the survivors lie very unevenly, some move to other ranks. Then all ranks gather them. Each is one message round; the counts
-of the first travel in a separate round. Messages go out in rotated order where the transport does so (gloo and NCCL do).
+Then, as published where the survivors lie very unevenly, some move to other ranks. Then all ranks gather them. Each is one exchange.
+Counts travel at the heads of packets; as published, in exchanges of their own. Messages go out in rotated order where the transport does
+so (gloo and NCCL do).
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparsync.comm.channels import LENGTH_NBYTES
 from sparsync.comm.plan import (
     Exchange,
     all_gather_exchange,
@@ -22,7 +24,7 @@ from sparsync.comm.plan import (
     packet_tally,
     to_owners_exchange,
 )
-from sparsync.core import Comm, Detail, Span, Sparse, phase, spans
+from sparsync.core import FOUND_INF, Comm, Detail, Span, Sparse, phase, raise_if_found_inf, spans
 from sparsync.kernels import operations as kernels
 
 COUNT_NBYTES = 4  # an int32 for each pair of ranks
@@ -94,24 +96,36 @@ class Reduced:
 
 
 def split_and_reduce_exchanges(
-    outgoing: Sequence[Sequence[int]], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+    outgoing: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    codec: ElementCodec,
+    counts_first: bool = False,
 ) -> list[Exchange]:
     """Return the exchanges of `split_and_reduce_` where rank r sends `outgoing[r][p]` elements of the region of rank p."""
-    sizes = [[codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing]
-    return [split_counts_exchange(len(outgoing)), all_to_all_exchange(sizes)]
-
-
-def even_split_exchanges(k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec) -> list[Exchange]:
-    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
-    counts, lengths = near_equal(k, max(1, P - 1)), near_equal(n, P)
-    longest = max(codec.nbytes(count, max(lengths), dtype) for count in counts)
-    sent = sum(codec.nbytes(count, max(lengths), dtype) * ranks for count, ranks in counts.items())
-    if P == 1:
-        return [split_counts_exchange(P), Exchange("all_to_all", 0, 0, 0, 0)]
-    return [
-        split_counts_exchange(P),
-        Exchange("all_to_all", sent, min(P - 1, k), 1, (P - 1) * longest if k >= P else sent),
+    P = len(outgoing)
+    head = 0 if counts_first else COUNT_NBYTES
+    sizes = [
+        [head + codec.nbytes(k, length, dtype) for k, length in zip(row, lengths, strict=True)] for row in outgoing
     ]
+    split = all_to_all_exchange(sizes)
+    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
+
+
+def even_split_exchanges(
+    k: int, n: int, P: int, dtype: torch.dtype, codec: ElementCodec, counts_first: bool = False
+) -> list[Exchange]:
+    """Return the same where each rank sends `k` elements, near-equally many to each other region, and regions are of near-equal length."""
+    if P == 1:
+        nothing = Exchange("all_to_all", 0, 0, 0, 0)
+        return [split_counts_exchange(P), nothing] if counts_first else [nothing]
+    counts, lengths = near_equal(k, P - 1), near_equal(n, P)
+    head = 0 if counts_first else COUNT_NBYTES
+    longest = head + max(codec.nbytes(count, max(lengths), dtype) for count in counts)
+    sent = sum((head + codec.nbytes(count, max(lengths), dtype)) * ranks for count, ranks in counts.items())
+    received = (P - 1) * longest if k >= P or head else sent
+    split = Exchange("all_to_all", sent, min(P - 1, k), 1, received)
+    return [split_counts_exchange(P), split] if counts_first else [with_lengths(split, P)]
 
 
 def split_counts_exchange(P: int) -> Exchange:
@@ -119,32 +133,54 @@ def split_counts_exchange(P: int) -> Exchange:
     return to_owners_exchange({COUNT_NBYTES: P})
 
 
+def with_lengths(exchange: Exchange, P: int) -> Exchange:
+    """Return an exchange whose messages carry their lengths, which no rank knows beforehand."""
+    if P == 1:
+        return exchange
+    return replace(exchange, nbytes=exchange.nbytes + LENGTH_NBYTES * (P - 1), messages=P - 1)
+
+
 def split_and_reduce_(
-    region: Tensor, mine: Sparse, regions: Sequence[Span], comm: Comm, codec: ElementCodec, undoable: bool = False
+    region: Tensor,
+    mine: Sparse,
+    regions: Sequence[Span],
+    comm: Comm,
+    codec: ElementCodec,
+    undoable: bool = False,
+    counts_first: bool = False,
 ) -> Reduced:
     """Add to `region`, the span of the vector this rank owns, what all ranks selected there, in rank order.
 
-    With `undoable`, writing `before` back to the region restores it to the bit.
-    Steps: 1 for the counts, 1 for the elements
-    Bytes sent per rank: 4 (P-1), and the packets of its elements outside its own region
+    With `undoable`, writing `before` back to the region restores it to the bit. With `counts_first`, as in the authors' program, counts
+    travel in an exchange before; otherwise at the head of each packet.
+    Steps: 1; 2 with `counts_first`
+    Bytes sent per rank: 12 (P-1), or 4 (P-1) with `counts_first`, and the packets of its elements outside its own region
     """
-    n, dtype = region.numel(), region.dtype
+    n, dtype, rank = region.numel(), region.dtype, comm.rank
     with phase("encode"):
-        outgoing_elements = kernels.split(mine, regions)
-        outgoing = [elements.index.numel() for elements in outgoing_elements]
-        packets = [codec.encode(elements) for elements in outgoing_elements]
-    counts = torch.tensor(outgoing, dtype=torch.int32, device=region.device)
-    # A host sync: the sizes of the receive buffers depend on it.
-    incoming: list[int] = torch.cat(comm.all_to_all(list(counts.split(1)), [1] * comm.size)).tolist()
-    received = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
+        pieces = kernels.split(mine, regions)
+        outgoing = [elements.index.numel() for elements in pieces]
+        packets = [codec.encode(elements) for elements in pieces]
+    if counts_first:
+        incoming = _counts_exchanged(outgoing, comm, region.device)
+        received = comm.all_to_all(packets, [codec.nbytes(k, n, dtype) for k in incoming])
+    else:
+        heads = counts_as_bytes(outgoing, region.device)
+        parts = [torch.cat([head, packet]) for head, packet in zip(heads, packets, strict=True)]
+        incoming, received = counts_and_packets(comm.all_to_all(parts))
     with phase("decode"):
-        addends = [codec.decode(packet, k, n, dtype) for packet, k in zip(received, incoming, strict=True)]
+        addends = [
+            # What an exact codec gives back is not decoded again.
+            pieces[rank] if source == rank and codec.exact else codec.decode(packet, k, n, dtype)
+            for source, (packet, k) in enumerate(zip(received, incoming, strict=True))
+        ]
         before = None
         if undoable:
             touched = torch.cat([elements.index for elements in addends])
             before = Sparse(touched, kernels.gather(region, touched), n)
         for elements in addends:
-            kernels.scatter_add_(region, elements)
+            if elements.index.numel():
+                kernels.scatter_add_(region, elements)
         if codec.exact:
             return Reduced(outgoing, incoming, before, None)
         sent = zip(packets, outgoing, regions, strict=True)
@@ -152,39 +188,31 @@ def split_and_reduce_(
         return Reduced(outgoing, incoming, before, mine.value - decoded)
 
 
+def counts_as_bytes(counts: Sequence[int], device: torch.device) -> Sequence[Tensor]:
+    """Return each count as the head of a packet."""
+    return torch.tensor(counts, dtype=torch.int32).view(torch.uint8).to(device).split(COUNT_NBYTES)
+
+
+def counts_and_packets(received: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Return the counts at the heads of what was received, and what follows them. Raises RuntimeError where one is too short for a head."""
+    if any(packet.numel() < COUNT_NBYTES for packet in received):
+        raise RuntimeError(f"a packet begins with {COUNT_NBYTES} bytes, got {[packet.numel() for packet in received]}")
+    # A host sync: what follows is decoded by it.
+    counts: list[int] = torch.cat([packet[:COUNT_NBYTES] for packet in received]).view(torch.int32).tolist()
+    return counts, [packet[COUNT_NBYTES:] for packet in received]
+
+
+def _counts_exchanged(outgoing: Sequence[int], comm: Comm, device: torch.device) -> list[int]:
+    """Return how many elements each rank sends here, when this rank sends them `outgoing`."""
+    counts = torch.tensor(outgoing, dtype=torch.int32, device=device)
+    # A host sync: the sizes of the receive buffers depend on it.
+    return torch.cat(comm.all_to_all(list(counts.split(1)), [1] * comm.size)).tolist()
+
+
 def equal_holdings(held: Sequence[int]) -> list[int]:
     """Return as many elements for every rank, give or take one: what the paper balances to."""
     each, more = divmod(sum(held), len(held))
     return [each + (rank < more) for rank in range(len(held))]
-
-
-def least_holdings(held: Sequence[int]) -> list[int]:
-    """Return how many elements each rank should hold so that the most any rank sends, in balancing and all-gather together, is least.
-
-    A rank that holds g and gives away all but h sends g - h elements once and h elements P-1 times; so one with far too many does best
-    to keep few or none. For P > 2 no rank sends more than G + P - 2 of all G elements, however they lie; for P = 2 moving gains nothing.
-    """
-    P, total = len(held), sum(held)
-    if P <= 2:
-        return list(held)
-
-    def capacity(level: int) -> list[int]:
-        """Return the most each rank may hold so as to send at most `level`; -1 where it cannot."""
-        fits = level // (P - 1)
-        return [fits if g <= fits else -1 if g > level else (level - g) // (P - 2) for g in held]
-
-    low, high = -1, total + P - 2
-    while high - low > 1:
-        level = (low + high) // 2
-        most = capacity(level)
-        low, high = (low, level) if min(most) >= 0 and sum(most) >= total else (level, high)
-    wanted = [min(g, most) for g, most in zip(held, capacity(high), strict=True)]
-    left = total - sum(wanted)
-    for rank, most in enumerate(capacity(high)):
-        taken = min(left, most - wanted[rank])
-        wanted[rank] += taken
-        left -= taken
-    return wanted
 
 
 def moves(held: Sequence[int], wanted: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -259,14 +287,13 @@ def survivors_exchanges(
     lengths: Sequence[int],
     n: int,
     dtype: torch.dtype,
-    exact: ElementCodec,
     codec: ElementCodec,
 ) -> list[Exchange]:
-    """Return the exchanges of `balance`, whose codec is `exact`, and of the `all_gather_elements` that follows it."""
+    """Return the exchanges of `balance` and of the `all_gather_elements` that follows it, with one exact codec."""
     if wanted is None or list(wanted) == list(held):
         return [gather_elements_exchange(held, lengths, dtype, codec)]
     return [
-        balance_exchange(held, wanted, lengths, dtype, exact),
+        balance_exchange(held, wanted, lengths, dtype, codec),
         gather_elements_exchange(wanted, [n] * len(held), dtype, codec),
     ]
 
@@ -300,6 +327,49 @@ def all_gather_elements(
         return kernels.merge(gathered), decoded
 
 
+def gather_survivors_exchange(
+    held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, codec: ElementCodec
+) -> Exchange:
+    """Return the exchange of `gather_survivors`: rank r has `held[r]` elements of a region of `lengths[r]`."""
+    sizes = packet_tally(held, lengths, lambda count, length: 2 * COUNT_NBYTES + codec.nbytes(count, length, dtype))
+    return with_lengths(all_gather_exchange(sizes), len(held))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What `gather_survivors` brings together."""
+
+    parts: list[Sparse]  # of each region, by positions in the whole vector
+    notes: list[int]  # of each rank
+    decoded: Tensor  # this rank's values as all ranks decode them
+
+
+def gather_survivors(
+    mine: Sparse, note: int | None, regions: Sequence[Span], length: int, comm: Comm, codec: ElementCodec
+) -> Gathered:
+    """Gather what survives in each region of a vector of `length`, and a number from each rank, `note`, of up to 31 bits.
+
+    `mine` are the survivors of this rank's region, by their positions in it; how many others have is at the head of their packets. A note
+    of None says that this rank met NaN or Inf. Raises NonFiniteError on all ranks where one did.
+    Steps: 1
+    Bytes sent per rank: P-1 times the packet of its own elements, and 16 (P-1)
+    """
+    dtype, rank, count = mine.value.dtype, comm.rank, mine.index.numel()
+    with phase("encode"):
+        packet = codec.encode(mine)
+        head = counts_as_bytes([count, FOUND_INF if note is None else note], packet.device)
+    received = comm.all_gather(torch.cat([*head, packet]))
+    with phase("decode"):
+        held, packets = counts_and_packets(received)
+        notes, packets = counts_and_packets(packets)
+        raise_if_found_inf(notes)
+        decoded = mine.value if codec.exact else codec.decode_values(packet, count, mine.length, dtype)
+        own = Sparse(mine.index + regions[rank].start, decoded, length)
+        sources = enumerate(zip(packets, held, regions, strict=True))
+        parts = [own if r == rank else _in_whole(each, k, span, length, dtype, codec) for r, (each, k, span) in sources]
+    return Gathered(parts, notes, decoded)
+
+
 def _in_whole(packet: Tensor, k: int, span: Span, length: int, dtype: torch.dtype, codec: ElementCodec) -> Sparse:
     """Decode a packet about `span` into elements of the whole vector of `length`."""
     elements = codec.decode(packet, k, len(span), dtype)
@@ -313,15 +383,15 @@ def k_largest(elements: Sparse, k: int) -> Sparse:
 
 
 def details(
-    mine: Sparse, survivors: Sparse, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
+    mine: Sparse, threshold: float, held: Sequence[int], wanted: Sequence[int], incoming: Sequence[int], rank: int
 ) -> dict[str, Detail]:
-    """Return what the report says besides the counts; thresholds are the smallest selected magnitudes, here and of the sums."""
+    """Return what the report says besides the counts; `threshold` is the smallest magnitude of the sums that survive."""
     total = sum(held)
     return {
         "local_threshold": kernels.smallest_magnitude(mine.value),
-        "global_threshold": kernels.smallest_magnitude(survivors.value),
+        "global_threshold": threshold,
         "local_count": mine.index.numel(),
-        "global_count": survivors.index.numel(),
+        "global_count": total,
         "received_count": sum(incoming) - incoming[rank],
         "imbalance": max(held) * len(held) / total if total else 1.0,
         "balanced": list(wanted) != list(held),

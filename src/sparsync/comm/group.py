@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,6 +63,7 @@ class GroupComm:
     one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
     """
 
+    lane_type: ClassVar[type[Lane]] = Lane
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
     rank: int = field(init=False)
@@ -201,7 +202,7 @@ class GroupComm:
             announced = self._made(announcement)
             self._unsettled.append(announced)
         made, self._announcements_made = self._announcements_made, 0
-        self._lane = Lane(self, number, announced, waits, made)
+        self._lane = self.lane_type(self, number, announced, waits, made)
         return self._lane
 
     def settle(self, announced: Announced | None = None, waits: Waits = nullcontext) -> int:

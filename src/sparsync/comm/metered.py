@@ -20,8 +20,12 @@ def send_cost(nbytes: int) -> Cost:
 
 
 def all_gather_cost(nbytes: int, P: int, counts_known: bool = True) -> Cost:
-    """Return the cost of one message of `nbytes` to each other rank, all at once; where lengths are not known, each says its own."""
-    return all_to_all_cost([nbytes] * P, 0, counts_known)
+    """Return the cost of one message of `nbytes` to each other rank, all at once."""
+    if P == 1:
+        return Cost()
+    if not counts_known:
+        return Cost(1, P - 1, (P - 1) * (nbytes + LENGTH_NBYTES))
+    return Cost(1, P - 1 if nbytes else 0, (P - 1) * nbytes)
 
 
 def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True) -> Cost:
@@ -32,8 +36,9 @@ def all_to_all_cost(nbytes: Sequence[int], rank: int, counts_known: bool = True)
     P = len(nbytes)
     if P == 1:
         return Cost()
-    length = 0 if counts_known else LENGTH_NBYTES
-    sent = [part + length for other, part in enumerate(nbytes) if other != rank and part + length]
+    if not counts_known:
+        return Cost(1, P - 1, sum(nbytes) - nbytes[rank] + LENGTH_NBYTES * (P - 1))
+    sent = [part for other, part in enumerate(nbytes) if other != rank and part]
     return Cost(1, len(sent), sum(sent))
 
 

@@ -9,6 +9,7 @@ from sparsync.kernels.dispatch import backend, backends, set_backend
 
 __all__ = [
     "accumulate",
+    "accumulate_select_ge",
     "accumulate_top_k",
     "accumulate_top_k_nonzero",
     "accumulate_top_k_of_rows",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 accumulate = checked(operations.accumulate)
+accumulate_select_ge = checked(operations.accumulate_select_ge)
 accumulate_top_k = checked(operations.accumulate_top_k)
 accumulate_top_k_nonzero = checked(operations.accumulate_top_k_nonzero)
 accumulate_top_k_of_rows = checked(operations.accumulate_top_k_of_rows)

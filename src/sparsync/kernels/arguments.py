@@ -204,15 +204,19 @@ def _numbers(given: dict[str, Any]) -> dict[str, Any]:
         found["bound"] = _bound(given["bound"])
     if "threshold" in given:
         found["threshold"] = real(given["threshold"], "threshold")
+    if "span" in given:
+        _check_span(given["span"], given["out"].numel(), "span")
     return found
 
 
-def _check_span(span: Any, n: int) -> None:
-    """Raise TypeError or ValueError unless `span` is None, or a span inside [0, n]."""
-    if span is None:
+def _check_span(span: Any, n: int, name: str = "skip") -> None:
+    """Raise TypeError or ValueError unless `span` is a span inside [0, n], or None where it is called `skip`."""
+    if span is None and name == "skip":
         return
     if not isinstance(span, Span):
-        raise TypeError(f"skip must be a sparsync.Span or None, got {type(span).__name__}")
+        raise TypeError(
+            f"{name} must be a sparsync.Span{' or None' if name == 'skip' else ''}, got {type(span).__name__}"
+        )
     if not 0 <= integer(span.start, "start") <= integer(span.stop, "stop") <= n:
         raise ValueError(f"a span of {n} elements must lie in [0, {n}], got [{span.start}, {span.stop})")
 

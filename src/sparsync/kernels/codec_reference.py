@@ -93,11 +93,18 @@ def packed_bits(span: int) -> int:
 @lru_cache(maxsize=4096)
 def elias_fano_bits(k: int, span: int) -> int:
     """Return how many low bits the shortest Elias-Fano packet of any `k` positions inside [0, span) separates; the fewest of equals."""
-    near = range(MAX_BITS + 1)
+    first, last = 0, MAX_BITS
     if k >= 128:  # enough that rounding to bytes moves the best by one bit at most from where 2^bits is the mean gap
         middle = (span // k).bit_length()
-        near = range(max(0, middle - 3), min(MAX_BITS, middle + 2) + 1)
-    return min(near, key=lambda bits: (_elias_fano_nbytes(k, span, bits), bits))
+        first, last = max(0, middle - 3), min(MAX_BITS, middle + 2)
+    best, least = first, _elias_fano_nbytes(k, span, first)
+    for bits in range(first + 1, last + 1):
+        if k * bits >= 8 * least:  # the low bits alone take as much, from here on
+            break
+        nbytes = _elias_fano_nbytes(k, span, bits)
+        if nbytes < least:
+            best, least = bits, nbytes
+    return best
 
 
 def _elias_fano_nbytes(k: int, span: int, bits: int) -> int:

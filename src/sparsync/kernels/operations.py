@@ -40,6 +40,16 @@ def accumulate_top_k_nonzero(
     return run("accumulate_top_k_nonzero", residual, grad, k, out, skip, bound)
 
 
+def accumulate_select_ge(
+    residual: Vector, grad: Vector, threshold: float, out: Vector, span: Span
+) -> tuple[Sparse, bool]:
+    """Write residual + grad to `out`, which may be `residual`; return its `select_ge` inside `span` and whether it is finite everywhere.
+
+    Positions are those in the whole vector.
+    """
+    return run("accumulate_select_ge", residual, grad, threshold, out, span)
+
+
 def accumulate_top_k_of_rows(
     residual: Vector,
     grad: Vector,

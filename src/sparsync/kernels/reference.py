@@ -61,6 +61,14 @@ def accumulate_top_k_nonzero(
     return top_k_nonzero(out, k, skip), finite
 
 
+def accumulate_select_ge(
+    residual: Tensor, grad: Tensor, threshold: float, out: Tensor, span: Span
+) -> tuple[Sparse, bool]:
+    finite = accumulate(residual, grad, out)
+    found = select_ge(span.of(out), threshold)
+    return Sparse(found.index + span.start, found.value, out.numel()), finite
+
+
 def argtopk(magnitude: Tensor, k: int) -> Tensor:
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=magnitude.device)

@@ -10,15 +10,13 @@ Differs from the paper and the authors' code: as MiCRO; and blocks are defined f
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 from sparsync.base.error_feedback import ByBucket
-from sparsync.comm.plan import Given, all_gather_exchange, packet_tally
-from sparsync.core import FOUND_INF, Bucket, Comm, Span, phase, raise_if_found_inf, spans
+from sparsync.comm.plan import Given
+from sparsync.core import FOUND_INF, Bucket, Comm, Span, phase, spans
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.schemes.micro import (
     EqualSpans,
@@ -29,19 +27,23 @@ from sparsync.schemes.micro import (
     ThresholdScaling,
     ThresholdSelection,
     examine,
+    gather_positions,
+    gather_positions_exchange,
+    largest_of,
     partition_lengths,
 )
-from sparsync.selection.exclusive import Contiguous, apportion, budget, by_rank, relative_magnitudes, rotation, sketch
-from sparsync.wire import decode_fixed_length, encode_fixed_length, fixed_length_nbytes
+from sparsync.selection.exclusive import Contiguous, budget, by_rank, rotation
+from sparsync.selection.shares import (
+    Profile,
+    block_starts,
+    equal_shares,
+    level_of,
+    profile_memory,
+    relative_magnitudes,
+)
 
-_LEVEL_NBYTES = 2
-# Boundaries follow selections over at least this number of steps, and of elements of each partition.
-_MEMORY_STEPS = 8
-_MEMORY_COUNT = 32
-BLOCKS = 1024  # ExDyna's; also the resolution of a Profile
+BLOCKS = 1024  # ExDyna's
 _UPPER, _LOWER = 1.05, 0.95238  # ExDyna: a partition with more, or less, of the mean load is out of balance
-_MASS = 1 << 40  # what the masses of a profile sum up to: integers, so that all ranks cut the same on any hardware
-_FLOOR = 8  # a profile spreads 1/8 of its mass evenly, so that no partition is longer than 8 n/P
 
 
 @dataclass
@@ -100,54 +102,6 @@ class RebalancedBlocks(EqualSpans):
 
 
 @dataclass
-class Profile:
-    """How much of what is worth sending lies in each block of the vector, smoothed over steps; the same on every rank.
-
-    A fixed number of elements chosen in each partition says nothing about how partitions compare, so what was selected counts in
-    proportion to the smallest magnitude selected beside it: a partition whose last choice is twice as large holds about twice as much.
-    """
-
-    steps: int = 0
-    mass: list[int] = field(default_factory=list)  # of each block; empty: nothing seen yet
-
-    def cut(self, n: int, P: int, least: int) -> list[Span]:
-        """Return P partitions of equal mass and at least `least` elements each (fewer when n < P * least). Without mass: equal lengths."""
-        if not self.mass or n < P:
-            return list(spans(n, P))
-        blocks = len(self.mass)
-        edges = _edges(n, blocks)
-        ends = [0, *accumulate(mass + _MASS // (_FLOOR * blocks) + 1 for mass in self.mass)]
-        cuts, block = [0], 0
-        for part in range(1, P):
-            wanted = ends[-1] * part // P
-            while ends[block + 1] <= wanted:
-                block += 1
-            length = edges[block + 1] - edges[block]
-            cuts.append(edges[block] + (wanted - ends[block]) * length // (ends[block + 1] - ends[block]))
-        return [Span(start, stop) for start, stop in pairwise(_spread([*cuts, n], min(least, n // P)))]
-
-    def observe(self, index: Tensor, counts: Sequence[int], weights: Sequence[int], n: int, memory: int) -> None:
-        """Add a step: `index` [k_1 + k_2 + ...] holds the `counts[r]` positions chosen by rank r, each of mass `weights[r]`.
-
-        A step `memory` steps back counts 1/e.
-        """
-        blocks = min(BLOCKS, n)
-        starts = torch.tensor(_edges(n, blocks)[:-1], device=index.device)
-        repeats = torch.tensor(list(counts), device=index.device)
-        weight = torch.tensor(list(weights), device=index.device).repeat_interleave(repeats)
-        block = torch.bucketize(index, starts, right=True) - 1
-        seen = torch.zeros(blocks, dtype=torch.int64, device=index.device).index_add_(0, block, weight).tolist()
-        total = sum(seen)
-        if total == 0:
-            return
-        share = [each * _MASS // total for each in seen]
-        self.steps += 1
-        rate = min(self.steps, memory)
-        old = self.mass or share
-        self.mass = [before + (now - before) // rate for before, now in zip(old, share, strict=True)]
-
-
-@dataclass
 class EqualCountSelection:
     """Equally many elements from each partition; boundaries move to where a profile of past selections has equal mass."""
 
@@ -158,38 +112,30 @@ class EqualCountSelection:
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
         n, P, t = bucket.grad.numel(), comm.size, bucket.step
-        profile, values = self.profiles.of(bucket, P), acc.values
+        profile = self.profiles.of(bucket, P)
         with phase("select"):
             allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
             cut = profile.cut(n, P, least=2 * -(-allowed.count // P))
-            mine = examine(values, Contiguous(cut), allowed.known_index(acc.residual.device), comm.rank, t)
-            if not acc.finite:
-                mine.chunk.nan_to_num_()
-            counts = _equal_counts(mine.free, allowed.open_count, t)
-            own = mine.largest(acc.top_k_nonzero_of(mine.chunk, counts[comm.rank]), counts[comm.rank])
-        with phase("encode"):
-            positions = encode_fixed_length(own.index, mine.lengths[comm.rank])
-            packet = torch.cat([_level(own.value, acc.finite).to(positions.device), positions])
-        sizes = map(fixed_length_nbytes, counts, mine.lengths)
-        packets = comm.all_gather(packet, [_LEVEL_NBYTES + size for size in sizes])
-        # A host sync: all ranks need the levels.
-        levels = [int(each[:_LEVEL_NBYTES].clone().view(torch.int16)) for each in packets]
-        raise_if_found_inf(levels)
+            mine = examine(Contiguous(cut), allowed, comm.rank, t, acc.residual.device)
+            counts = equal_shares(mine.free, allowed.open_count, t // P)
+        (own,) = largest_of(acc, [mine], [counts[comm.rank]])
+        smallest = smallest_magnitude(own.value)
+        level = level_of(smallest) if acc.finite else FOUND_INF
+        headers, places = gather_positions([level], own.index, counts, mine.lengths, comm)
+        # In the order of the partitions, in which they ascend.
+        ranks = [rotation(p, -t, P) for p in range(P)]
         with phase("decode"):
-            selected = [
-                decode_fixed_length(each[_LEVEL_NBYTES:], count, len(span)).long() + span.start
-                for each, count, span in zip(packets, counts, by_rank(cut, t), strict=True)
-            ]
-            found = torch.cat(selected)
+            found = torch.cat([places[rank] + span.start for rank, span in zip(ranks, cut, strict=True)])
 
         def commit() -> None:
-            memory = max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // allowed.count))
-            profile.observe(found, counts, relative_magnitudes(levels), n, memory)
+            weights = relative_magnitudes([headers[rank][0] for rank in ranks])
+            memory = profile_memory(allowed.count, P)
+            profile.observe(found, [counts[rank] for rank in ranks], weights, n, memory)
 
         return Selection(
-            torch.cat([mine.known, found]),
+            [mine.known, found],
             counts,
-            smallest_magnitude(own.value),
+            smallest,
             known=mine.known.numel(),
             details=partition_lengths(cut),
             commit=commit,
@@ -200,27 +146,8 @@ class EqualCountSelection:
         n, P, t = given.n, given.P, given.step or 0
         allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
         lengths = given.by_rank("lengths") or by_rank([len(span) for span in spans(n, P)], t)
-        counts = given.by_rank("selected") or _equal_counts(lengths, allowed.open_count, t)
-        sizes = packet_tally(counts, lengths, lambda count, length: _LEVEL_NBYTES + fixed_length_nbytes(count, length))
-        return PlannedSelection([all_gather_exchange(sizes)], allowed.count, max(lengths))
-
-
-def _equal_counts(free: Sequence[int], total: int, step: int) -> list[int]:
-    """Return how many of `total` elements each rank selects, of the `free[r]` it can choose from: equally many.
-
-    What does not divide goes to other ranks every P steps, so that with fewer elements than ranks each rank selects in each partition
-    once in P^2 steps.
-    """
-    P = len(free)
-    first = step // P % P
-    counts = apportion([1] * P, [*free[first:], *free[:first]], total)
-    return [*counts[P - first :], *counts[: P - first]]
-
-
-def _level(value: Tensor, finite: bool) -> Tensor:
-    """Return the level of the smallest selected magnitude, or FOUND_INF, in 2 bytes."""
-    level = sketch(value, [value.numel()]) if finite else torch.tensor([FOUND_INF])
-    return level.to(torch.int16).view(torch.uint8)
+        counts = given.by_rank("selected") or equal_shares(lengths, allowed.open_count, t // P)
+        return PlannedSelection([gather_positions_exchange(1, counts, lengths)], allowed.count, max(lengths))
 
 
 def block_edges(n: int) -> list[int]:
@@ -230,7 +157,7 @@ def block_edges(n: int) -> list[int]:
     """
     size = n // BLOCKS // 32 * 32
     if size == 0:
-        return list(_edges(n, min(BLOCKS, n)))
+        return list(block_starts(n, min(BLOCKS, n)))
     return [*range(0, BLOCKS * size, size), n]
 
 
@@ -268,19 +195,3 @@ def rebalanced(blocks: Sequence[int], loads: Sequence[int], union: int, edges: S
         loads[giver] -= moved
         loads[taker] += moved
     return blocks
-
-
-@lru_cache(maxsize=1024)
-def _edges(n: int, blocks: int) -> tuple[int, ...]:
-    """Return where the blocks of a profile begin, and where the last one ends."""
-    return (0, *(span.stop for span in spans(n, blocks)))
-
-
-def _spread(cuts: list[int], least: int) -> list[int]:
-    """Return the ascending `cuts`, moved as little as it takes to leave at least `least` between neighbours; the outer ones stay."""
-    cuts = list(cuts)
-    for i in range(1, len(cuts) - 1):
-        cuts[i] = max(cuts[i], cuts[i - 1] + least)
-    for i in range(len(cuts) - 2, 0, -1):
-        cuts[i] = min(cuts[i], cuts[i + 1] - least)
-    return cuts

@@ -5,8 +5,12 @@ meet, and every rank sends its value at each of them.
 
 `published()` is the paper's algorithm: adjacent partitions, and one threshold for all, scaled by a fixed factor a step until the union
 has density * n elements. The plain setting replaces both. Its partitions are block-cyclic, so that layers of different scale load all
-ranks alike. The ranks exchange 6 bytes about the upper tail of their partitions, compute from them how many elements each partition
-sends, and send exactly density * n elements, at every scale of the gradient and from the first step on.
+ranks alike. With its positions each rank sends 6 bytes about the upper tail of its next partition. From all of them every rank computes
+how many elements each rank sends at the next step: exactly density * n together, at every scale of the gradient.
+
+The plain setting waits for three exchanges a step: positions, values to the owners of chunks of the union, their sums to all. The last
+two are one where the union is so small that all values can go to all ranks. Fewer are not possible: a value cannot leave a rank before
+the rank knows that another one has selected its position.
 
 Differs from the paper: residual and threshold are in units of the gradient, not of learning rate times gradient, as in the authors'
 code. Differs from the authors' code: small buckets (n < P, density * n < 1) and P = 1 work; NaN and Inf are noticed; positions take 4
@@ -15,8 +19,8 @@ bytes, not 8; the threshold falls again where the union is up to 9 % too small. 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +43,8 @@ from sparsync.core import (
     Bucket,
     Comm,
     Detail,
+    ParameterSpan,
+    Rows,
     Span,
     Sparse,
     check_density,
@@ -50,7 +56,8 @@ from sparsync.core import (
 )
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.kernels import operations as kernels
-from sparsync.selection.exclusive import BlockCyclic, Partition, budget, by_rank, quotas, rotation, sketch
+from sparsync.selection.exclusive import BlockCyclic, Budget, Partition, budget, by_rank, rotation
+from sparsync.selection.shares import equal_shares, quotas, sketch
 from sparsync.wire import (
     ValueCodec,
     Values,
@@ -61,7 +68,12 @@ from sparsync.wire import (
 )
 
 Rule = Literal["quotas", "threshold"]
-SAMPLE_POINTS = (0.25, 1.0, 4.0)  # of a tail sketch, times an equal share of the budget
+SAMPLE_POINTS = (0.25, 1.0, 2.0)  # of a tail sketch, times an equal share of the budget
+LEVEL_NBYTES = 2
+_ROW = 128  # elements of a row of a partition in long vectors: shorter ones take longer to search
+# A sketch looks at every row, or at one of so many where at least a number of elements is expected in those for an equal share.
+_MOST_STRIDE = 16
+_LEAST_SAMPLE = 512
 # Of all that one threshold selects, what lies in one of equal spans of a vector whose layers differ in scale, as `sparsync traffic` draws.
 _PEAK = 0.6
 
@@ -70,7 +82,8 @@ _PEAK = 0.6
 class Selection:
     """What all ranks selected together; every rank holds the same, but `threshold`."""
 
-    index: Tensor  # [K] all positions: those that all ranks knew beforehand, then each rank's, in rank order
+    # [K] together: those that all ranks knew beforehand, and each rank's; int32, ascending in each part.
+    positions: Sequence[Tensor]
     counts: Sequence[int]  # how many of them each rank selected
     threshold: float  # this rank selected nothing smaller
     known: int = 0  # how many all ranks knew beforehand
@@ -145,7 +158,13 @@ class MiCRO(ErrorFeedbackScheme):
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Update:
         selection = self.selector.select(acc, bucket, comm)
-        mean, errors = mean_at(acc.values, selection.index, comm, ValueCodec(self.values))
+        at_once = self.rule == "quotas"
+        index = torch.cat([*selection.positions])  # [K]
+        mean, errors = mean_at(acc.values, index, comm, ValueCodec(self.values), at_once)
+        parts = [part for part in selection.positions if part.numel()]
+        if len(parts) > 1:  # one pass writes what ascends
+            values = mean.value.split([part.numel() for part in parts])
+            mean = kernels.merge([Sparse(part, value, mean.length) for part, value in zip(parts, values, strict=True)])
         return Update(
             mean,
             cleared=mean.index,
@@ -157,20 +176,24 @@ class MiCRO(ErrorFeedbackScheme):
 
     def planned(self, given: Given) -> Plan:
         chosen = self.selector.planned(given)
-        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values))
+        at_once = self.rule == "quotas"
+        mean = mean_at_plan(chosen.union, given.dtype, given.P, ValueCodec(self.values), at_once)
         return planned(
             given,
             [*chosen.exchanges, *mean.exchanges],
             self.residual_nbytes(given),
             select=(chosen.examined, 1),
-            passes_to_select=3 * chosen.examined,  # the partition is copied
             encode=mean.encode,
             decode=mean.decode,
         )
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
+        # States of before sketches were kept have none.
+        super().load_state_dict({"sketches": {}, **state})
+
     def _selector(self) -> Selector:
         if self.rule == "quotas":
-            return QuotaSelection(self.density, self.dense, self.refresh)
+            return QuotaSelection(self.density, self.dense, self.refresh, self.shared_state("sketches", Sketches))
         return ThresholdSelection(
             self.density, self.bug_compatible, self.shared_state("scaling", ThresholdScaling), EqualSpans(), _PEAK
         )
@@ -231,21 +254,24 @@ class ThresholdSelection:
         partitions = self.partitions.spans(bucket, P)
         mine = partitions[rotation(comm.rank, t, P)]
         threshold = scaling.next(k, self.bug_compatible)
-        chunk = mine.of(acc.values)
-        with phase("select"):
-            # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
-            index = kernels.select_ge(chunk, threshold).index.long()
-            if len(mine) and not index.numel():
-                index = torch.tensor([t % len(mine)], device=chunk.device)
-            index += mine.start  # [k_r]
-        counts = exchange_counts(index.numel(), acc.finite, comm, chunk.device)
-        union = all_gather_padded(index if self.bug_compatible else index.to(torch.int32), counts, comm).long()  # [K]
+        # A host sync: how many there are depends on the data. Where there are none, one that moves with the step.
+        index = acc.above(threshold, mine).index  # [k_r]
+        if len(mine) and not index.numel():
+            index = index.new_tensor([mine.start + t % len(mine)])
+        counts = exchange_counts(index.numel(), acc.finite, comm, index.device)
+        union = all_gather_padded(index.long() if self.bug_compatible else index, counts, comm)
 
         def commit() -> None:
-            scaling.step, scaling.threshold, scaling.union = t + 1, threshold, union.numel()
+            scaling.step, scaling.threshold, scaling.union = t + 1, threshold, sum(counts)
             self.partitions.accept(bucket, counts)
 
-        return Selection(union, counts, threshold, details=partition_lengths(partitions), commit=commit)
+        return Selection(
+            [each.to(torch.int32) for each in union],
+            counts,
+            threshold,
+            details=partition_lengths(partitions),
+            commit=commit,
+        )
 
     def planned(self, given: Given) -> PlannedSelection:
         """Return what one threshold that has found its place selects; what one partition has of it is estimated.
@@ -263,12 +289,12 @@ class ThresholdSelection:
         return PlannedSelection([counts_exchange(P), padded], union, examined)
 
 
-def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> Tensor:
-    """Return the selections of all ranks after each other, [K]; `counts[r]` is the length of rank r's. All are padded to the longest."""
+def all_gather_padded(index: Tensor, counts: Sequence[int], comm: Comm) -> list[Tensor]:
+    """Return the selections of all ranks, in rank order; `counts[r]` is the length of rank r's. All are padded to the longest."""
     longest = max(counts)
     padded = torch.nn.functional.pad(index, (0, longest - index.numel()))
     gathered = comm.all_gather(padded, [longest] * comm.size)
-    return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
+    return [each[:count] for each, count in zip(gathered, counts, strict=True)]
 
 
 def padding(counts: Sequence[int]) -> float:
@@ -284,39 +310,59 @@ def partition_lengths(partitions: Sequence[Span]) -> dict[str, Detail]:
 
 
 @dataclass
+class Sketches:
+    """The tail sketches that the ranks sent at the last step of one bucket, in rank order; empty before the first."""
+
+    levels: list[list[int]] = field(default_factory=list)
+    points: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
 class QuotaSelection:
-    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest."""
+    """Exact counts by tail sketches: together the ranks send the budget, each as many as its partition has of the largest.
+
+    With its positions a rank sends a sketch of the partition that it examines at the next step, as it is before the next gradient and
+    before what this step sends is cleared: a rank whose next partition is empty gets no quota for it.
+    """
 
     density: float
     dense: Sequence[str]
     refresh: float
-    partition: Callable[[int, int], Partition] = BlockCyclic
+    sketches: ByBucket[Sketches]
 
     def select(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> Selection:
-        P, t, values = comm.size, bucket.step, acc.values
+        P, rank, t = comm.size, comm.rank, bucket.step
+        last = self.sketches.of(bucket, P)
         with phase("select"):
-            allowed = budget(self.density, bucket.layout, self.dense, self.refresh, t)
-            partition = self.partition(bucket.grad.numel(), P)
-            mine = examine(values, partition, allowed.known_index(acc.residual.device), comm.rank, t)
-            points = [[max(1, int(allowed.open_count * point / P)) for point in SAMPLE_POINTS]] * P
-            points = [[min(free, point) for point in row] for free, row in zip(mine.free, points, strict=True)]
-            found = acc.top_k_nonzero_of(mine.chunk, max(points[comm.rank]))
-            levels = sketch(found.value, points[comm.rank]).to(torch.int16)
-            if not acc.finite:
-                levels.fill_(FOUND_INF)
-        sketches = torch.stack(comm.all_gather(levels, [len(SAMPLE_POINTS)] * P))  # [P, points]
-        raise_if_found_inf(sketches.flatten().tolist())
+            partition, device = BlockCyclic(bucket.grad.numel(), P, _ROW), acc.residual.device
+            allowed, following = (self._budget(bucket.layout, step) for step in (t, t + 1))
+            mine, later = (examine(partition, each, rank, t + i, device) for i, each in enumerate((allowed, following)))
+            counts = self._counts(last, mine.free, allowed.open_count, t)
+            stride = sample_stride(following, P)
+            points = sample_points(later.free, following.open_count, stride)
+            later = later.sampled(stride, t // P)
+            sampled = [min(point // stride, later.rows.length) for point in points[rank]]
+        own, upper = largest_of(acc, [mine, later], [counts[rank], max(sampled)])
         with phase("select"):
-            counts = quotas(sketches, points, mine.free, allowed.open_count)
-            own = mine.largest(found, counts[comm.rank])
-        with phase("encode"):
-            packet = encode_fixed_length(own.index, mine.lengths[comm.rank])
-        packets = comm.all_gather(packet, list(map(fixed_length_nbytes, counts, mine.lengths)))
+            levels = sketch(upper.value, sampled) if acc.finite else [FOUND_INF] * len(SAMPLE_POINTS)
+        headers, places = gather_positions(levels, own.index, counts, mine.lengths, comm)
         with phase("decode"):
-            places = map(decode_fixed_length, packets, counts, mine.lengths)
-            positions = list(map(partition.positions, by_rank(range(P), t), places))
-            index = torch.cat([mine.known, *positions])
-        return Selection(index, counts, smallest_magnitude(own.value), known=mine.known.numel())
+            positions = map(partition.positions, by_rank(range(P), t), places)
+            positions = [mine.known, *positions]
+
+        def commit() -> None:
+            last.levels, last.points = headers, points
+
+        return Selection(positions, counts, smallest_magnitude(own.value), known=mine.known.numel(), commit=commit)
+
+    def _budget(self, layout: Sequence[ParameterSpan], step: int) -> Budget:
+        return budget(self.density, layout, self.dense, self.refresh, step)
+
+    @staticmethod
+    def _counts(last: Sketches, free: Sequence[int], total: int, step: int) -> list[int]:
+        """Return how many elements each rank selects of the `free[r]` it can choose from: equally many before there are sketches."""
+        P = len(free)
+        return quotas(last.levels, last.points, free, total) if last.levels else equal_shares(free, total, step // P)
 
     def planned(self, given: Given) -> PlannedSelection:
         """Return what the budget allows; partitions of mixed rows are taken to hold equally many.
@@ -325,45 +371,107 @@ class QuotaSelection:
         """
         n, P, t = given.n, given.P, given.step or 0
         allowed = budget(self.density, given.parameters, self.dense, self.refresh, t)
-        lengths = given.by_rank("lengths") or by_rank(self.partition(n, P).lengths(), t)
+        lengths = given.by_rank("lengths") or by_rank(BlockCyclic(n, P, _ROW).lengths(), t)
         counts = given.by_rank("selected") or [len(span) for span in spans(allowed.open_count, P)]
-        sizes = packet_tally(counts, lengths, fixed_length_nbytes)
-        sketches = counts_exchange(P, 2 * len(SAMPLE_POINTS))
-        return PlannedSelection([sketches, all_gather_exchange(sizes)], allowed.count, max(lengths))
+        gathered = gather_positions_exchange(len(SAMPLE_POINTS), counts, lengths)
+        return PlannedSelection([gathered], allowed.count, max(lengths))
+
+
+def sample_stride(allowed: Budget, P: int) -> int:
+    """Return of how many rows a sketch looks at one."""
+    if allowed.known:  # are left out by their places in all rows
+        return 1
+    return max(1, min(_MOST_STRIDE, allowed.count // (P * _LEAST_SAMPLE)))
+
+
+def sample_points(free: Sequence[int], total: int, stride: int) -> list[list[int]]:
+    """Return the sample points of each rank's sketch, multiples of `stride`, of the `free[r]` elements that it can choose from."""
+    wanted = [max(1, int(total * point / len(free))) for point in SAMPLE_POINTS]
+    return [[min(each, point) // stride * stride for point in wanted] for each in free]
+
+
+def gather_positions(
+    levels: Sequence[int], index: Tensor, counts: Sequence[int], lengths: Sequence[int], comm: Comm
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the levels and the positions of every rank, both in rank order.
+
+    Rank r sends as many levels as this one, of which FOUND_INF says that it holds NaN or Inf, and `counts[r]` ascending positions inside
+    [0, lengths[r]). Raises NonFiniteError on all ranks where one sent FOUND_INF.
+    Steps: 1
+    Bytes sent per rank: (P-1) (2 bytes a level, and the packet of its positions)
+    """
+    head, rank = LEVEL_NBYTES * len(levels), comm.rank
+    with phase("encode"):
+        header = torch.tensor(levels, dtype=torch.int16).view(torch.uint8).to(index.device)
+        packet = torch.cat([header, encode_fixed_length(index, lengths[rank])])
+    packets = comm.all_gather(packet, [head + size for size in map(fixed_length_nbytes, counts, lengths)])
+    with phase("decode"):
+        # A host sync: all ranks need the levels.
+        headers: list[list[int]] = torch.stack([each[:head] for each in packets]).view(torch.int16).tolist()
+        raise_if_found_inf(each[0] for each in headers)
+        others = zip(packets, counts, lengths, strict=True)
+        return headers, [
+            index if source == rank else decode_fixed_length(each[head:], count, length)
+            for source, (each, count, length) in enumerate(others)
+        ]
+
+
+def gather_positions_exchange(levels: int, counts: Sequence[int], lengths: Sequence[int]) -> Exchange:
+    """Return the exchange of `gather_positions`."""
+    head = LEVEL_NBYTES * levels
+    return all_gather_exchange(packet_tally(counts, lengths, lambda k, length: head + fixed_length_nbytes(k, length)))
 
 
 @dataclass(frozen=True)
 class Examined:
     """The partition that this rank examines, without the positions that all ranks send anyway."""
 
-    known: Tensor  # positions that all ranks send anyway, int64
-    chunk: Tensor  # the elements of the partition, zero at `taken`
-    taken: Tensor  # places of the known positions in it
+    rows: Rows  # where its elements are
+    known: Tensor  # positions that all ranks send anyway, int32
+    taken: Tensor  # places of the known positions in it, ascending, int32
     lengths: list[int]  # of the partition of each rank, in rank order
     free: list[int]  # how many of these are not known
 
-    def largest(self, found: Sparse, count: int) -> Sparse:
-        """Return the `count` largest elements outside `taken`, of which `found` holds the largest that are not zero."""
-        if count == found.index.numel():
-            return found
-        if count < found.index.numel():
-            top = kernels.top_k(found.value, count)
-            return Sparse(found.index[top.index], top.value, found.length)
-        # Zeros too, or more than were looked for. -1 is below every magnitude.
-        magnitude = self.chunk.abs()
-        magnitude[self.taken] = -1.0
-        index = kernels.argtopk(magnitude, count).to(torch.int32)
-        return Sparse(index, self.chunk[index], found.length)
+    def sampled(self, stride: int, turn: int) -> Self:
+        """Return one of `stride` rows, others at each turn."""
+        if stride == 1:
+            return self
+        rows = self.rows
+        starts = rows.starts[turn % stride : rows.length // rows.row : stride].contiguous()
+        return replace(self, rows=Rows(starts, rows.row, starts.numel() * rows.row))
 
 
-def examine(acc: Tensor, partition: Partition, known: Tensor, rank: int, step: int) -> Examined:
-    """Return what `rank` examines of `acc` [n] at `step`, outside the positions `known` to all."""
-    lengths = partition.lengths()
+def largest_of(acc: Accumulator, examined: Sequence[Examined], counts: Sequence[int]) -> list[Sparse]:
+    """Return the `counts[i]` largest elements of each partition that are not known, by their places."""
+    wanted = [count + each.taken.numel() for count, each in zip(counts, examined, strict=True)]
+    found = acc.top_k_of_rows([each.rows for each in examined], wanted, "partition")
+    return [_free(each, part, count) for each, part, count in zip(examined, found, counts, strict=True)]
+
+
+def _free(examined: Examined, found: Sparse, count: int) -> Sparse:
+    if not examined.taken.numel():
+        return found
+    free = ~kernels.isin(found.index, examined.taken)
+    return largest(Sparse(found.index[free], found.value[free], found.length), count)
+
+
+def examine(partition: Partition, allowed: Budget, rank: int, step: int, device: torch.device) -> Examined:
+    """Return what `rank` examines at `step`, outside the positions known to all."""
+    lengths, known = partition.lengths(), allowed.known_index(device)
     mine = rotation(rank, step, len(lengths))
-    p, place = partition.places(known)
-    # A host sync: how much is sent depends on it.
-    taken = torch.bincount(p, minlength=len(lengths)).tolist()
-    free = [length - count for length, count in zip(lengths, taken, strict=True)]
-    chunk, taken_here = partition.of(acc, mine), place[p == mine]
-    chunk[taken_here] = 0.0
-    return Examined(known, chunk, taken_here, by_rank(lengths, step), by_rank(free, step))
+    rows, free, taken = partition.rows(mine, device), lengths, known
+    if known.numel():
+        p, place = partition.places(known)
+        # A host sync: how much is sent depends on it.
+        counts: list[int] = torch.bincount(p, minlength=len(lengths)).tolist()
+        free = [length - count for length, count in zip(lengths, counts, strict=True)]
+        taken = place[p == mine].to(torch.int32)
+    return Examined(rows, known, taken, by_rank(lengths, step), by_rank(free, step))
+
+
+def largest(found: Sparse, count: int) -> Sparse:
+    """Return the `count` largest elements of `found`."""
+    if count == found.index.numel():
+        return found
+    top = kernels.top_k(found.value, count)
+    return Sparse(found.index[top.index], top.value, found.length)

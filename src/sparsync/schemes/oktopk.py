@@ -11,17 +11,18 @@ sums of all regions survive and are gathered. A rank clears what it contributed 
 - When thresholds are re-evaluated every sum has reached every rank already, so the survivors are not gathered a second time.
 - A zero threshold, of fewer than k non-zeros, is re-evaluated at the next step. A step with NaN or Inf leaves no trace (see OkTopk).
 
-The plain constructor differs more, so that traffic has a bound and nothing drifts:
+The plain constructor differs more, so that traffic has a bound, nothing drifts, and a step waits for two exchanges:
 - Selections are exact in every step. The last threshold only says where to look first, so neither scale nor its changes matter.
 - A rank's own region costs it nothing, so all of it counts, and the k (P-1)/P elements it may send are the largest outside of it.
-- How many survive in each region is computed from a tail sketch of each (`selection.exclusive`): exactly k, about the k largest sums.
-- Regions follow the survivors, whose positions all ranks know, at every step and without traffic.
-- Survivors are balanced such that the most any rank sends is least, where the bound or `imbalance` asks for it.
+- Equally many sums survive in every region, so nothing has to be agreed before they are gathered, nor balanced.
+- Regions move at every step, without traffic, to where that is the selection of one threshold: a profile of past survivors, whose
+  positions all ranks know, weighs those of a region by the smallest sum among them (`selection.shares`).
+- Counts travel at the heads of packets.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,11 +31,10 @@ from typing_extensions import Self
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, everything
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives import sparse_allreduce
-from sparsync.collectives.sparse_allreduce import Control, Reduced, details, k_largest, uneven
+from sparsync.collectives.sparse_allreduce import Control, details
 from sparsync.comm.metered import MeteredComm
-from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, all_reduce_exchange, counts_exchange, planned, plus
+from sparsync.comm.plan import NOTHING, Given, Plan, all_reduce_exchange, counts_exchange, planned, plus
 from sparsync.core import (
-    FOUND_INF,
     Bucket,
     Comm,
     Detail,
@@ -45,30 +45,33 @@ from sparsync.core import (
     check_one_of,
     count_for,
     phase,
-    raise_if_found_inf,
     spans,
 )
 from sparsync.feedback import Accumulator, Residuals, smallest_magnitude
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.schemes import oktopk_published
-from sparsync.selection.exclusive import quotas, sketch
+from sparsync.selection.shares import (
+    Profile,
+    equal_shares,
+    level_of,
+    magnitude_of,
+    profile_memory,
+    relative_magnitudes,
+)
 from sparsync.wire import Elements, Raw, Values, check_values
 
 Rule = Literal["exact", "paper", "code"]
-WORDS = 2  # of an element on the wire, at most: its position and its value
-_PEAK = 2.0  # survivors of the fullest region over the mean, as a plan takes them to be
-_SKETCH_BITS = 31
-_SKETCH_WORDS = 6  # how many sums a region has, and the levels of five sample points
+_LEVEL_BITS = 31  # of the smallest sum that survives in a region
 
 
 @dataclass
 class OkTopk(ErrorFeedbackScheme):
     """Write the k = density * n largest sums over what each rank selected, divided by P; the rest stays in the residuals.
 
-    The result has exactly min(k, non-zero sums) elements. In words of 4 bytes (a float32 value or a position), counts included, no rank
-    sends more than 6k (P-1)/P in any step, whatever the gradients, as long as k (4P - 6) >= 9P (P-1): from k = 9 for 2 ranks, 20 for 8,
-    578 for 256. Below that at most 9 (P-1) words more. `published()` has no such bound.
+    Every region has k/P of them, or all its non-zero sums where these are fewer. In words of 4 bytes (a float32 value or a position),
+    counts and lengths included, no rank sends more than 4k (P-1)/P + 9 (P-1) in any step, whatever the gradients. `published()` has no
+    such bound.
     Where any rank meets NaN or Inf, all ranks fill the gradient with NaN, so that a loss scaler finds it, and residual and thresholds
     stay as they were before this step.
     """
@@ -76,7 +79,7 @@ class OkTopk(ErrorFeedbackScheme):
     density: float = 0.01  # k/n, of what a rank selects and of the result; the authors use 0.01 to 0.02
     # "paper", "code": thresholds kept between re-evaluations, as they are or scaled as the authors do.
     rule: Rule = "exact"
-    imbalance: float = 1.2  # a region's survivors over the mean, at most, before some move to other ranks; paper: 4
+    imbalance: float = 4.0  # "paper" only: a region's survivors over the mean, at most, before some move to other ranks
     dense_steps: int = 0  # first steps that reduce everything; the authors' code: 512 (VGG), 128 (LSTM), none (BERT)
     threshold_steps: int = 32  # tau', "paper" and "code" only: steps between two re-evaluations of the thresholds
     region_steps: int = 64  # tau, "paper" and "code" only: steps between two divisions into regions
@@ -89,6 +92,7 @@ class OkTopk(ErrorFeedbackScheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.control = self.shared_state("control", Control)
+        self.profiles = self.shared_state("profile", Profile)
         check_density(self.density)
         check_values(self.values)
         if self.rule != "exact" and self.values != "float32":
@@ -137,36 +141,35 @@ class OkTopk(ErrorFeedbackScheme):
         """Return the plan of a step; by the published rules one between two evaluations of the thresholds, or that of `given.step`.
 
         Figures, by rank: the "lengths" of the regions, the elements "outgoing" to each of them, the sums that are "held", and "wanted"
-        once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length. As many sums
-        survive in each; and where `rule` is "exact" and P > 2, one has twice as many, and gives them away.
+        once they are balanced. Without them, selections are of k elements and spread evenly over regions of equal length, and as many
+        sums survive in each.
         """
         n, P, k, dtype = given.n, given.P, count_for(self.density, given.n), given.dtype
         exact = self.rule == "exact"
-        codec, exactly = (Elements(self.values), Elements()) if exact else (Raw(), Raw())
-        outgoing, held, wanted = (given.by_rank(name) for name in ("outgoing", "held", "wanted"))
+        codec = Elements(self.values) if exact else Raw()
+        outgoing, held = given.by_rank("outgoing"), given.by_rank("held")
         lengths = given.by_rank("lengths") or [len(span) for span in spans(n, P)]
-        first = []
-        if not exact and given.step is not None and given.step % self.region_steps == 0:
-            first = [all_reduce_exchange(P - 1, 8, P)]
         if outgoing is None:
-            sent = most_sent(k, n, P) if exact else k - k // P
-            split = sparse_allreduce.even_split_exchanges(sent, n, P, dtype, codec)
+            sent = k - k // P
+            split = sparse_allreduce.even_split_exchanges(sent, n, P, dtype, codec, counts_first=not exact)
         else:
             sent = max(sum(row) for row in outgoing)
-            split = sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, dtype, codec)
-        sketches = counts_exchange(P, 4 * _SKETCH_WORDS if exact else 4)
-        if held is None and exact and P > 2 and self.imbalance < _PEAK and k >= P:
-            held = [len(span) for span in spans(k, P)]
-            moved = exactly.nbytes(round((_PEAK - 1) * k / P), -(-n // P), dtype)
-            gathered = sparse_allreduce.gather_elements_exchange(held, [n] * P, dtype, codec)
-            survivors = [Exchange("all_to_all", moved, 1, 1, moved), gathered]
+            split = sparse_allreduce.split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=not exact)
+        if exact:
+            held = held or equal_shares(lengths, k, given.step or 0)
+            exchanges = [*split, sparse_allreduce.gather_survivors_exchange(held, lengths, dtype, codec)]
         else:
             held = held or [len(span) for span in spans(k, P)]
-            survivors = sparse_allreduce.survivors_exchanges(held, wanted, lengths, n, dtype, exactly, codec)
+            first = []
+            if given.step is not None and given.step % self.region_steps == 0:
+                first = [all_reduce_exchange(P - 1, 8, P)]
+            wanted = given.by_rank("wanted")
+            gathered = sparse_allreduce.survivors_exchanges(held, wanted, lengths, n, dtype, codec)
+            exchanges = [*first, *split, counts_exchange(P, 4), *gathered]
         rounding = NOTHING if codec.exact else plus((sent, P), (max(held), 1))
         return planned(
             given,
-            [*first, *split, sketches, *survivors],
+            exchanges,
             self.residual_nbytes(given),
             select=(n + max(lengths), 2),
             passes_to_select=max(lengths),
@@ -186,88 +189,64 @@ class OkTopk(ErrorFeedbackScheme):
     def reduce_scatter_form(self) -> ReduceScatterScheme:
         return OkTopkReduceScatter(self)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: as Scheme
+        # States of before there were profiles have none.
+        super().load_state_dict({"profile": {}, **state})
+
     def _exact_step(self, acc: Accumulator, k: int, control: Control, bucket: Bucket, comm: Comm) -> Update:
         n, P, rank, codec = bucket.grad.numel(), comm.size, comm.rank, Elements(self.values)
-        regions = control.regions(n, P)
-        own = regions[rank]
-        mine = acc.top_k_nonzero(most_sent(k, n, P), skip=own)
+        regions, profile = control.regions(n, P), self.profiles.of(bucket, P)
+        own, shares = regions[rank], equal_shares([len(region) for region in regions], k, control.t)
+        mine = acc.top_k_nonzero(max(1, k - k // P), skip=own)
         region = own.of(acc.values)  # all of this rank's own region counts, at no cost
         reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, codec, undoable=True)
+        sums = acc.top_k_nonzero_of(region, shares[rank], "sums")
         with phase("select"):
-            top = kernels.top_k_nonzero(region, k)
             assert reduced.before is not None
             kernels.put_(region, reduced.before.index, reduced.before.value)
             # NaN and Inf are the largest.
-            finite = acc.finite and kernels.all_finite(top.value)
-            points = [1, max(1, k // (2 * P)), max(1, k // P), max(1, min(k, 2 * k // P)), max(1, k)]
-            count = top.index.numel()
-            levels = sketch(top.value, [min(point, count) for point in points], _SKETCH_BITS)
-            words = torch.cat([levels.new_tensor([count if finite else FOUND_INF]), levels])
-        sketches = torch.stack(comm.all_gather(words, [_SKETCH_WORDS] * P))  # [P, words]
-        # A host sync: the lengths of the next messages depend on it.
-        counts: list[int] = sketches[:, 0].tolist()
-        raise_if_found_inf(counts)
-
-        total = min(k, sum(counts))
-        sampled = [[min(point, count) for point in points] for count in counts]
-        held = quotas(sketches[:, 1:], sampled, counts, total, _SKETCH_BITS)
-        sums = k_largest(top, held[rank])
-        sums = Sparse(sums.index + own.start, sums.value, n)
-        wanted = sparse_allreduce.least_holdings(held) if self._unbalanced(held, k, n) else held
-        sums, places = sparse_allreduce.balance(sums, held, wanted, regions, comm, Elements())
-        mean, decoded = sparse_allreduce.all_gather_elements(
-            replace(sums, value=sums.value / P), wanted, places, comm, codec
-        )
-
-        # Sums that did not survive are zero then, which is what is written.
-        everything = sum(held) < k or k == n
-        cleared, errors, within = _cleared(mine, mean, own, reduced, everything)
+            finite = acc.finite and kernels.all_finite(sums.value)
+            level = level_of(smallest_magnitude(sums.value), _LEVEL_BITS) if finite else None
+        share = replace(sums, value=sums.value / P)
+        gathered = sparse_allreduce.gather_survivors(share, level, regions, n, comm, codec)
+        parts, levels = gathered.parts, gathered.notes
+        held = [part.index.numel() for part in parts]
+        # Where all non-zero sums of a region survive, the others are zero, which is what is written.
+        whole = [have < wanted or wanted == len(span) for have, wanted, span in zip(held, shares, regions, strict=True)]
+        mean = Sparse(torch.cat([part.index for part in parts]), torch.cat([part.value for part in parts]), n)
+        at = _survived(mine, mean, reduced.outgoing, whole)
+        cleared = [mine.index[at], parts[rank].index if not whole[rank] else _positions(own, mine.index)]
+        errors = [] if reduced.error is None else [Sparse(cleared[0], reduced.error[at], n)]
         if not codec.exact:
-            errors.append(replace(sums, value=lacking(sums.value, decoded, P)))
-        following = replace(control, t=control.t + 1)
-        if k < n:  # at full density regions of equal width are the balanced ones
-            following.boundaries = sparse_allreduce.balanced_boundaries(mean.index, n, P)
-        found = details(mine, mean, held, wanted, reduced.incoming, rank)
-        found["global_threshold"] = P * smallest_magnitude(mean.value)
-        return Update(
-            mean, cleared, mine.index.numel() + within, errors, found, commit=lambda: control.become(following)
-        )
+            errors.append(Sparse(parts[rank].index, lacking(sums.value, gathered.decoded, P), n))
 
-    def _unbalanced(self, held: Sequence[int], k: int, n: int) -> bool:
-        """Return whether survivors should move before they are gathered; the same on all ranks."""
-        P = len(held)
-        if uneven(held, self.imbalance):
-            return True
-        return WORDS * max(held) * (P - 1) > _words_left(k, n, P) - WORDS * most_sent(k, n, P)
+        def commit() -> None:
+            control.t += 1
+            if k == n or k < P:  # regions of equal width are the balanced ones, or hold an element in turns
+                return
+            weights = relative_magnitudes([level >> (_LEVEL_BITS - 15) for level in levels])
+            profile.observe(mean.index, held, weights, n, profile_memory(k, P))
+            cut = profile.cut(n, P, least=2 * -(-k // P))
+            control.boundaries = [span.start for span in cut[1:]]
+
+        smallest = min((level for level, count in zip(levels, held, strict=True) if count), default=0)
+        found = details(mine, magnitude_of(smallest, _LEVEL_BITS), held, held, reduced.incoming, rank)
+        return Update(mean, torch.cat(cleared), mine.index.numel() + held[rank], errors, found, commit=commit)
 
 
-def most_sent(k: int, n: int, P: int) -> int:
-    """Return how many elements a rank sends to other regions at most: k (P-1)/P, or what the bound leaves of it when k is small."""
-    most = k - k // P
-    if k < n and P > 1:  # at full density everything is sent, so that the result is the dense mean
-        most = min(most, (_words_left(k, n, P) - WORDS * (k + P - 2)) // WORDS)
-    return max(1, most)
+def _survived(mine: Sparse, mean: Sparse, outgoing: Sequence[int], whole: Sequence[bool]) -> Tensor:
+    """Return which of `mine` this rank gave to survivors, or to a region whose `whole` sums were sent: bool [k]."""
+    survived = kernels.isin(mine.index, mean.index)
+    start = 0
+    for count, all_sent in zip(outgoing, whole, strict=True):
+        if all_sent:
+            survived[start : start + count] = True
+        start += count
+    return survived
 
 
-def _words_left(k: int, n: int, P: int) -> int:
-    """Return what counts and sketches leave of the bound 6k (P-1)/P, in words."""
-    return 6 * k * (P - 1) // P - (1 + _SKETCH_WORDS) * (P - 1)
-
-
-def _cleared(
-    mine: Sparse, mean: Sparse, own: Span, reduced: Reduced, everything: bool
-) -> tuple[Tensor, list[Sparse], int]:
-    """Return the positions this rank gave to survivors, what quantizing dropped there, and how many survivors its own region has."""
-    edges = torch.tensor([own.start, own.stop], dtype=mean.index.dtype, device=mean.index.device)
-    start, stop = torch.searchsorted(mean.index, edges).tolist()  # a host sync
-    in_own, at = mean.index[start:stop], slice(None)
-    if everything:
-        in_own = torch.arange(own.start, own.stop, dtype=torch.int32, device=mean.index.device)
-    else:
-        at = kernels.isin(mine.index, mean.index).nonzero().view(-1)  # none of them lies in the own region
-    sent = mine.index[at]
-    errors = [] if reduced.error is None else [Sparse(sent, reduced.error[at], mean.length)]
-    return torch.cat([sent, in_own]), errors, stop - start
+def _positions(span: Span, like: Tensor) -> Tensor:
+    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
 
 
 def _times(threshold: float | None, factor: float | None) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import Control, details, k_largest, uneven
-from sparsync.core import FOUND_INF, Bucket, Comm, Sparse, raise_if_found_inf
+from sparsync.core import FOUND_INF, Bucket, Comm, Span, Sparse, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Raw
@@ -30,22 +30,22 @@ class Settings:
 
 def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket: Bucket, comm: Comm) -> Update:
     """Return the update of one step."""
-    n, P, rank, x, scales = bucket.grad.numel(), comm.size, comm.rank, acc.values, settings.scales
+    n, P, rank, scales = bucket.grad.numel(), comm.size, comm.rank, settings.scales
     # 1: if t mod tau' == 0: th_loc = k-th largest of |acc|
-    threshold = _local_threshold(x, k, control, settings.threshold_steps, scales)
-    mine = kernels.select_ge(x, threshold)
+    threshold = _local_threshold(acc, k, control, settings.threshold_steps, scales)
+    mine = acc.above(threshold, Span(0, n))
     # 2: if t mod tau == 0: boundaries = SPACE_REPARTITION(acc, th_loc)
     boundaries = _boundaries(mine, control, settings.region_steps, comm)
     # 3: reduced, I_loc = SPLIT_AND_REDUCE(acc, th_loc, boundaries)
     regions = sparse_allreduce.regions_of(boundaries, n)
-    region = x.new_zeros(len(regions[rank]))
-    reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, Raw())
+    region = mine.value.new_zeros(len(regions[rank]))
+    reduced = sparse_allreduce.split_and_reduce_(region, mine, regions, comm, Raw(), counts_first=True)
     # 4: if t mod tau' == 0: all = ALLGATHERV(reduced); th_glob = k-th largest of |all|
     global_threshold = control.global_threshold
     evaluate = control.t % settings.threshold_steps == 0 or global_threshold is None
     kept = kernels.select_ge(region, 0.0 if evaluate else float(global_threshold or 0.0))
     finite = acc.finite and kernels.all_finite(region)
-    size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=x.device)
+    size = torch.tensor([kept.index.numel() if finite else FOUND_INF], dtype=torch.int32, device=region.device)
     # A host sync: buffer sizes depend on it.
     held: list[int] = torch.cat(comm.all_gather(size, [1] * P)).tolist()
     raise_if_found_inf(held)
@@ -62,7 +62,8 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     # Sums that did not survive are zero then, which is what is written.
     if evaluate and (sum(held) < k or k == n):
         cleared = mine.index
-    found = details(mine, survivors, held, wanted, reduced.incoming, rank) | {"evaluated": evaluate}
+    found = details(mine, smallest_magnitude(survivors.value), held, wanted, reduced.incoming, rank)
+    found |= {"global_count": survivors.index.numel(), "evaluated": evaluate}
     if scales:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
     following = Control(control.t + 1, boundaries, threshold or None, global_threshold or None)
@@ -70,10 +71,10 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     return Update(mean, cleared, mine.index.numel(), details=found, commit=lambda: control.become(following))
 
 
-def _local_threshold(acc: Tensor, k: int, control: Control, threshold_steps: int, scales: bool) -> float:
+def _local_threshold(acc: Accumulator, k: int, control: Control, threshold_steps: int, scales: bool) -> float:
     if control.t % threshold_steps == 0 or control.local_threshold is None:
-        return float(_magnitude(kernels.top_k(acc, k).value).min())
-    return _tightened(acc, control.local_threshold, k) if scales else control.local_threshold
+        return float(_magnitude(acc.top_k(k).value).min())
+    return _tightened(acc.values, control.local_threshold, k) if scales else control.local_threshold
 
 
 def _boundaries(mine: Sparse, control: Control, region_steps: int, comm: Comm) -> list[int]:

@@ -1,22 +1,16 @@
 """Exclusive selection: every element is examined by one rank at each step, and the partitions rotate over the ranks.
 
-Three parts. Partitions: adjacent spans, as the papers have them, or block-cyclic ones, with one interface. The budget: how many elements a
-step may send, and which of them all ranks know beforehand. Tail sketches: how many elements each partition sends, so that together they
-are the asked number of the largest. Every rank sends at which magnitudes its partition holds a few agreed numbers of elements, its sample
-points. From all ranks' sketches every rank finds the same common magnitude, and from it the same quotas. A sketch is free of any scale,
-so no threshold is learnt. Only integers and correctly rounded operations, so that unlike machines agree too.
-
-Magnitudes travel as levels: the upper bits of a float32, which order as the numbers do and are about their logarithm.
+Two parts. Partitions: adjacent spans, as the papers have them, or block-cyclic ones, with one interface. The budget: how many elements a
+step may send, and which of them all ranks know beforehand. How many elements each partition sends is in `shares`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsync.core import ParameterSpan, Rows, Span, matches, spans
@@ -24,12 +18,7 @@ from sparsync.kernels import operations as kernels
 
 Item = TypeVar("Item")
 DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
-_FLOAT32_BITS = 31  # of a magnitude
-_OCTAVE_BITS = 23  # 2^23 levels of 31 bits between a magnitude and its double
-_TOP = 0x7F7FFFFF  # the largest finite float32
-_TAIL = 2.0  # above the first sample point, twice the magnitude is taken to be reached by 2^-2 as many elements
-_UNIT = 1 << 20  # estimates are added up in parts of an element
-_TRIED = 216  # levels that are looked at at once: 216^4 is just above all levels of 31 bits
+_ROW = 1024  # elements of a row of a span: selected from while they are in the nearest cache
 
 
 def rotation(rank: int, step: int, P: int) -> int:
@@ -58,6 +47,10 @@ class Partition(Protocol):
         """Write `value` to the elements of `x` [n] in partition `p`: the inverse of `of`."""
         ...
 
+    def rows(self, p: int, device: torch.device) -> Rows:
+        """Return where the elements of partition `p` are."""
+        ...
+
     def positions(self, p: int, place: Tensor) -> Tensor:
         """Return where the elements at `place` of partition `p` stand in the vector, in the type of `place`."""
         ...
@@ -82,6 +75,11 @@ class Contiguous:
     def put_(self, x: Tensor, p: int, value: Tensor) -> None:
         self.spans[p].of(x).copy_(value)
 
+    def rows(self, p: int, device: torch.device) -> Rows:
+        span = self.spans[p]
+        starts = torch.arange(span.start, span.stop, _ROW, dtype=torch.int32, device=device)
+        return Rows(starts, _ROW, len(span))
+
     def positions(self, p: int, place: Tensor) -> Tensor:
         return place + self.spans[p].start
 
@@ -102,10 +100,13 @@ class BlockCyclic:
 
     n: int
     P: int
+    longest: int = 32  # elements of a row, where that leaves 1024 groups
 
     @property
     def row(self) -> int:
-        """Elements of a row: 32, a cache line or two, where that leaves 32 groups."""
+        """Elements of a row: 32, a cache line or two, where that leaves 32 groups; `longest` in long vectors."""
+        if self.n >= 1024 * self.P * self.longest:
+            return self.longest
         return max(1, min(32, self.n // (32 * self.P)))
 
     @property
@@ -137,13 +138,13 @@ class BlockCyclic:
         tail.of(x).copy_(value[rows:])
 
     def rows(self, p: int, device: torch.device) -> Rows:
-        """Return where the elements of partition `p` are."""
         return _rows_of(self, device)[p]
 
     def positions(self, p: int, place: Tensor) -> Tensor:
         return kernels.locate(self.rows(p, place.device), place)
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        position = position.long()
         group = position // (self.row * self.P)
         p = (position // self.row - _rotations(group, self.P)) % self.P
         place = group * self.row + position % self.row
@@ -203,9 +204,9 @@ class Budget:
         return self.count - self.known_count
 
     def known_index(self, device: torch.device) -> Tensor:
-        """Return the known positions, ascending, int64."""
-        parts = [torch.arange(span.start, span.stop, device=device) for span in self.known]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        """Return the known positions, ascending, int32."""
+        parts = [torch.arange(span.start, span.stop, dtype=torch.int32, device=device) for span in self.known]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device=device)
 
 
 def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str], refresh: float, step: int) -> Budget:
@@ -217,12 +218,15 @@ def budget(density: float, layout: Sequence[ParameterSpan], dense: Iterable[str]
     steps, and one step more for rounding.
     """
     n = layout[-1].span.stop
-    start, stop = _share(density, n, step)
+    start, stop = _share(_exact(density), n, step)
     count = min(n, max(1, stop - start))
-    exempt = _exempt(tuple(layout), tuple(dense), int(DENSE_SHARE * density * n))
-    start, stop = _share(_exact(refresh) * _exact(density), n, step)
-    stop = min(stop, start + count)
-    return Budget(count, _fitting([*_wrapped(start, stop, n), *exempt], count))
+    dense, known = tuple(dense), list[Span]()
+    if refresh:
+        start, stop = _share(_exact(refresh) * _exact(density), n, step)
+        known = _wrapped(start, min(stop, start + count), n)
+    if dense:
+        known += _exempt(tuple(layout), dense, int(DENSE_SHARE * density * n))
+    return Budget(count, _fitting(known, count))
 
 
 @lru_cache(maxsize=1024)
@@ -245,10 +249,10 @@ def _exact(share: float | Fraction) -> Fraction:
     return Fraction(share).limit_denominator(10**9)
 
 
-def _share(share: float | Fraction, n: int, step: int) -> tuple[int, int]:
+def _share(share: Fraction, n: int, step: int) -> tuple[int, int]:
     """Return where the share of step `step` starts and stops when `share` * n elements a step follow each other without gaps."""
-    each = _exact(share) * n
-    return int(each * step), int(each * (step + 1))
+    each = share.numerator * n
+    return each * step // share.denominator, each * (step + 1) // share.denominator
 
 
 def _wrapped(start: int, stop: int, n: int) -> list[Span]:
@@ -275,115 +279,3 @@ def _merged(wanted: Iterable[Span]) -> tuple[Span, ...]:
         else:
             merged.append(span)
     return tuple(merged)
-
-
-def relative_magnitudes(levels: Sequence[int]) -> list[int]:
-    """Return the magnitudes at `levels` of 15 bits in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
-    words = torch.tensor(levels, dtype=torch.int32, device="cpu") << (_FLOAT32_BITS - 15)
-    magnitude = words.view(torch.float32).to(torch.float64)
-    largest = magnitude.max()
-    return (magnitude / largest * 65536).to(torch.int64).tolist() if largest > 0 else [1] * len(levels)
-
-
-def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> Int[Tensor, " points"]:
-    """Return the level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts; 0 for a count of 0.
-
-    A level is the upper `bits` of a magnitude as a float32 without its sign; what exceeds float32 counts as its largest. `largest`
-    holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
-    """
-    smallest: list[Tensor] = []
-    for count in reversed(counts):  # each is among those of the next larger count
-        if 0 < count < largest.numel():
-            largest = kernels.top_k(largest, count).value
-        reached = 0 < count <= largest.numel()
-        smallest.insert(0, largest.abs().min() if reached else largest.new_zeros(()))
-    limit = torch.finfo(torch.float32).max
-    words = torch.stack(smallest).clamp(max=limit).to(torch.float32).view(torch.int32)
-    return words >> (_FLOAT32_BITS - bits)
-
-
-def quotas(
-    levels: Int[Tensor, "P points"], counts: Sequence[Sequence[int]], limits: Sequence[int], total: int, bits: int = 15
-) -> list[int]:
-    """Return how many elements each partition sends, `total` together: as many as it holds above the level common to all.
-
-    Row p of `levels` is the sketch of partition p at its sample points `counts[p]`; `limits[p]` is how many elements it has to choose
-    from. Raises ValueError when these are less than `total` together.
-    """
-    # A host sync: the lengths of the next messages depend on it.
-    reached = levels.cpu().to(torch.float64)  # [P, points], descending
-    points = _logarithm(torch.tensor([list(each) for each in counts], dtype=torch.float64, device="cpu"))
-    limit = torch.tensor(list(limits), dtype=torch.float64, device="cpu")
-    octave = float(1 << (_OCTAVE_BITS - (_FLOAT32_BITS - bits)))
-    # The highest level that enough elements reach lies in [low, high).
-    low, high = 0, (_TOP >> (_FLOAT32_BITS - bits)) + 1
-    while high - low > 1:
-        step = -(-(high - low) // _TRIED)
-        tried = range(low, high, step)
-        # Whole numbers, whose sums are exact in whatever order. Fewer elements reach a higher level.
-        above = (_reaching(tried, reached, points, limit, octave) * _UNIT).to(torch.int64).sum(1)
-        enough = int((above >= total * _UNIT).sum())
-        low, high = tried[max(0, enough - 1)], min(high, tried[max(0, enough - 1)] + step)
-    weights = _reaching([low], reached, points, limit, octave)[0].tolist()
-    return apportion([int(weight * 1024) for weight in weights], limits, total)
-
-
-def apportion(weights: Sequence[int], limits: Sequence[int], total: int) -> list[int]:
-    """Return `total` in shares proportional to `weights`, at most `limits[p]` for p; what rounding leaves goes to the largest remainders.
-
-    Of equal remainders the first are served. Where no weight is left, in proportion to the limits.
-    Raises ValueError when the limits are less than `total` together.
-    """
-    if sum(limits) < total:
-        raise ValueError(f"{total} elements do not fit into {sum(limits)} free places")
-    given = [0] * len(limits)
-    open_places = [p for p in range(len(limits)) if limits[p]]
-    while total and open_places:
-        share = weights if any(weights[p] for p in open_places) else limits
-        whole = sum(share[p] for p in open_places)
-        full = [p for p in open_places if total * share[p] >= limits[p] * whole]
-        if not full:
-            return _filled(given, {p: (total * share[p], whole) for p in open_places}, total)
-        for p in full:
-            given[p] = limits[p]
-            total -= limits[p]
-        open_places = [p for p in open_places if p not in full]
-    return given
-
-
-def _filled(given: list[int], wanted: Mapping[int, tuple[int, int]], total: int) -> list[int]:
-    """Return `given` with the fractions `wanted` filled in, rounded so that they sum to `total`."""
-    for p, (numerator, whole) in wanted.items():
-        given[p] = numerator // whole
-    left = total - sum(given[p] for p in wanted)
-    for p in sorted(wanted, key=lambda p: (-(wanted[p][0] % wanted[p][1]), p))[:left]:
-        given[p] += 1
-    return given
-
-
-def _reaching(asked: Sequence[int], levels: Tensor, points: Tensor, limit: Tensor, octave: float) -> Tensor:
-    """Return about how many elements of each partition reach each level asked for, [asked, P].
-
-    Straight lines through the sample points, in logarithms.
-    """
-    level = torch.tensor(asked, dtype=torch.float64, device="cpu")[:, None]
-    passed = (levels >= level[:, :, None]).sum(2)  # [asked, P]: sample points at or above the level
-    left = (passed - 1).clamp(0, levels.shape[1] - 2)
-    p = torch.arange(levels.shape[0], device="cpu")
-    upper, lower = levels[p, left], levels[p, left + 1]
-    few, many = points[p, left], points[p, left + 1]
-    inside = few + (upper - level) * (many - few) / (upper - lower).clamp(min=0.5)
-    above = few - (level - upper) / octave * _TAIL
-    below = torch.maximum(inside, many)
-    at = torch.where(passed == 0, above, torch.where(passed == levels.shape[1], below, inside))
-    return torch.minimum(_exponential(at), limit)
-
-
-def _logarithm(x: Tensor) -> Tensor:
-    """Return the logarithm to base 2, by a straight line between powers of two: exact arithmetic, unlike log. About -127 for 0."""
-    return x.to(torch.float32).view(torch.int32).to(torch.float64) / 2**23 - 127.0
-
-
-def _exponential(x: Tensor) -> Tensor:
-    """Return the inverse of `_logarithm`."""
-    return ((x.clamp(-127.0, 127.0) + 127.0) * 2**23).to(torch.int32).view(torch.float32).to(torch.float64)

@@ -19,7 +19,8 @@ from sparsync.comm.plan import NOTHING, Given, Plan, planned, plus
 from sparsync.core import check_density, count_for, spans
 from sparsync.feedback import Residuals
 from sparsync.kernels.rounding import lacking
-from sparsync.selection.exclusive import apportion, by_rank
+from sparsync.selection.exclusive import by_rank
+from sparsync.selection.shares import apportion
 from sparsync.wire import Elements, Values, check_values
 from sparsync_lab.rivals.gtopk import of_survivors
 from sparsync_lab.rivals.spar_reduce_scatter import (

@@ -74,7 +74,7 @@ class TopKDSA(ErrorFeedbackScheme):
         regions = spans(n, P)
         mine = regions[comm.rank]
         region = own.value.new_zeros(len(mine))
-        reduced = split_and_reduce_(region, own, regions, comm, codec)
+        reduced = split_and_reduce_(region, own, regions, comm, codec, counts_first=True)
         with phase("select"):
             sums = kernels.select_ge(region, 0.0)  # all non-zero ones
         finite = acc.finite and kernels.all_finite(region)
@@ -99,9 +99,9 @@ class TopKDSA(ErrorFeedbackScheme):
         lengths = [len(region) for region in regions]
         outgoing = given.by_rank("outgoing")
         if outgoing is not None:
-            split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec)
+            split = split_and_reduce_exchanges(outgoing, lengths, dtype, codec, counts_first=True)
         else:
-            split = even_split_exchanges(k - k // P, n, P, dtype, codec)
+            split = even_split_exchanges(k - k // P, n, P, dtype, codec, counts_first=True)
         held = given.by_rank("held") or _uneven(union_of(given, k), lengths)
         if self._dense(held, regions, dtype):
             gathered = all_gather_exchange(tally(lengths, lambda m: ValueCodec(self.values).nbytes(m, dtype)))

@@ -1,0 +1,266 @@
+"""How many elements each partition or region sends, so that together they are the asked number of the largest.
+
+Tail sketches: every rank sends at which magnitudes its partition holds a few agreed numbers of elements, its sample points. From all
+ranks' sketches every rank finds the same common magnitude, and from it the same quotas. A sketch is free of any scale, so no threshold
+is learnt. Profiles: every partition sends equally many elements, and its boundaries move to where that is the selection of one threshold.
+
+Magnitudes travel as levels: the upper bits of a float32, which order as the numbers do and are about their logarithm. Only integers and
+correctly rounded operations, so that unlike machines agree too.
+"""
+
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparsync.core import Span, spans
+from sparsync.kernels import operations as kernels
+
+_FLOAT32 = struct.Struct("<f")
+_WORD = struct.Struct("<i")
+_FLOAT32_BITS = 31  # of a magnitude
+_OCTAVE_BITS = 23  # 2^23 levels of 31 bits between a magnitude and its double
+_TOP = 0x7F7FFFFF  # the largest finite float32
+_LARGEST: float = _FLOAT32.unpack(_WORD.pack(_TOP))[0]
+_TAIL = 2.0  # above the first sample point, twice the magnitude is taken to be reached by 2^-2 as many elements
+_UNIT = 1 << 20  # estimates are added up in parts of an element
+BLOCKS = 1024  # of a Profile, at most
+_LEAST_BLOCK = 64  # elements of a block of a Profile
+_MASS = 1 << 40  # what the masses of a profile sum up to: integers, so that all ranks cut the same on any hardware
+_FLOOR = 8  # a profile spreads 1/8 of its mass evenly, so that no partition is longer than 8 n/P
+# Boundaries follow selections over at least this number of steps, and of elements of each partition.
+_MEMORY_STEPS = 8
+_MEMORY_COUNT = 32
+
+
+def level_of(magnitude: float, bits: int = 15) -> int:
+    """Return the upper `bits` of a magnitude as a float32 without its sign; what exceeds float32 counts as its largest."""
+    return _WORD.unpack(_FLOAT32.pack(min(_LARGEST, magnitude)))[0] >> (_FLOAT32_BITS - bits)
+
+
+def magnitude_of(level: int, bits: int = 15) -> float:
+    """Return the smallest magnitude at a level."""
+    return _FLOAT32.unpack(_WORD.pack(level << (_FLOAT32_BITS - bits)))[0]
+
+
+def relative_magnitudes(levels: Sequence[int]) -> list[int]:
+    """Return the magnitudes at `levels` of 15 bits in units of 2^-16 of the largest, rounded down; all 1 when that is 0."""
+    magnitudes = [magnitude_of(level) for level in levels]
+    largest = max(magnitudes)
+    return [int(magnitude / largest * 65536) for magnitude in magnitudes] if largest > 0 else [1] * len(levels)
+
+
+def sketch(largest: Float[Tensor, " m"], counts: Sequence[int], bits: int = 15) -> list[int]:
+    """Return the level that `counts[j]` elements of a partition reach or exceed, for each of the ascending counts; 0 for a count of 0.
+
+    `largest` holds the largest elements of the partition, in any order: max(counts) of them, or all that are not zero.
+    """
+    levels: list[int] = []
+    for count in reversed(counts):  # each is among those of the next larger count
+        if 0 < count < largest.numel():
+            largest = kernels.top_k(largest, count).value
+        # A host sync: it is sent as a number.
+        levels.append(level_of(kernels.smallest_magnitude(largest), bits) if 0 < count <= largest.numel() else 0)
+    return levels[::-1]
+
+
+def quotas(
+    levels: Sequence[Sequence[int]],
+    counts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    total: int,
+    bits: int = 15,
+) -> list[int]:
+    """Return how many elements each partition sends, `total` together: as many as it holds above the level common to all.
+
+    `levels[p]` is the sketch of partition p at its sample points `counts[p]`; `limits[p]` is how many elements it has to choose
+    from. Raises ValueError when these are less than `total` together.
+    """
+    tails = [
+        (tuple(row), tuple(map(_logarithm, points)), limit)
+        for row, points, limit in zip(levels, counts, limits, strict=True)
+    ]
+    octave = float(1 << (_OCTAVE_BITS - (_FLOAT32_BITS - bits)))
+    # The highest level that enough elements reach lies in [low, high): fewer reach a higher one.
+    low, high = 0, (_TOP >> (_FLOAT32_BITS - bits)) + 1
+    while high - low > 1:
+        level = (low + high) // 2
+        # Whole numbers, whose sums are exact.
+        enough = sum([int(_reaching(level, *tail, octave) * _UNIT) for tail in tails]) >= total * _UNIT
+        low, high = (level, high) if enough else (low, level)
+    return apportion([int(_reaching(low, *tail, octave) * 1024) for tail in tails], limits, total)
+
+
+def _reaching(level: int, levels: tuple[int, ...], counts: tuple[float, ...], limit: int, octave: float) -> float:
+    """Return about how many elements of a partition reach a level, of which `octave` lie between a magnitude and its double.
+
+    Straight lines through the sample points, in logarithms: `counts[j]` is the logarithm of how many reach `levels[j]`, which descend.
+    """
+    passed = 0  # sample points at or above the level
+    while passed < len(levels) and levels[passed] >= level:
+        passed += 1
+    if passed == 0:
+        logarithm = counts[0] - (level - levels[0]) / octave * _TAIL
+    else:
+        last = passed == len(levels)
+        left = passed - 2 if last else passed - 1
+        few, many = counts[left], counts[left + 1]
+        upper, lower = levels[left], levels[left + 1]
+        logarithm = few + (upper - level) * (many - few) / max(upper - lower, 0.5)
+        if last:
+            logarithm = max(logarithm, many)
+    return min(_exponential(logarithm), float(limit))
+
+
+def apportion(weights: Sequence[int], limits: Sequence[int], total: int) -> list[int]:
+    """Return `total` in shares proportional to `weights`, at most `limits[p]` for p; what rounding leaves goes to the largest remainders.
+
+    Of equal remainders the first are served. Where no weight is left, in proportion to the limits.
+    Raises ValueError when the limits are less than `total` together.
+    """
+    if sum(limits) < total:
+        raise ValueError(f"{total} elements do not fit into {sum(limits)} free places")
+    given = [0] * len(limits)
+    open_places = [p for p in range(len(limits)) if limits[p]]
+    while total and open_places:
+        share = weights if any(weights[p] for p in open_places) else limits
+        whole = sum(share[p] for p in open_places)
+        full = [p for p in open_places if total * share[p] >= limits[p] * whole]
+        if not full:
+            return _filled(given, {p: (total * share[p], whole) for p in open_places}, total)
+        for p in full:
+            given[p] = limits[p]
+            total -= limits[p]
+        open_places = [p for p in open_places if p not in full]
+    return given
+
+
+def equal_shares(limits: Sequence[int], total: int, turn: int) -> list[int]:
+    """Return `total` in equal shares, at most `limits[p]` for p; what does not divide goes to others at each `turn`, 0, 1, ..."""
+    P = len(limits)
+    first = turn % P
+    shares = apportion([1] * P, [*limits[first:], *limits[:first]], total)
+    return [*shares[P - first :], *shares[: P - first]]
+
+
+@dataclass
+class Profile:
+    """How much of what is worth sending lies in each block of the vector, smoothed over steps; the same on every rank.
+
+    A fixed number of elements chosen in each partition says nothing about how partitions compare, so what was selected counts in
+    proportion to the smallest magnitude selected beside it: a partition whose last choice is twice as large holds about twice as much.
+    """
+
+    steps: int = 0
+    mass: list[int] = field(default_factory=list)  # of each block; empty: nothing seen yet
+
+    def cut(self, n: int, P: int, least: int) -> list[Span]:
+        """Return P partitions of equal mass and at least `least` elements each (fewer when n < P * least). Without mass: equal lengths."""
+        if not self.mass or n < P:
+            return list(spans(n, P))
+        blocks = len(self.mass)
+        edges = block_starts(n, blocks)
+        ends = [0, *accumulate(self.mass)]
+        even = _MASS // (_FLOOR * blocks) + 1  # for each block
+        cuts, block = [0], 0
+        for part in range(1, P):
+            wanted = (ends[-1] + blocks * even) * part // P
+            # The last block before which there is at most as much as wanted.
+            block = bisect_right(range(blocks), wanted, lo=block, key=lambda i: ends[i] + i * even) - 1
+            mass = self.mass[block] + even
+            cuts.append(
+                edges[block] + (wanted - ends[block] - block * even) * (edges[block + 1] - edges[block]) // mass
+            )
+        return [Span(start, stop) for start, stop in pairwise(_spread([*cuts, n], min(least, n // P)))]
+
+    def observe(
+        self, index: Int[Tensor, " K"], counts: Sequence[int], weights: Sequence[int], n: int, memory: int
+    ) -> None:
+        """Add a step: `index` holds ascending positions, the `counts[p]` of partition p of mass `weights[p]` each.
+
+        A step `memory` steps back counts 1/e.
+        """
+        blocks = max(1, min(BLOCKS, n // _LEAST_BLOCK))
+        # A host sync: boundaries follow from it.
+        before: list[int] = torch.searchsorted(index, _edges_on(n, blocks, index.device)).tolist()
+        total = sum(map(int.__mul__, counts, weights))
+        if total == 0:
+            return
+        share = [each * _MASS // total for each in _masses(before, counts, weights)]
+        self.steps += 1
+        rate = min(self.steps, memory)
+        old = self.mass if len(self.mass) == blocks else share
+        self.mass = [was + (now - was) // rate for was, now in zip(old, share, strict=True)]
+
+
+def profile_memory(count: int, P: int) -> int:
+    """Return over how many steps a profile is smoothed, of which `count` elements are observed at each."""
+    return max(_MEMORY_STEPS, -(-_MEMORY_COUNT * P // count))
+
+
+@lru_cache(maxsize=1024)
+def block_starts(n: int, blocks: int) -> tuple[int, ...]:
+    """Return where near-equal blocks of a vector begin, and where the last one ends."""
+    return (0, *(span.stop for span in spans(n, blocks)))
+
+
+@lru_cache(maxsize=1024)
+def _edges_on(n: int, blocks: int, device: torch.device) -> Tensor:
+    return torch.tensor(block_starts(n, blocks), dtype=torch.int32, device=device)
+
+
+def _masses(before: Sequence[int], counts: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """Return the mass of each block, of which `before[b]` elements lie before block b."""
+    masses = [0] * (len(before) - 1)
+    block = start = 0
+    for count, weight in zip(counts, weights, strict=True):
+        stop = start + count
+        while start < stop:
+            while before[block + 1] <= start:
+                block += 1
+            upto = min(before[block + 1], stop)
+            masses[block] += (upto - start) * weight
+            start = upto
+    return masses
+
+
+def _spread(cuts: list[int], least: int) -> list[int]:
+    """Return the ascending `cuts`, moved as little as it takes to leave at least `least` between neighbours; the outer ones stay."""
+    cuts = list(cuts)
+    for i in range(1, len(cuts) - 1):
+        cuts[i] = max(cuts[i], cuts[i - 1] + least)
+    for i in range(len(cuts) - 2, 0, -1):
+        cuts[i] = min(cuts[i], cuts[i + 1] - least)
+    return cuts
+
+
+def _filled(given: list[int], wanted: Mapping[int, tuple[int, int]], total: int) -> list[int]:
+    """Return `given` with the fractions `wanted` filled in, rounded so that they sum to `total`."""
+    for p, (numerator, whole) in wanted.items():
+        given[p] = numerator // whole
+    left = total - sum(given[p] for p in wanted)
+    for p in sorted(wanted, key=lambda p: (-(wanted[p][0] % wanted[p][1]), p))[:left]:
+        given[p] += 1
+    return given
+
+
+def _logarithm(count: int) -> float:
+    """Return the logarithm to base 2, by a straight line between powers of two: exact arithmetic, unlike log. -127 for 0."""
+    if not count:
+        return -127.0
+    mantissa, exponent = math.frexp(count)
+    return exponent + 2.0 * mantissa - 2.0
+
+
+def _exponential(logarithm: float) -> float:
+    """Return the inverse of `_logarithm`."""
+    logarithm = max(-127.0, min(127.0, logarithm))
+    exponent = math.floor(logarithm)
+    return math.ldexp(1.0 + (logarithm - exponent), exponent)
