@@ -109,6 +109,10 @@ class Announcements:
     _on_their_way: int = 0
     _most: int = 1  # on their way at once
 
+    def __post_init__(self) -> None:
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._on_gpu = dist.get_backend(self.group) == "nccl"
+
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
         own = torch.tensor(announcement.numbers)
@@ -156,14 +160,6 @@ class Announcements:
         while len(self._ahead) + on_their_way < AHEAD * self._most:
             rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
             self._ahead.append((rows, [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]))
-
-    @property
-    def _others(self) -> list[int]:
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
-
-    @property
-    def _on_gpu(self) -> bool:
-        return dist.get_backend(self.group) == "nccl"
 
 
 def all_gather_single(

@@ -36,6 +36,9 @@ class Lane:
         self.announcements = made  # so many of this rank
         self._comm, self._number, self._announced, self._waits = comm, number, announced, waits
         self._place = 0  # of the next operation
+        # Every rank sends to the next one, then to the one after it.
+        self._sources = [(self.rank - i) % self.size for i in range(1, self.size)]
+        self._targets = [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def settle(self) -> None:
         """Wait for what other ranks announced of this bucket, if that was not yet done. Raises RanksDifferError where it differs."""
@@ -212,11 +215,3 @@ class Lane:
         with self._comm.named("exchange of lengths"):
             dist.all_to_all_single(received, sent, group=group)
         return received.tolist()  # a host sync: the sizes of the receive buffers depend on it
-
-    @property
-    def _sources(self) -> list[int]:
-        return [(self.rank - i) % self.size for i in range(1, self.size)]
-
-    @property
-    def _targets(self) -> list[int]:
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
