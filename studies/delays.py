@@ -29,14 +29,13 @@ from torch.optim import AdamW
 
 from sparsync import LocalSteps, Scheme, Steps, attach
 from sparsync.base.registry import nearest
-from sparsync.comm.plan import Plan, all_reduce_exchange
 from sparsync.core import ParameterSpan, Span, generator
 from sparsync_lab.cli_options import positive
 from sparsync_lab.environment import machine, versions
 from sparsync_lab.netlab import Delay, network, parse_delay, parse_rate, restart_with_rights
 from sparsync_lab.predict import plan
 from sparsync_lab.predict.network import GLOO_DELAYS_PER_ROUND
-from sparsync_lab.predict.plans import agreement, ratio
+from sparsync_lab.predict.plans import agreement
 from sparsync_lab.progress import progress
 from sparsync_lab.report.format import significant
 from sparsync_lab.scheme_choice import parse_schemes
@@ -142,18 +141,17 @@ def measure(spec: Mapping[str, Any], place: Place, emit: Emit) -> None:  # Any: 
 
 
 def predicted(name: str, elements: int, P: int) -> float:
-    """Return how many one-way delays the model counts for a step of this case, as if its buckets went one after the other."""
+    """Return how many one-way delays the model counts for a step of this case: buckets of ours all wait at the same time."""
     buckets, name = (BUCKETS, SEVERAL[name]) if name in SEVERAL else (1, name)
+    if name in OWN:
+        # Gloo posts the receives of its ring when a round begins, and has two threads for operations.
+        return 2 * 2 * (P - 1) * max(1.0, buckets / 2)
     layout = (ParameterSpan("", Span(0, elements), (ROWS, elements // ROWS)),)
     scheme = _scheme(TWO_SHOT if name in EXCHANGES else GRADIENTS.get(name, "dense"))
     found = plan(scheme, elements, P, layout=layout)
-    if name in OWN:
-        found = Plan((all_reduce_exchange(elements, 4, P),))
-    elif name == "steps_measured":
-        found += ratio([elements], P)
-    elif name == "local_steps":
+    if name == "local_steps":
         found = agreement(P) + found
-    return buckets * GLOO_DELAYS_PER_ROUND * sum(float(each.rounds) for each in found.exchanges)
+    return GLOO_DELAYS_PER_ROUND * sum(float(each.rounds) for each in found.exchanges)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

@@ -229,7 +229,7 @@ def test_a_probe_of_another_model_is_refused_without_gradients_too(
 def test_buckets_are_joined_as_the_integration_joins_them(sizes: list[int]) -> None:
     seen: list[int] = []
 
-    def submit(bucket: Bucket, prepare: object) -> Future:
+    def submit(bucket: Bucket, prepare: object, last: bool) -> Future:
         seen.append(bucket.grad.numel())
         done: Future = Future()
         done.set_result(bucket.grad)

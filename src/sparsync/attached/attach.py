@@ -70,7 +70,7 @@ def attach(
         follow_rates: whether residuals also follow the learning rates of `optimizer`, down to a tenth of the highest one.
         timeout_s: seconds that a rank waits for the others.
         join_mb: for DistributedDataParallel, megabytes up to which successive buckets are joined if the scheme has a residual (4; 0: none
-            are joined). A scheme takes as many exchanges for a small bucket as for a large one.
+            are joined). A scheme takes as many exchanges and calls for a small bucket as for a large one. Dense joins up to 256 kB at most.
         dense_below: for DistributedDataParallel, elements below which a joined bucket is sent whole (1024; 0: never).
         check_weights_every: steps between two comparisons of the trained parameters (100; 0: never). On FSDP2's shard axis each rank has
             different ones, and none are compared.

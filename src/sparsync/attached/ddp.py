@@ -30,6 +30,9 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # pub
 Promised = torch.futures.Future[Tensor]
 
 JOIN_MB = 4.0
+DENSE_JOIN = (
+    2**18
+)  # bytes up to which buckets without a residual are joined, whose copies cost more than they save beyond
 DENSE_BELOW = 1024
 
 
@@ -174,8 +177,10 @@ class DdpHandle(AttachedHandle):
         may_send_whole = isinstance(scheme, ErrorFeedbackScheme) and plain and scheme.may_send_whole
         below, dispatcher = self._dense_below if may_send_whole else 0, self._dispatcher
         self._joining = Joining(
-            lambda bucket, prepare: dispatcher.submit(bucket, scheme, prepare, send_all=bucket.grad.numel() < below),
-            self._nbytes if scheme.has_residual else 0,
+            lambda bucket, prepare, last: dispatcher.submit(
+                bucket, scheme, prepare, send_all=bucket.grad.numel() < below, last=last
+            ),
+            self._nbytes if scheme.has_residual else min(self._nbytes, DENSE_JOIN) if type(scheme) is Dense else 0,
             getattr(self, "_joining", None),
         )
 
@@ -250,9 +255,10 @@ def attach(
 ) -> DdpHandle:
     """Make `ddp_model` reduce its gradients with `scheme`, and return the handle to its reports and state. See `attach.attach`.
 
-    Collective over the ranks of the model's process group. One thread reduces the buckets in order, on a private process group, while the
-    backward pass continues. Buckets are joined only for schemes with a residual; topk, two_shot, micro, exdyna and oktopk send those below
-    `dense_below` whole, with their residual, in one all-reduce.
+    Collective over the ranks of the model's process group. Threads reduce the buckets, which begin in order, on a private process group,
+    while the backward pass continues; over gloo, one bucket is computed while others wait for other ranks. Buckets are joined for schemes
+    with a residual, and for Dense up to 256 kB; topk, two_shot, micro, exdyna and oktopk send those below `dense_below` whole, with their
+    residual, in one all-reduce.
     Failures: if all ranks fail in the same step, the next step works, without what the failed one took from residuals.
     Comparison: before each bucket the ranks compare step, layout, scheme, shared state and optimizer settings, and every
     `check_weights_every` steps a digest of the parameters that DDP reduces. If they differ, all ranks raise a RuntimeError with the text of

@@ -16,7 +16,7 @@ from torch.futures import Future
 from sparsync.core import Bucket, ParameterSpan, laid_out
 from sparsync.runtime.dispatcher import Prepare, Promised, future_on, promise
 
-Submit = Callable[[Bucket, Prepare | None], Promised]
+Submit = Callable[[Bucket, Prepare | None, bool], Promised]  # whether no other bucket of this step follows
 Layout = list[tuple[str, list[str]]]  # a step's buckets in order: key, and names of parameters
 
 
@@ -64,14 +64,14 @@ class Joining:
             held = sum(each.bucket.grad.nbytes for each in self._waiting)
             full = last or held + bucket.grad.nbytes >= self._nbytes
             if full and not self._waiting:
-                return self._pass_on(bucket, self._prepared())
+                return self._pass_on(bucket, self._prepared(), last)
         promised = self._hold(bucket)
         if full:
-            self.flush()
+            self.flush(last)
         return promised
 
-    def flush(self) -> None:
-        """Submit the buckets that wait."""
+    def flush(self, last: bool = False) -> None:
+        """Submit the buckets that wait; `last`: no other one of this step follows."""
         parts, self._waiting = self._waiting, []
         if not parts:
             return
@@ -99,7 +99,8 @@ class Joining:
                     each.done.set_result(each.bucket.grad)
 
         for copied in made:
-            self._pass_on(copied.bucket, copied.prepare or self._prepared()).then(partial(write, copied))
+            ends = last and copied is made[-1]
+            self._pass_on(copied.bucket, copied.prepare or self._prepared(), ends).then(partial(write, copied))
 
     def abandon(self, error: Exception) -> None:
         """Fail the buckets that wait, because no more will come."""
@@ -114,9 +115,9 @@ class Joining:
         self._waiting.append(waiting)
         return promise(waiting.done, waiting.error)
 
-    def _pass_on(self, bucket: Bucket, prepare: Prepare | None) -> Promised:
+    def _pass_on(self, bucket: Bucket, prepare: Prepare | None, last: bool) -> Promised:
         self._submitted.append((bucket.key, [entry.name for entry in bucket.layout]))
-        return self._submit(bucket, prepare)
+        return self._submit(bucket, prepare, last)
 
     def _prepared(self) -> Prepare | None:
         prepare, self._prepare = self._prepare, None

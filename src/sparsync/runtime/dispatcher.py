@@ -161,11 +161,15 @@ class Dispatcher:
         prepare: Prepare | None = None,
         written: Callable[[], Bucket] | None = None,
         send_all: bool = False,
+        last: bool = False,
     ) -> Promised:
-        """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce."""
+        """Return at once a future of the reduced `bucket.grad`, which also raises all errors. Arguments as of Connection.reduce.
+
+        `last`: no other bucket of this step follows, so that this one needs no thread of its own.
+        """
         device, submitted_s = bucket.grad.device, time.perf_counter()
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        task = _Task(bucket, scheme, prepare, written, send_all, submitted_s, future_on(device))
+        task = _Task(bucket, scheme, prepare, written, send_all, last, submitted_s, future_on(device))
         promised = promise(task.done, task.error)
 
         def job() -> None:
@@ -259,7 +263,10 @@ class Dispatcher:
                     flight.landed.set()
                     flight.ended.set()
 
-        self._threads.reduces(number).submit(fly)
+        if task.last:
+            fly()
+        else:
+            self._threads.reduces(number).submit(fly)
 
     def _fly(self, task: "_Task", flight: Flight, reducing: Reducing, began: float) -> None:
         """Do the exchanges of a bucket, then wait for the buckets before, and report it."""
@@ -335,6 +342,7 @@ class _Task:
     prepare: Prepare | None
     written: Callable[[], Bucket] | None
     send_all: bool
+    last: bool
     submitted_s: float
     done: Future
     error: list[str] = field(default_factory=list)

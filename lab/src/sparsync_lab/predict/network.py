@@ -13,7 +13,7 @@ cross the link of its group of g ranks out of P, in each direction:
     all     g n (P-g)/(P-1)          each rank sends as much to every other rank
     pair    g n                      at worst, all partners are outside
 
-On the way down the busiest rank counts with what it receives. An all_reduce is a ring. "pair" is the worst case: where partners are in the
+On the way down the busiest rank counts with what it receives. "pair" is the worst case: where partners are in the
 same group, it takes less.
 
 Bandwidth of a ring all_reduce of S bytes is what nccl-tests calls busbw, S/t * 2 (P-1)/P, since n = 2 (P-1)/P * S leaves each rank
@@ -27,7 +27,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from sparsync.comm.plan import Exchange, Kind
 
-AllReduce = Literal["ring", "tree", "best"]
+AllReduce = Literal["direct", "ring", "tree", "best"]
 
 # One-way delays of a dependent round over gloo, in settled steps: receives are posted steps ahead, so that gloo's message that they are
 # ready has arrived before.
@@ -101,8 +101,9 @@ class Tier:
 class Tiers:
     """A hierarchy of groups, the smallest first. `flat_switch` and `nodes` make one.
 
-    `all_reduce` is the algorithm of the backend's own all_reduce: the ring that `Exchange` counts; a tree, of 2 ceil(log2 P) rounds and
-    P/(P-1) times the bytes, as NCCL's double binary tree; or the quicker one. Of two groups each sends the other half of a tensor up one
+    `all_reduce` is the algorithm of an all_reduce: "direct", to the owners of chunks and back, as `Exchange` counts it and as over gloo; a
+    ring, of 2 (P-1) rounds; a tree, of 2 ceil(log2 P) rounds and P/(P-1) times the bytes, as NCCL's double binary tree; or "best", the
+    quicker one of ring and tree. Of two groups each sends the other half of a tensor up one
     tree and half of it down the other, so half of those bytes cross their links (https://github.com/NVIDIA/nccl/issues/812). `rings` are
     the other kinds that the backend sends round a ring, in P-1 rounds, whatever `Exchange.peers` says: NCCL's all_gather.
     `delays_per_round` are the one-way delays that a dependent round takes: 1 where messages need not wait for their receivers, and
@@ -127,7 +128,10 @@ class Tiers:
         """Return how long this exchange takes among P ranks that begin at the same time; 0 for P = 1."""
         if P == 1:
             return 0.0
-        if exchange.kind == "all_reduce" and self.all_reduce != "ring":
+        if exchange.kind == "all_reduce" and self.all_reduce != "direct":
+            ring_s = self._seconds(replace(exchange, rounds=2 * (P - 1)), P, "ring")
+            if self.all_reduce == "ring":
+                return ring_s
             tree = replace(
                 exchange,
                 nbytes=exchange.nbytes * P / (P - 1),
@@ -136,10 +140,10 @@ class Tiers:
                 messages=min(exchange.messages, 4 * math.ceil(math.log2(P))),
             )
             tree_s = self._seconds(tree, P, "tree")
-            return tree_s if self.all_reduce == "tree" else min(tree_s, self._seconds(exchange, P, "ring"))
+            return tree_s if self.all_reduce == "tree" else min(tree_s, ring_s)
         if exchange.kind in self.rings and exchange.peers == "all":
             return self._seconds(replace(exchange, rounds=exchange.rounds * (P - 1)), P, "ring")
-        return self._seconds(exchange, P, "ring" if exchange.kind == "all_reduce" else exchange.peers)
+        return self._seconds(exchange, P, exchange.peers)
 
     def _seconds(self, exchange: Exchange, P: int, peers: str) -> float:
         """Return the seconds with these peers; every round crosses the slowest tier, save round a ring."""
