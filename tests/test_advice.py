@@ -65,7 +65,7 @@ def test_a_dense_step_is_the_backward_pass_and_what_the_last_bucket_adds() -> No
     assert found.step_s == pytest.approx(3 + 0.5625 + 0.125, rel=1e-4)  # and what dividing takes
     assert found.hidden == pytest.approx(0.5, rel=1e-3)
     assert found.bits(2 * N) == 8 * (2 * SENT + 2 * 3 * 32) / (2 * N)  # announcements are 32 bytes to each other rank
-    assert found.rounds == 12
+    assert found.rounds == 4
 
 
 def test_half_the_bytes_take_half_the_time_where_the_table_says_so() -> None:

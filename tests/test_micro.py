@@ -126,10 +126,9 @@ def test_a_state_of_before_sketches_were_kept_loads() -> None:
 
 
 def test_a_step_waits_for_three_exchanges_or_two_where_the_union_is_small() -> None:
-    """An all-reduce counts as 2 (P-1) steps here."""
     P = 4
     for kind in PLAIN.values():
-        for n, steps in ((2000, {2}), (200_000, {1 + 2 * (P - 1)})):
+        for n, steps in ((2000, {2}), (200_000, {3})):
             seen = run(lambda kind=kind: kind(density=0.01), P, [whole_numbers(n, P, step) for step in range(3)])
             assert {each.report.cost.steps for shown in seen for each in shown} == steps
 

@@ -41,6 +41,8 @@ _LACKING = {
     "topk": ("accumulate",),
     "two_shot": ("accumulate",),
     "oktopk": ("accumulate",),
+    "micro": ("accumulate",),
+    "exdyna": ("accumulate",),
 }
 # Within a step: a phase of the scheme, before a message, or after the last bucket of the step is reduced.
 WITHIN = (*PHASES, "message", "late")

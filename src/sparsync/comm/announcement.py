@@ -9,6 +9,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -139,7 +140,10 @@ class Announcements:
         if not self._on_gpu:
             with self._posting:
                 self._on_their_way -= 1
-                self._post(self._on_their_way)
+                with suppress(
+                    RuntimeError
+                ):  # another rank has ended after this step; where it has not, the next one raises
+                    self._post(self._on_their_way)
         return [row.tolist() for row in announced.rows]  # a host sync on a GPU: nothing may be sent before it
 
     def exchange_texts(self, own: str) -> list[str]:

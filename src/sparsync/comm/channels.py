@@ -9,7 +9,7 @@ much of a message fits. What does not fit follows in a second message, whose rec
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -120,9 +120,12 @@ class Channels:
     def _post_ahead(self, tag: int, arrived: "_Arriving") -> None:
         source, nbytes = arrived.message.source, _room_after(arrived.nbytes, arrived.message.nbytes is None)
         posted = self._posted[tag, source]
-        while len(posted) < AHEAD:
-            room = torch.empty(nbytes, dtype=torch.uint8)
-            posted.append(_Posted(room, self.receive(room, source, tag)))
+        with suppress(
+            RuntimeError
+        ):  # the other rank has ended after this exchange; where it has not, the next one raises
+            while len(posted) < AHEAD:
+                room = torch.empty(nbytes, dtype=torch.uint8)
+                posted.append(_Posted(room, self.receive(room, source, tag)))
 
 
 def _next(ahead: deque[Each]) -> Each | None:

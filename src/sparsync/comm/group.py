@@ -161,16 +161,20 @@ class GroupComm:
         In a fork it does nothing: sockets are shared, and those of the parent would be closed.
         """
         assert self._base is not None, "only a private communicator can be closed"
-        if self.group is None or not self.origin.is_here:
+        if not self.origin.is_here:
+            return
+        # At once, because two threads may close: without a group, the world would be destroyed.
+        group, self.group = self.group, None
+        if group is None:
             return
         with suppress(ValueError):  # destroyed already, with the world
-            abort(self.group)  # an error's traceback may refer to what waits, which keeps sockets open
-            dist.destroy_process_group(self.group)
+            abort(group)  # an error's traceback may refer to what waits, which keeps sockets open
+            dist.destroy_process_group(group)
         # Gloo closes its sockets when nothing refers to the group any more.
-        for each in self._unsettled:
+        for each in list(self._unsettled):
             each.works.clear()
         self._unsettled.clear()
-        self.group = self._announcements = self._channels = None
+        self._announcements = self._channels = None
 
     def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.

@@ -263,13 +263,10 @@ class Connection:
         try:
             with baton.held(1):
                 result = others()
-        except BaseException:
+        except BaseException as error:
+            first = failed[0] if failed else error  # what failed there before is why this failed
             self.abort()
-            thread.join()
-            # What failed there first is why this failed.
-            if failed and not is_known(failed[0]):
-                raise failed[0] from None
-            raise
+            raise first from None
         finally:
             self._waits = nullcontext
             thread.join()
