@@ -14,6 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ign
 from torch.optim import lr_scheduler
 
 import sparsync
+from helpers.sketches import too_long_to_measure
 from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
@@ -113,25 +114,30 @@ def own_steps(rank: int, P: int, count: int, rate: float, beta2: float, eps: flo
     blocks = [slice(first, min(first + BLOCK, n)) for first in range(0, n, BLOCK)]
     square, of_mean, of_own = torch.zeros(n), torch.zeros(len(blocks)), torch.zeros(len(blocks))
     found, measured, seen = [], 0, torch.zeros(n)
+
+    def measure(gradients: list[Tensor], step: int) -> None:
+        weight = max(0.02, 1 / measured)
+        drawn = torch.randint(0, 2, (256, BLOCK), generator=generator(0, "ratio/float32/cpu/0", step))
+        for i, block in enumerate(blocks):
+            signs = (2 * drawn[i] - 1).float()[: block.stop - block.start]
+            mean = sum(float((each[block] * signs).sum()) for each in gradients) / P
+            of_mean[i] += weight * (mean**2 - of_mean[i])
+            of_own[i] += weight * ((gradients[rank][block] ** 2).sum() - of_own[i])
+
     for step in range(count):
         gradients = [gradient(each, step) for each in range(P)]
-        own = gradients[rank]
-        ratio = torch.ones(n)
-        if P > 1:
-            if step < 8 or step % EVERY == 0:
-                measured += 1
-                weight = max(0.02, 1 / measured)
-                drawn = torch.randint(0, 2, (256, BLOCK), generator=generator(0, "ratio/float32/cpu/0", step))
-                for i, block in enumerate(blocks):
-                    signs = (2 * drawn[i] - 1).float()[: block.stop - block.start]
-                    mean = sum(float((each[block] * signs).sum()) for each in gradients) / P
-                    of_mean[i] += weight * (mean**2 - of_mean[i])
-                    of_own[i] += weight * ((own[block] ** 2).sum() - of_own[i])
-            for i, block in enumerate(blocks):
-                ratio[block] = min(1.0, max(0.5 / P, float(of_mean[i] / of_own[i]))) if of_own[i] > 0 else 1.0
+        own, ratio = gradients[rank], torch.ones(n)
+        due = P > 1 and (step < 8 or step % EVERY == 0)
+        measured += due
+        if due and measured == 1:
+            measure(gradients, step)
+        for i, block in enumerate(blocks):
+            ratio[block] = min(1.0, max(0.5 / P, float(of_mean[i] / of_own[i]))) if of_own[i] > 0 else 1.0
         active = taking_part(P, step)
         square, seen = torch.where(active, beta2 * square + (1 - beta2) * own**2, square), seen + active
         found.append(rate * own / ((ratio * square / (1 - beta2**seen).clamp(min=eps)).sqrt() + eps))
+        if due and measured > 1:  # it serves from the next step on
+            measure(gradients, step)
     return found
 
 
@@ -496,7 +502,9 @@ def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
         if step == at:
             assert all(map(torch.equal, before, [common(steps), *steps._vectors["momentum"]]))
             assert all(map(torch.equal, ratios, steps._ratios.of_own))
-            assert len(reports) == (1 if at % EVERY == 0 else len(steps._weights.buckets))
+            measured = at % EVERY == 0
+            assert len(reports) == len(steps._weights.buckets) + measured
+            assert all(report.details["overflow"] for report in reports)
         else:
             assert not torch.equal(before[0], common(steps))
         for bucket in steps._weights.buckets:
@@ -657,37 +665,41 @@ def normed(comm: Comm, **settings: Any) -> AdamWSteps:
     return AdamWSteps(made, torch.optim.AdamW(made.parameters(), lr=0.01), TopK(0.25), comm=comm, **given)
 
 
-def fit(steps: AdamWSteps, span: range) -> None:
+def fit(steps: AdamWSteps, span: range, skipped: Sequence[int] = (10,)) -> None:
+    """Train; in the `skipped` steps rank 1 has Inf."""
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
         steps.optimizers[0].zero_grad()
         loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
-        (loss * (torch.inf if step == 10 and steps.place[0] == 1 else 1.0)).backward()
+        (loss * (torch.inf if step in skipped and steps.place[0] == 1 else 1.0)).backward()
         steps.clip_grad_norm_(1.0)
         steps.step()
 
 
-def test_a_resumed_run_has_the_same_bits_also_after_a_skipped_step(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_at_any_step_has_the_same_bits_also_where_steps_are_skipped(tmp_path: Path) -> None:
+    """Of the skipped steps the first one, and the 9th, measure the ratio, and the 10th does not."""
+    skipped = (0, 9, 10)
+
     def whole(comm: LocalComm) -> list[Tensor]:
         steps = normed(comm)
-        fit(steps, range(14))
-        assert steps.stats()["skipped"] == 1
+        fit(steps, range(14), skipped)
+        assert steps.stats()["skipped"] == 3
         return [*steps.model.state_dict().values(), common(steps)]
 
     def broken(comm: LocalComm, at: int) -> list[Tensor]:
         before = normed(comm)
-        fit(before, range(at))
+        fit(before, range(at), skipped)
         sparsync.checkpoint.save(before, tmp_path / str(at))
         comm.all_gather(torch.zeros(1))
         after = normed(comm)
         sparsync.checkpoint.load(after, tmp_path / str(at))
         assert all(map(torch.equal, before.model.state_dict().values(), after.model.state_dict().values()))
         assert before.stats() == after.stats()
-        fit(after, range(at, 14))
+        fit(after, range(at, 14), skipped)
         return [*after.model.state_dict().values(), common(after)]
 
     wanted = LocalWorld(2).run(whole)
-    for at in (3, 9, 11):
+    for at in range(1, 14):
         for ours, theirs in zip(LocalWorld(2).run(partial(broken, at=at)), wanted, strict=True):
             assert all(map(torch.equal, ours, theirs)), at
     assert torch.equal(wanted[0][-1], wanted[1][-1])
@@ -980,13 +992,17 @@ class FailsInSecondBucket(TopK):
         return super().reduce(bucket, comm)
 
 
-def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_residuals_again() -> None:
+@pytest.mark.parametrize("overflow", [False, True], ids=["finite", "sketch overflows"])
+def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_residuals_again(overflow: bool) -> None:
     def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor]:
         scheme = FailsInSecondBucket(0.25)
         steps = start(comm, scheme, bucket_mb=2e-4)
         seen = train(steps, range(3))
         own, before = flat(steps.model.parameters()), scheme.state_dict()["residual"]["0.weight"]
         learn(steps.model, comm.rank, 3)
+        if overflow:
+            steps.model.get_parameter("0.weight").grad = torch.zeros(8, 6)
+            _first(steps).copy_(too_long_to_measure(3, BLOCK))
         with pytest.raises(MemoryError, match="no memory"):
             steps.step()
         assert torch.equal(common(steps), seen[-1])
@@ -999,6 +1015,128 @@ def test_after_a_failure_in_a_later_bucket_what_the_first_one_sent_is_in_the_res
     first, second = LocalWorld(2).run(body)
     assert torch.equal(first[2], second[2])
     assert torch.allclose(first[0] + second[0], first[1] + second[1], atol=1e-6)
+
+
+def _first(steps: AdamWSteps) -> Tensor:
+    """Return the first block of the gradient, a view."""
+    gradient = next(steps.model.parameters()).grad
+    assert gradient is not None
+    return gradient.view(-1)[:BLOCK]
+
+
+class NotedSteps(AdamWSteps):
+    """Notes this rank's steps of each bucket, as they are before `last` may change that of the last one."""
+
+    made: list[Tensor]
+
+    def _to_step_(self, place: int, gradient: Tensor) -> None:
+        super()._to_step_(place, gradient)
+        self.made = [*(self.made if place else []), gradient.clone()]
+        if place == len(self._weights.buckets) - 1:
+            self.last(gradient)
+
+    def last(self, step: Tensor) -> None:
+        return
+
+
+def noted(comm: Comm, scheme: Scheme) -> NotedSteps:
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.25, betas=(0.5, 0.95))
+    steps = NotedSteps(made, optimizer, scheme, comm=comm, bucket_mb=2e-4, block=BLOCK, measure_every=EVERY, keep=0.5)
+    assert len(steps._weights.buckets) > 1
+    return steps
+
+
+def held(steps: AdamWSteps) -> Tensor:
+    residual = steps.state_dict()["scheme"]["residual"]
+    return flat(residual.get(name, torch.zeros(each.numel())) for name, each in steps.model.named_parameters())
+
+
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("dense", "per_parameter")])
+def test_where_only_the_sketch_overflows_the_step_is_skipped_and_what_was_sent_is_in_the_residuals_again(
+    name: str, at: int
+) -> None:
+    """At step 0 the ratio is measured before the steps, at step 5 beside them."""
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scheme = SCHEMES[name]()
+        steps = noted(comm, scheme)
+        train(steps, range(at))
+        before, moved, momentum = held(steps), common(steps), [each.clone() for each in steps._vectors["momentum"]]
+        ratios = deepcopy(steps.state_dict()["adamw_steps"]["ratio"])
+        for each in steps.model.parameters():
+            each.grad = torch.full_like(each, comm.rank + 1)
+        _first(steps).copy_(too_long_to_measure(at, BLOCK))
+        reports = steps.step()
+        assert [report.key == "ratio" for report in reports] == [True, *[False] * len(steps._weights.buckets)]
+        assert [bool(report.details["overflow"]) for report in reports] == [report.key == "ratio" for report in reports]
+        assert (steps.stats()["skipped"], steps.stats()["exchanges"], steps._ratios.measured) == (1, at, at)
+        assert torch.equal(common(steps), moved)
+        assert all(map(torch.equal, momentum, steps._vectors["momentum"]))
+        after, now = held(steps), steps.state_dict()["adamw_steps"]["ratio"]
+        assert all(torch.equal(ratios[key][kind], now[key][kind]) for key in ratios for kind in ("mean", "own"))
+        for bucket in steps._weights.buckets:
+            share = scheme.unsent(bucket.bucket(bucket.common, 0), comm)
+            assert share is not None
+            assert torch.equal(bucket.own(), bucket.common - 0.5 * share)
+        own = flat(steps.made)
+        seen = train(steps, range(at + 1, at + 5))[-1]
+        assert not torch.equal(seen, moved)
+        return before, own, after, seen
+
+    ranks = LocalWorld(P).run(body)
+    assert all(torch.equal(seen, ranks[0][3]) for *_, seen in ranks)
+    before, own, after = (torch.stack([rank[i] for rank in ranks]).sum(0) for i in range(3))
+    assert bool(own.any())
+    assert torch.allclose(after, before + own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["topk", "two_shot"])
+def test_where_the_measurement_fails_after_the_buckets_what_they_sent_is_in_the_residuals_again(name: str) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        steps = noted(comm, SCHEMES[name]())
+        train(steps, range(5))
+        before, moved = held(steps), common(steps)
+        for each in steps.model.parameters():
+            each.grad = torch.full_like(each, comm.rank + 1)
+        vars(steps._ratios)["observe"] = fail
+        with pytest.raises(MemoryError, match="no memory"):
+            steps.step()
+        del vars(steps._ratios)["observe"]
+        assert torch.equal(common(steps), moved)
+        after, own = held(steps), flat(steps.made)
+        return before, own, after, train(steps, range(6, 9))[-1]
+
+    ranks = LocalWorld(P).run(body)
+    assert all(torch.equal(seen, ranks[0][3]) for *_, seen in ranks)
+    before, own, after = (torch.stack([rank[i] for rank in ranks]).sum(0) for i in range(3))
+    assert torch.allclose(after, before + own, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_only_its_division_made_short_enough_is_not_measured() -> None:
+    """The ranks' gradients cancel out, so that the sums of their sketch are finite."""
+
+    def body(comm: LocalComm) -> Tensor:
+        steps = noted(comm, TopK(0.25))
+        train(steps, range(4))
+        assert steps.clip_factor > 1.05
+        before, moved = [each.clone() for each in steps._ratios.of_own], common(steps)
+        steps.optimizers[0].zero_grad()
+        bias = steps.model.get_parameter("1.bias")
+        (bias * torch.tensor([1.86e19 if comm.rank else -1.86e19, 0.0, 0.0])).sum().backward()
+        assert bias.grad is not None and bool(bias.grad.square().isfinite().all())
+        reports = steps.step()
+        assert reports[0].key == "ratio" and all(report.details["overflow"] for report in reports)
+        assert all(map(torch.equal, before, steps._ratios.of_own))
+        assert torch.equal(common(steps), moved)
+        return train(steps, range(5, 8))[-1]
+
+    first, second = LocalWorld(2).run(body)
+    assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
 @pytest.mark.parametrize("make", [OkTopk, ExDyna], ids=["oktopk", "exdyna"])
@@ -1050,32 +1188,18 @@ def test_one_bit_an_element_fits_a_line_as_all_of_them_do() -> None:
 @pytest.mark.filterwarnings("ignore:step 4 was skipped")
 @pytest.mark.parametrize("name", ["two_shot", "micro"])
 def test_buckets_that_were_reduced_before_one_that_overflows_return_to_the_residuals(name: str) -> None:
-    class LastOverflows(AdamWSteps):
-        made: list[Tensor]  # this rank's steps; none before the last one
-
-        def _to_step_(self, place: int, gradient: Tensor) -> None:
-            super()._to_step_(place, gradient)
-            if hasattr(self, "made"):
-                self.made.append(gradient.clone())
-                if place == len(self._weights.buckets) - 1:
-                    gradient.fill_(torch.inf)
-
     def body(comm: LocalComm) -> tuple[Tensor, Tensor, Tensor]:
-        scheme, network = SCHEMES[name](), model()
-        optimizer = torch.optim.AdamW(network.parameters(), lr=0.25, betas=(0.5, 0.95))
-        steps = LastOverflows(network, optimizer, scheme, comm=comm, bucket_mb=2e-4)
+        steps = noted(comm, SCHEMES[name]())
         few = len(steps._weights.buckets[-1].common)
-
-        def held() -> Tensor:
-            return flat(scheme.state_dict()["residual"][each] for each, _ in network.named_parameters())[:-few]
-
         train(steps, range(4))
-        before, moved, steps.made = held(), common(steps), []
-        for parameter in network.parameters():
+        before, moved = held(steps), common(steps)
+        vars(steps)["last"] = lambda step: step.fill_(torch.inf)
+        for parameter in steps.model.parameters():
             parameter.grad = torch.full_like(parameter, comm.rank + 1)
-        steps.step()
+        reports = steps.step()
+        assert [bool(report.details["overflow"]) for report in reports] == [False] * (len(reports) - 1) + [True]
         assert torch.equal(common(steps), moved)
-        return before, flat(steps.made[:-1]), held()
+        return before[:-few], flat(steps.made[:-1]), held(steps)[:-few]
 
     before, own, after = (torch.stack(each).sum(0) for each in zip(*LocalWorld(P).run(body), strict=True))
     assert bool(own.any())

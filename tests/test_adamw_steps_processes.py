@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 
 import sparsync
 from helpers.distributed import case, run
+from helpers.sketches import too_long_to_measure
 from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, Report, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm
+from sparsync.exchanges.block_ratios import MeanOfSketches
 
 pytestmark = pytest.mark.distributed
+BLOCK = 16
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "sign": lambda: TwoShot(1.0, values="sign"),
     "topk": lambda: TopK(0.25),
@@ -28,17 +32,26 @@ def made(rank: int, scheme: Scheme, comm: Comm | None = None) -> AdamWSteps:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    return AdamWSteps(model, optimizer, scheme, comm=comm, timeout_s=120.0, bucket_mb=2e-4, block=16, measure_every=3)
+    return AdamWSteps(
+        model, optimizer, scheme, comm=comm, timeout_s=120.0, bucket_mb=2e-4, block=BLOCK, measure_every=3
+    )
 
 
 def fit(steps: AdamWSteps, span: range) -> list[Tensor]:
-    """Train, and return own weights and buffers, then the common weights."""
+    """Train, and return own weights and buffers, then the common weights.
+
+    The ratio is measured at steps 0 to 7, 9 and 12. Skipped are step 5, whose sketch overflows, and 9 and 10, in which rank 1 has NaN.
+    """
     for step in span:
         generator = torch.Generator().manual_seed(100 * step + steps.place[0])
         steps.optimizers[0].zero_grad()
         loss = steps.model(torch.randn(8, 6, generator=generator)).square().sum()
-        (loss * (torch.nan if step == 10 and steps.place[0] == 1 else 1.0)).backward()
+        (loss * (torch.nan if step in (9, 10) and steps.place[0] == 1 else 1.0)).backward()
         steps.clip_grad_norm_(1.0)
+        if step == 5:
+            gradient = next(steps.model.parameters()).grad
+            assert gradient is not None
+            gradient.zero_().view(-1)[:BLOCK].copy_(too_long_to_measure(step, BLOCK))
         steps.step()
     own = [each.clone() for each in steps.model.state_dict().values()]
     with steps.averaged():
@@ -66,35 +79,45 @@ def in_processes(folder: Path) -> dict[str, list[Tensor]]:
             dist.barrier()
             sparsync.checkpoint.load(after, folder / name)
             assert all(map(torch.equal, fit(after, range(7, 13)), found[name]))
-            assert all(report.sent == report.cost for report in whole.reports())
-            assert whole.stats()["skipped"] == 1
+            reports = whole.reports()
+            assert all(report.sent == report.cost for report in reports)
+            assert [report.step for report in reports if report.key == "ratio"] == [*range(8), 9, 12]
+            skipped = {(report.step, report.key == "ratio") for report in reports if report.details["overflow"]}
+            assert skipped == {(5, True), (9, True), (9, False), (10, False)}
+            assert whole.stats()["skipped"] == 3
     refused()
     return found
 
 
 @pytest.mark.slow
-def test_processes_give_the_bits_of_a_local_world_also_when_resumed(tmp_path: Path) -> None:
-    ranks = run(in_processes, 2, folder=tmp_path)
+@pytest.mark.parametrize("P", [2, 3])
+def test_processes_give_the_bits_of_a_local_world_also_when_resumed(P: int, tmp_path: Path) -> None:
+    """In processes the sketch of the ratio travels beside the steps, in a LocalWorld before them."""
+    ranks = run(in_processes, P, folder=tmp_path)
     for name, make in SCHEMES.items():
 
         def body(comm: LocalComm, make: Callable[[], Scheme] = make) -> list[Tensor]:
             return fit(made(comm.rank, make(), comm), range(13))
 
-        for ours, theirs in zip(ranks, LocalWorld(2).run(body), strict=True):
+        for ours, theirs in zip(ranks, LocalWorld(P).run(body), strict=True):
             assert all(map(torch.equal, ours[name], theirs)), name
 
 
-class FailsAtStep3(TopK):
-    """Rank 0 fails before its first message of the second bucket of step 3."""
+def fails_at_step_3(kind: type[Scheme] | type[MeanOfSketches], key: str) -> None:
+    """Have rank 0 fail, from here on in this process, before its first message of the bucket whose key ends with `key`."""
+    reduce = kind.reduce
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
-        if bucket.step == 3 and bucket.key.endswith("/1") and comm.rank == 0:
+    def failing(self: Any, bucket: Bucket, comm: Comm) -> Report:  # Any: of either kind
+        if bucket.step == 3 and bucket.key.endswith(key) and comm.rank == 0:
             raise MemoryError("no memory")
-        return super().reduce(bucket, comm)
+        return reduce(self, bucket, comm)
+
+    kind.reduce = failing
 
 
-def failing() -> tuple[list[str], list[Tensor]]:
-    steps, seen = made(dist.get_rank(), FailsAtStep3(0.25)), []
+def failing(sketch: bool) -> tuple[list[str], list[Tensor]]:
+    fails_at_step_3(*((MeanOfSketches, "ratio") if sketch else (TopK, "/1")))
+    steps, seen = made(dist.get_rank(), TopK(0.25)), []
     for step in range(9):
         try:
             fit(steps, range(step, step + 1))
@@ -106,8 +129,9 @@ def failing() -> tuple[list[str], list[Tensor]]:
     return seen, fit(steps, range(0))
 
 
-def test_when_a_step_fails_it_does_on_all_ranks_and_the_next_ones_agree_again() -> None:
-    first, second = run(failing, 2)
+@pytest.mark.parametrize("sketch", [False, True], ids=["bucket", "sketch"])
+def test_when_a_step_fails_it_does_on_all_ranks_and_the_next_ones_agree_again(sketch: bool) -> None:
+    first, second = run(failing, 2, sketch=sketch)
     assert (first[0], second[0]) == (["3 MemoryError"], ["3 ConnectionLostError"])
     assert all(map(torch.equal, first[1][-6:], second[1][-6:]))
 

@@ -10,8 +10,8 @@ enlarges what was dropped. Here ranks send steps instead, learning rate included
     A      = (1 - rate * weight_decay) A - m / (1 - beta1^t)
     W      = A - keep * unsent                             own weights, at which the next gradient is taken
 
-ratio: of the squares of the mean gradient to those of the local one, see BlockRatios. A local gradient has P times the variance of the
-mean one, so without the ratio steps would be too short. With one rank it is 1.
+ratio: of the squares of the mean gradient to those of the local one in earlier steps, see BlockRatios. A local gradient has P times the
+variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
 
 Differs from AdamW, even with one rank or when everything is sent: each gradient is divided by the second moments and multiplied by the
 rate of its own step, while AdamW applies those of the last step to the momentum. With beta1 = 0 there is no difference.
@@ -51,8 +51,8 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
             0.5 where it sends all of them.
         block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
-            measure.
+        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
+            serve from the next one on; the first 8 steps all measure, the very first one for itself.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
         group: the ranks; None is the default group.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
 from sparsync.core import Bucket, Comm, Report, Span, generator
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
 FIRST = 8  # steps that all measure the ratio
@@ -87,13 +88,13 @@ class BlockRatios:
 
 
 class MeanOfSketches(Reduction):
-    """The mean over ranks in bfloat16."""
+    """The squares of the mean over ranks, which is sent in bfloat16. The report's "overflow" says whether they hold NaN or Inf."""
 
     name = "bf16"
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
         total = comm.all_reduce(bucket.grad.bfloat16())
-        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size)
-        n = bucket.grad.numel()
-        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent)
+        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size).square_()
+        n, details = bucket.grad.numel(), {"overflow": not kernels.all_finite(bucket.grad)}
+        return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details=details)

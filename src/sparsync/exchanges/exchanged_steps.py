@@ -5,9 +5,10 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class Steps(StepOptions):
         keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
             0.5 where it sends all of them.
         block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce; the first 8 steps all
-            measure.
+        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
+            serve from the next one on; the first 8 steps all measure, the very first one for itself.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
@@ -78,39 +79,32 @@ class FewNonzero(Bucket):
 
 
 class _Sketch:
-    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced their mean over ranks.
+    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced the squares of their means.
 
-    Where a rank's gradient is not `finite`, all sums are NaN. `ahead` is the gradient of the first bucket, `gradient` returns those of
-    others.
+    `gradients` are this rank's of each bucket, and whether their squares are finite. Where any are not, or it is not `finite`, all sums
+    are NaN.
     """
 
     def __init__(
         self,
         ratios: BlockRatios,
-        buckets: Sequence[WeightBucket],
+        keys: Sequence[str],
         step: int,
         finite: bool,
-        ahead: Tensor,
-        gradient: Callable[[WeightBucket], Tensor],
+        gradients: Iterable[tuple[Tensor, bool]],
     ) -> None:
-        self._ratios, self.overflow = ratios, False
-        found = [ratios.sketch(ahead, buckets[0].key, step)]
-        found += [ratios.sketch(gradient(each), each.key, step) for each in buckets[1:]]
-        self._own = [own for _, own in found]
-        sums = torch.cat([each.to(found[0][0].device) for each, _ in found])
+        self._ratios, self._own, found = ratios, list[Tensor](), list[Tensor]()
+        for key, (blocks, its_finite) in zip(keys, gradients, strict=True):
+            sums, own = ratios.sketch(blocks, key, step)
+            found.append(sums.to(found[0].device) if found else sums)
+            self._own.append(own)
+            finite = finite and its_finite
+        sums = torch.cat(found)
         self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
 
-    def observe(self, taking: Sequence[Sequence[ParameterSpan]]) -> bool:
-        """Take the measurement in; return False, and take nothing, where it holds NaN or Inf."""
-        of_mean = self.bucket.grad.square()
-        self.overflow = not kernels.all_finite(of_mean)
-        if not self.overflow:
-            self._ratios.observe(of_mean, self._own, [[entry.span for entry in each] for each in taking])
-        return not self.overflow
-
-    def told(self, report: Report) -> Report:
-        """Return the report of the measurement, with "overflow"."""
-        return replace(report, details={**report.details, "overflow": self.overflow})
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
+        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket."""
+        self._ratios.observe(self.bucket.grad, self._own, [[entry.span for entry in each] for each in taking])
 
 
 @dataclass
@@ -124,6 +118,15 @@ class _Mean:
     def whole(self) -> Tensor | None:
         """Return it as a vector, [n]; None where nothing was reduced."""
         return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
+
+
+@dataclass
+class _Reduced:
+    """What was reduced in a step so far: the reports, and the mean of each bucket. `skipped`: it holds NaN or Inf, see Rollback."""
+
+    reports: list[Report] = field(default_factory=list)
+    means: list[_Mean] = field(default_factory=list)
+    skipped: bool = False
 
 
 class ExchangedSteps(StepMethod):
@@ -203,13 +206,13 @@ class ExchangedSteps(StepMethod):
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.
 
-        Returns the reports: of the ratio, if measured, and of each bucket. A loop calls this or the optimizer's, on every rank.
-        Weights that were set from outside since the last step, the same on all ranks, become the common ones.
+        Returns the reports, also of a step that is skipped: of the ratio, if measured, and of each bucket. A loop calls this or the
+        optimizer's, on every rank. Weights that were set from outside since the last step, the same on all ranks, become the common ones.
         If only some ranks have a gradient of a parameter, it counts as zero on the others. A parameter that is frozen, or has a gradient
         on no rank, does not move; its moments stay, and what is unsent of it waits.
-        Where a rank's gradient holds NaN or Inf, or its square norm overflows, all ranks skip the step, with a warning: common weights,
-        momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a finite gradient may have
-        taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
+        Where a rank's gradient holds NaN or Inf, or its square norm or that of its sketch overflows, all ranks skip the step, with a
+        warning: common weights, momentum and ratio stay, and what was sent returns to the residuals. Second moments of ranks with a
+        finite gradient may have taken it in. Raises RuntimeError, on all ranks, where 32 steps in a row are skipped.
         Where it raises, the other ranks' calls raise too, what was sent returns to the residuals, and the next step starts on fresh
         connections. That one raises as well if ranks may have applied different steps, or the mean was applied in part: then continue
         from a checkpoint.
@@ -316,14 +319,15 @@ class ExchangedSteps(StepMethod):
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
         with self._connection.step():
             common = [each.common for each in self._weights.buckets]
-            reports, means, _ = self._reduced(lambda place: torch.zeros_like(common[place]), send_all=True)
-        self._count(reports)
+            done = _Reduced()
+            self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
+        self._count(done.reports)
         with self._applying():
-            for bucket, mean in zip(self._weights.buckets, means, strict=True):
+            for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
                 if (whole := mean.whole()) is not None:
                     bucket.common.sub_(whole)
             self._write_own()
-        return reports
+        return done.reports
 
     def stats(self) -> dict[str, int | float]:
         common = self._shown is not None and self._shown.common
@@ -388,7 +392,7 @@ class ExchangedSteps(StepMethod):
 
     def _exchanged(self) -> tuple[list[Report], "list[_Mean] | None"]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        buckets = self._weights.buckets
+        buckets, done = self._weights.buckets, _Reduced()
         ahead = [self._gradient(buckets[0])]
         # False also where squares overflow, which would stay in the second moments.
         finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
@@ -399,21 +403,37 @@ class ExchangedSteps(StepMethod):
             self._to_step_(place, step) if finite and its_finite else step.fill_(torch.nan)
             return step
 
-        if self._comm.size == 1 or not self._ratios.due(self._step):
-            reports, means, skipped = self._reduced(step_of)
-            return reports, None if skipped else means
-        sketch = _Sketch(self._ratios, buckets, self._step, finite, ahead[0][0], lambda each: self._gradient(each)[0])
-        if self._ratios.measured == 0:  # the first step needs it
-            first = self._connection.reduce(sketch.bucket, MeanOfSketches())
-            if not sketch.observe([self._taking(each) for each in buckets]):
-                return [sketch.told(first)], None
-            reports, means, skipped = self._reduced(step_of)
+        try:
+            if self._comm.size == 1 or not self._ratios.due(self._step):
+                self._reduce(step_of, done)
+            else:
+                gradients = (self._gradient(each) if place else ahead[0] for place, each in enumerate(buckets))
+                sketch = _Sketch(self._ratios, self._keys, self._step, finite, gradients)
+                self._reduce_and_measure(sketch, step_of, done)
+        except BaseException:
+            # After an overflow it has returned already, see Rollback.
+            for each in done.means if self._scheme.has_residual and not done.skipped else ():
+                if each.bucket is not None:
+                    self._scheme.rollback(each.bucket)
+            raise
+        return done.reports, None if done.skipped else done.means
+
+    def _reduce_and_measure(self, sketch: _Sketch, own: Callable[[int], Tensor], done: _Reduced) -> None:
+        """Reduce as `_reduce` does, and measure the ratio: beside the steps, for the next one; the first time before them.
+
+        What is exchanged is the same, because after a failure only some ranks may have measured it.
+        """
+        reduce, first = partial(self._reduce, own, done), self._ratios.measured == 0
+        if first:
+            report = self._connection.reduce(sketch.bucket, MeanOfSketches())
         else:
-            first, (reports, means, skipped) = self._connection.reduce_beside(
-                sketch.bucket, MeanOfSketches(), lambda: self._reduced(step_of)
-            )
-            skipped |= not sketch.observe([self._taking(each) for each in buckets])
-        return [sketch.told(first), *reports], None if skipped else means
+            report = self._connection.reduce_beside(sketch.bucket, MeanOfSketches(), reduce)
+        done.skipped |= (overflow := bool(report.details["overflow"]))
+        if not overflow:
+            sketch.observe(map(self._taking, self._weights.buckets))
+        if first:
+            reduce()
+        done.reports.insert(0, report)
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
         """Return this rank's gradient, padded to a multiple of the block size, [blocks, block], and whether its squares are finite."""
@@ -432,31 +452,15 @@ class ExchangedSteps(StepMethod):
             factors.append(self._divisor.undone(entry.name))
         return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
 
-    def _reduced(
-        self, own: Callable[[int], Tensor], send_all: bool = False
-    ) -> tuple[list[Report], "list[_Mean]", bool]:
-        """Return the reports, the mean over ranks of `own` of each bucket, and whether any holds NaN or Inf.
+    def _reduce(self, own: Callable[[int], Tensor], done: _Reduced, send_all: bool = False) -> None:
+        """Reduce `own` of each bucket, a vector that it makes when it is that one's turn, to the mean over ranks; note it in `done`."""
+        for place, bucket in enumerate(self._weights.buckets):
+            done.means.append(_Mean(len(bucket.common), bucket.part(self._idle)))
+            if report := self._reduce_one(done.means[-1], own(place), send_all):
+                done.reports.append(report)
+                done.skipped |= bool(report.details["overflow"])
 
-        `own` makes the vector of a bucket when it is that one's turn.
-        """
-        means: list[_Mean] = []
-        reports: list[Report] = []
-        skipped = False
-        try:
-            for place, bucket in enumerate(self._weights.buckets):
-                means.append(_Mean(len(bucket.common), bucket.part(self._idle)))
-                if report := self._reduce(means[-1], own(place), send_all):
-                    reports.append(report)
-                    skipped |= bool(report.details["overflow"])
-        except BaseException:
-            # After an overflow it has returned already, see Rollback.
-            for each in means if self._scheme.has_residual and not skipped and not send_all else ():
-                if each.bucket is not None:
-                    self._scheme.rollback(each.bucket)
-            raise
-        return reports, means, skipped
-
-    def _reduce(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
+    def _reduce_one(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
         """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
         if not mean.part.layout:
             return None

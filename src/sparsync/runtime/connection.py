@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from typing_extensions import Self
@@ -34,7 +34,6 @@ _AFTER_FAILURE = (
     "all ranks, handle and model, or start again"
 )
 
-Result = TypeVar("Result")
 MAX_REPORTS = 10_000  # the newest ones, so that long trainings do not fill the memory
 
 
@@ -237,13 +236,16 @@ class Connection:
         self.exchange(reducing)
         return self.end(reducing, written)
 
-    def reduce_beside(self, bucket: Bucket, scheme: Reduction, others: Callable[[], Result]) -> tuple[Report, Result]:
-        """Reduce a bucket while `others` reduces others of the same step; return its report, and what `others` returns.
+    def reduce_beside(self, bucket: Bucket, scheme: Reduction, others: Callable[[], None]) -> Report:
+        """Reduce a bucket while `others` reduces others of the same step; return its report.
 
-        It begins first and ends last. Where buckets cannot overlap, all of it comes first.
+        It begins first and ends last. Where buckets cannot overlap, its exchanges come first. Where it fails, `others` may have returned.
         """
         if not self.overlaps(bucket, scheme):
-            return self.reduce(bucket, scheme), others()
+            reducing = self.begin(bucket, scheme)
+            self.exchange(reducing)
+            others()
+            return self.end(reducing)
         baton, failed = Baton(), list[BaseException]()
         reducing = self.begin(bucket, scheme, waits=partial(baton.lent, 0))
         for number in range(2):
@@ -262,17 +264,17 @@ class Connection:
         self._waits = partial(baton.lent, 1)
         try:
             with baton.held(1):
-                result = others()
+                others()
         except BaseException as error:
-            first = failed[0] if failed else error  # what failed there before is why this failed
+            first = failed.pop() if failed else error  # what failed there before is why this failed
             self.abort()
             raise first from None
         finally:
             self._waits = nullcontext
             thread.join()
         if failed:
-            raise failed[0]
-        return self.end(reducing), result
+            raise failed.pop()
+        return self.end(reducing)
 
     def begin(
         self,
