@@ -23,6 +23,7 @@ from sparsync_lab import workloads
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
 from sparsync_lab.labels import PHASES
 from sparsync_lab.netlab import interface_counters
+from sparsync_lab.rivals.torch_ddp import TorchDDP
 from sparsync_lab.scheme_choice import SchemeChoice
 from sparsync_lab.workers.process import Emit, Place
 from sparsync_lab.workloads import one_process
@@ -124,6 +125,7 @@ class _Training:
     handle: Handle
     local: one_process.LocalTraining | None = None  # the handle, where it takes local steps
     reducer: GradientReducer | None = None  # the handle, where gradients are reduced after they are clipped
+    unreported_bytes: float = 0.0  # that a rank sends in a step and the handle does not know of
 
     @property
     def clip_factor(self) -> float:
@@ -160,7 +162,13 @@ def _training(
         find_unused_parameters=workload.find_unused_parameters,
     )
     optimizer, schedule = _optimizer(workload, ddp, settings.steps)
-    return _Training(ddp, optimizer, schedule, attach(ddp, scheme, timeout_s=settings.timeout_s))
+    handle = attach(ddp, scheme, timeout_s=settings.timeout_s)
+    if isinstance(scheme, TorchDDP):
+        handle.detach()
+        own = [each for each in model.parameters() if each.requires_grad]
+        nbytes = 2 * (place.ranks - 1) / place.ranks * sum(each.nbytes for each in own)
+        return _Training(ddp, optimizer, schedule, handle, unreported_bytes=nbytes)
+    return _Training(ddp, optimizer, schedule, handle)
 
 
 def _optimizer(
@@ -194,7 +202,7 @@ def _step(workload: Workload, training: _Training, seed: int, step: int, place: 
         step_s=step_s,
         wait_s=sum(report.wait_s or 0.0 for report in reports),
         reduce_s=sum(report.seconds or 0.0 for report in reports),
-        sent_bytes=sum(report.sent.nbytes for report in reports if report.sent),
+        sent_bytes=sum(report.sent.nbytes for report in reports if report.sent) + training.unreported_bytes,
         interface_bytes=0.0,  # set by the caller, which reads the counters
         messages=sum(report.sent.messages for report in reports if report.sent),
         union_density=sum(report.union for report in reports) / max(1, elements),
