@@ -167,3 +167,25 @@ def apart() -> None:
 
 def test_after_an_error_while_one_rank_applies_the_mean_all_raise_until_a_checkpoint_is_loaded() -> None:
     run(apart, 2)
+
+
+def with_parameters_that_some_ranks_use() -> Tensor:
+    """Train where some ranks lack gradients that others have, in steps that measure the ratio. Return the common weights."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = nn.ParameterList([nn.Parameter(torch.randn(50)) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = AdamWSteps(model, optimizer, TwoShot(0.2), timeout_s=30.0, bucket_mb=3e-4, measure_every=1)
+    for step in range(12):
+        optimizer.zero_grad()
+        used = [each for number, each in enumerate(model) if number != 1 or (step + rank) % P == 0]
+        sum((each * torch.randn(50)).sum() for each in used).backward()
+        steps.step()
+    with steps.averaged():
+        return torch.cat([each.detach().clone() for each in model])
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_steps_that_measure_the_ratio_where_some_ranks_do_not_use_a_parameter(P: int) -> None:
+    first, *others = run(with_parameters_that_some_ranks_use, P, within_s=60)
+    assert all(torch.equal(first, other) for other in others)

@@ -111,3 +111,26 @@ def differing() -> list[str]:
 def test_ranks_that_differ_hear_of_it_though_a_message_of_known_length_was_posted_ahead() -> None:
     for told in run(differing, 2):
         assert "rank 0 has the same, rank 1 has something else" in told[0]
+
+
+def of_some_ranks_only() -> None:
+    """Rounds in which some ranks send, receive or do neither, before exchanges of all ranks."""
+    comm = GroupComm.private(timeout_s=20)
+    P, rank, nothing = comm.size, comm.rank, torch.empty(0)
+    for step in range(4):
+        lane = announced(comm, step)
+        for source in range(P - 1):  # a chain, then a message around the ring that some ranks leave out in some steps
+            out = message(rank, rank + 1, step, 5) if rank == source else nothing
+            into = torch.zeros(5) if rank == source + 1 else nothing
+            lane.send_recv(out, (rank + 1) % P, into, (rank - 1) % P)
+            assert not into.numel() or torch.equal(into, message(source, rank, step, 5))
+        lengths = [(other + step) % 2 for other in range(P)]
+        into = torch.zeros(lengths[(rank - 1) % P])
+        lane.send_recv(message(rank, 0, step, lengths[rank]), (rank + 1) % P, into, (rank - 1) % P)
+        assert torch.equal(into, message((rank - 1) % P, 0, step, len(into)))
+        assert torch.cat(lane.all_gather(torch.tensor([rank]), [1] * P)).tolist() == list(range(P))
+
+
+@pytest.mark.parametrize("P", [3, 4])
+def test_ranks_that_take_part_in_other_numbers_of_exchanges_find_each_others_messages(P: int) -> None:
+    run(of_some_ranks_only, P, within_s=60)

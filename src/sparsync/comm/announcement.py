@@ -23,7 +23,9 @@ from sparsync.comm.plan import Exchange
 from sparsync.core import Cost
 
 NUMBERS = 4  # of 64 bits, in an announcement
-_TAG = 1  # of announcements between two ranks; everything else has 0
+_TAG = 1  # of announcements between two ranks
+# Of those that are made again. They may overtake others: a rank that makes one may have announced what comes next before.
+_AGAIN_TAG = 2
 # In place of the third number, which is a digest: this rank cannot say yet what it reduces, see `GroupComm.any_of`.
 UNDECIDED = -1
 NAMED = 3  # differences that an error lists
@@ -90,6 +92,7 @@ class Announced:
     """An announcement on its way to the other ranks, and theirs on the way here."""
 
     announcement: Announcement
+    through: "Announcements"
     rows: list[Tensor]  # [4] each, in rank order
     works: list[tuple[dist.Work, int]]  # and for which rank
 
@@ -98,12 +101,13 @@ class Announced:
 class Announcements:
     """The announcements of the ranks of a group, each in the order in which it is made. Several may be on their way.
 
-    Receives are posted for as many steps ahead as those of channels.
+    Receives are posted for as many steps ahead as those of channels. `again`: those that are made again have an order of their own.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    again: bool = False
     # Receives match announcements in the order in which they were posted.
     _ahead: deque[tuple[list[Tensor], list[tuple[dist.Work, int]]]] = field(default_factory=deque)
     _posting: threading.Lock = field(default_factory=threading.Lock)
@@ -113,6 +117,7 @@ class Announcements:
     def __post_init__(self) -> None:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._on_gpu = dist.get_backend(self.group) == "nccl"
+        self._tag = _AGAIN_TAG if self.again else _TAG
 
     def send(self, announcement: Announcement) -> Announced:
         """Send an announcement to all other ranks, without waiting."""
@@ -121,7 +126,7 @@ class Announcements:
             gathered = torch.empty((self.size, NUMBERS), dtype=torch.int64, device="cuda")
             work = all_gather_single(gathered, own.cuda(), self.group, async_op=True)
             assert work is not None
-            return Announced(announcement, list(gathered), [(work, self.rank)])
+            return Announced(announcement, self, list(gathered), [(work, self.rank)])
         with self._posting:
             self._post(self._on_their_way)
             self._on_their_way += 1
@@ -129,8 +134,8 @@ class Announcements:
             rows, works = self._ahead.popleft()
         rows[self.rank] = own
         for other in self._others:
-            works.append((self.group.send([own], other, _TAG), other))
-        return Announced(announcement, rows, works)
+            works.append((self.group.send([own], other, self._tag), other))
+        return Announced(announcement, self, rows, works)
 
     def heard(self, announced: Announced) -> list[list[int]]:
         """Wait for the announcements of the other ranks, and return those of all, in rank order. Raises RuntimeError as the group does."""
@@ -163,7 +168,8 @@ class Announcements:
         """Post receives for the announcements of the next steps."""
         while len(self._ahead) + on_their_way < AHEAD * self._most:
             rows = list(torch.empty((self.size, NUMBERS), dtype=torch.int64))
-            self._ahead.append((rows, [(self.group.recv([rows[other]], other, _TAG), other) for other in self._others]))
+            works = [(self.group.recv([rows[other]], other, self._tag), other) for other in self._others]
+            self._ahead.append((rows, works))
 
 
 def all_gather_single(

@@ -1,6 +1,6 @@
 """Messages between two ranks over gloo that take one delay of the link, because their receives are posted a step ahead.
 
-Gloo sends data only once the receiver has said that it is ready, which is a delay of the link before the data's own. Here each exchange of
+Gloo sends data only once the receiver has said that it is ready, which is a delay of the link before the data's own. Here each message of
 a step has a tag of its own, a channel. When a message has arrived, its receiver posts a receive for the one that the channel brings two
 steps later: as long as the last one, or a little longer where lengths vary. Two, because after one the next message may be sent at once,
 before the sender has heard of a receive that is posted then. Sender and receiver know the same of a channel's past, so the sender knows how
@@ -23,7 +23,7 @@ MOST_AHEAD = 2**19
 AHEAD = 2  # receives that are posted for messages to come
 _FIRST = 2**14  # where lengths vary, room for the first message of a channel
 _TAGS_OF_OTHERS = 16  # the lowest tags belong to announcements and to what nothing is posted ahead of
-_PLACES = 1024  # exchanges of a bucket in one step; the next ones share their tags in turn
+_PLACES = 1024  # messages between two ranks of a bucket in one step; the next ones share their tags in turn
 _NUMBERS = 4096  # likewise buckets
 _NOT_AHEAD = 0
 _REST = (
@@ -35,17 +35,19 @@ Waits = Callable[[], AbstractContextManager[object]]
 
 
 class Incoming(NamedTuple):
-    """A message to receive: its length in bytes, None where the message says it; and where to, if that is known."""
+    """A message to receive: its channel, None to post nothing ahead; its length in bytes, None where the message says it; and where to."""
 
     source: int
+    tag: int | None
     nbytes: int | None
     into: Tensor | None = None  # uint8 of that length
 
 
 class Outgoing(NamedTuple):
-    """A message to send, as uint8; `sized` puts its length before it."""
+    """A message to send, as uint8, and its channel; `sized` puts its length before it."""
 
     to: int
+    tag: int | None
     part: Tensor
     sized: bool = False
 
@@ -59,7 +61,7 @@ class _Posted:
 
 
 def channel(number: int, place: int, sized: bool) -> int:
-    """Return the tag of the exchange at `place` of the bucket with this number; those with lengths in their messages have others."""
+    """Return the tag of a rank's message to another one at `place` of the bucket with this number; those with their lengths have others."""
     return _TAGS_OF_OTHERS + ((number % _NUMBERS) * _PLACES + place % _PLACES) * 2 + sized
 
 
@@ -74,38 +76,40 @@ class Channels:
 
     def exchange(
         self,
-        tag: int | None,
         incoming: Sequence[Incoming],
         outgoing: Sequence[Outgoing],
         settle: Callable[[], None],
         waits: Waits,
     ) -> list[Tensor]:
-        """Send and receive messages, and return those received, as uint8; `tag` None: post nothing ahead.
+        """Send and receive messages, and return those received, as uint8.
 
         `settle` waits until ranks have found that they do the same. It is called before anything is sent that may not fit, and before this
         returns. `waits` is entered around each wait. Raises RuntimeError as the group does; it names the rank that was waited for.
         """
-        ahead = tag is not None
-        tag = _NOT_AHEAD if tag is None else tag
         # Receives first: the ready message of one travels on the connection that the data of sends takes, and would be late behind it.
-        arriving = [_Arriving(each, _next(self._posted[tag, each.source]) if ahead else None) for each in incoming]
+        arriving = [
+            _Arriving(each, None if each.tag is None else _next(self._posted[each.tag, each.source]))
+            for each in incoming
+        ]
         for each in arriving:
-            each.post(self, tag)
-        sends = [_Leaving(each, _next(self._room[tag, each.to]) or 0 if ahead else 0) for each in outgoing]
+            each.post(self)
+        sends = [
+            _Leaving(each, 0 if each.tag is None else _next(self._room[each.tag, each.to]) or 0) for each in outgoing
+        ]
         for each in sends:
-            each.send_what_fits(self, tag)
+            each.send_what_fits(self)
         settle()
         for each in sends:
-            each.send_rest(self, tag)
+            each.send_rest(self)
         with waits():
-            received = [each.wait(self, tag) for each in arriving]
+            received = [each.wait(self) for each in arriving]
             for each in sends:
                 each.wait()
-        if ahead:
-            for each in arriving:
-                self._post_ahead(tag, each)
-            for each in sends:
-                rooms = self._room[tag, each.message.to]
+        for each in arriving:
+            self._post_ahead(each)
+        for each in sends:
+            if each.message.tag is not None:
+                rooms = self._room[each.message.tag, each.message.to]
                 rooms.extend([_room_after(each.nbytes, each.message.sized)] * (AHEAD - len(rooms)))
         return received
 
@@ -117,8 +121,11 @@ class Channels:
         """Begin to send."""
         return self.group.send([part], to, tag)
 
-    def _post_ahead(self, tag: int, arrived: "_Arriving") -> None:
-        source, nbytes = arrived.message.source, _room_after(arrived.nbytes, arrived.message.nbytes is None)
+    def _post_ahead(self, arrived: "_Arriving") -> None:
+        source, tag, known, _ = arrived.message
+        if tag is None:
+            return
+        nbytes = _room_after(arrived.nbytes, known is None)
         posted = self._posted[tag, source]
         with suppress(
             RuntimeError
@@ -142,28 +149,29 @@ class _Arriving:
 
     def __init__(self, message: Incoming, posted: _Posted | None) -> None:
         self.message, self._posted, self._who = message, posted, f"rank {message.source}"
+        self._tag = _NOT_AHEAD if message.tag is None else message.tag
         self.nbytes = message.nbytes or 0  # with the length that goes before
         self._rest: dist.Work | None = None
         self._whole: Tensor | None = None
 
-    def post(self, channels: Channels, tag: int) -> None:
+    def post(self, channels: Channels) -> None:
         """Post a receive for what does not fit into what was posted ahead, as far as its length is known."""
-        source, nbytes, into = self.message
+        source, _, nbytes, into = self.message
         if nbytes is None:
             if self._posted is None:
                 room = torch.empty(_FIRST, dtype=torch.uint8)
-                self._posted = _Posted(room, channels.receive(room, source, tag))
+                self._posted = _Posted(room, channels.receive(room, source, self._tag))
             return
         here = 0 if self._posted is None else self._posted.room.numel()
         if nbytes > here:
-            self._take_rest(channels, tag, torch.empty(nbytes, dtype=torch.uint8) if into is None else into, here)
+            self._take_rest(channels, torch.empty(nbytes, dtype=torch.uint8) if into is None else into, here)
 
-    def wait(self, channels: Channels, tag: int) -> Tensor:
+    def wait(self, channels: Channels) -> Tensor:
         """Return the message."""
         if self._posted is not None:
             wait_for(self._posted.work, self._who)
         if self.message.nbytes is None:
-            return self._wait_sized(channels, tag)
+            return self._wait_sized(channels)
         if self._rest is not None:
             wait_for(self._rest, self._who)
         if self._posted is None:
@@ -171,21 +179,21 @@ class _Arriving:
             return self._whole
         return self._complete(self._posted.room, self.nbytes)
 
-    def _wait_sized(self, channels: Channels, tag: int) -> Tensor:
+    def _wait_sized(self, channels: Channels) -> Tensor:
         assert self._posted is not None
         room = self._posted.room
         payload = int(room[:LENGTH_NBYTES].view(torch.int64))
         self.nbytes = LENGTH_NBYTES + payload
         here = room[LENGTH_NBYTES:]
         if payload > here.numel():
-            self._take_rest(channels, tag, torch.empty(payload, dtype=torch.uint8), here.numel())
+            self._take_rest(channels, torch.empty(payload, dtype=torch.uint8), here.numel())
             assert self._rest is not None
             wait_for(self._rest, self._who)
         return self._complete(here, payload)
 
-    def _take_rest(self, channels: Channels, tag: int, whole: Tensor, here: int) -> None:
+    def _take_rest(self, channels: Channels, whole: Tensor, here: int) -> None:
         self._whole = whole
-        self._rest = channels.receive(whole[here:], self.message.source, tag + _REST)
+        self._rest = channels.receive(whole[here:], self.message.source, self._tag + _REST)
 
     def _complete(self, here: Tensor, nbytes: int) -> Tensor:
         """Return the message, of which `here` is the beginning, or all."""
@@ -202,6 +210,7 @@ class _Leaving:
 
     def __init__(self, message: Outgoing, room: int) -> None:
         self.message, self._works = message, list[dist.Work]()
+        self._tag = _NOT_AHEAD if message.tag is None else message.tag
         part, self.nbytes = message.part, message.part.numel()
         first = room
         if message.sized:
@@ -214,15 +223,15 @@ class _Leaving:
             self._first, self._rest = part[:first], part[first:]
         self._fits = room > 0
 
-    def send_what_fits(self, channels: Channels, tag: int) -> None:
+    def send_what_fits(self, channels: Channels) -> None:
         if self._fits and self._first.numel():
-            self._works.append(channels.send(self._first, self.message.to, tag))
+            self._works.append(channels.send(self._first, self.message.to, self._tag))
 
-    def send_rest(self, channels: Channels, tag: int) -> None:
+    def send_rest(self, channels: Channels) -> None:
         if not self._fits and self._first.numel():
-            self._works.append(channels.send(self._first, self.message.to, tag))
+            self._works.append(channels.send(self._first, self.message.to, self._tag))
         if self._rest.numel():
-            self._works.append(channels.send(self._rest, self.message.to, tag + _REST))
+            self._works.append(channels.send(self._rest, self.message.to, self._tag + _REST))
 
     def wait(self) -> None:
         for work in self._works:

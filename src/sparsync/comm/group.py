@@ -79,6 +79,10 @@ class GroupComm:
     _unsettled: deque[Announced] = field(default_factory=deque, init=False, repr=False)
     _difference: str = field(default="", init=False, repr=False)  # of what was announced
     _settling: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _again: Announcements | None = field(default=None, init=False, repr=False)  # where some ranks were undecided
+    _owes: bool = field(
+        default=False, init=False, repr=False
+    )  # this rank was, others were not: it announces by `_again` next
     _channels: Channels | None = field(default=None, init=False, repr=False)
     _lane: Lane = field(init=False, repr=False)  # of the operations of this communicator itself
 
@@ -174,7 +178,7 @@ class GroupComm:
         for each in list(self._unsettled):
             each.works.clear()
         self._unsettled.clear()
-        self._announcements = self._channels = None
+        self._announcements = self._again = self._channels = None
 
     def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
@@ -230,10 +234,10 @@ class GroupComm:
 
     def _heard_the_same(self, announced: Announced) -> int:
         with self.named("comparison"):
-            made = self._announcing()
-            rows, more = made.heard(announced), 0
+            rows, more, made = announced.through.heard(announced), 0, announced.through
             if any(row[2] == UNDECIDED for row in rows):
                 # Those ranks have heard of this rank now, and say what they reduce.
+                made = self._announcing(again=True)
                 rows, more = made.heard(made.send(announced.announcement)), 1
             if all(row == rows[0] for row in rows):
                 return more
@@ -258,6 +262,7 @@ class GroupComm:
             made = self._announcing()
             rows = made.heard(announced)
             if any(row[2] != UNDECIDED for row in rows):
+                self._owes = True
                 return set(names)
             if any(row[:2] != rows[0][:2] for row in rows) or all(row == rows[0] for row in rows):
                 return set(own)  # ranks at different steps find that out by what they announce next
@@ -266,14 +271,17 @@ class GroupComm:
 
     def _made(self, announcement: Announcement) -> Announced:
         with self.named("comparison"):
-            announced = self._announcing().send(announcement)
+            again, self._owes = self._owes, False
+            announced = self._announcing(again).send(announcement)
         self._announcements_made += 1
         return announced
 
-    def _announcing(self) -> Announcements:
+    def _announcing(self, again: bool = False) -> Announcements:
         group = self.open()
-        if self._announcements is None:
-            self._announcements = Announcements(group, self.rank, self.size)
+        if again:
+            self._again = self._again or Announcements(group, self.rank, self.size, again=True)
+            return self._again
+        self._announcements = self._announcements or Announcements(group, self.rank, self.size)
         return self._announcements
 
     def channels(self) -> Channels:

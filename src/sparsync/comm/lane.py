@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Lane:
     """The operations of a communicator over `comm`, for one bucket or for calls that were not announced.
 
-    The n-th operation of the bucket with this `number` has a channel of its own, which it has again in the next step. `number` None:
-    nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use at once, each by
+    The n-th message of a rank to another one for the bucket with this `number` has a channel of its own, which it has again in the next
+    step. `number` None: nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use at once, each by
     one thread; `waits` is entered around each wait.
     """
 
@@ -35,7 +35,9 @@ class Lane:
         self.rank, self.size = comm.rank, comm.size
         self.announcements = made  # so many of this rank
         self._comm, self._number, self._announced, self._waits = comm, number, announced, waits
-        self._place = 0  # of the next operation
+        # The places of the next messages to each rank, and from it. Two ranks agree on those between them, though in `send_recv` one may
+        # have fewer messages to others. All other operations take a place for each rank, as all ranks call them.
+        self._sent, self._arrived = [0] * self.size, [0] * self.size
         # Every rank sends to the next one, then to the one after it.
         self._sources = [(self.rank - i) % self.size for i in range(1, self.size)]
         self._targets = [(self.rank + i) % self.size for i in range(1, self.size)]
@@ -129,8 +131,11 @@ class Lane:
         if counts is not None:
             return self._moved(name, parts, counts)
         dtype = parts[0].dtype
-        incoming = [Incoming(source, None) for source in self._sources]
-        outgoing = [Outgoing(to, parts[to].view(torch.uint8), sized=True) for to in self._targets]
+        incoming = [Incoming(source, self._tag(self._arrived, source, True), None) for source in self._sources]
+        outgoing = [
+            Outgoing(to, self._tag(self._sent, to, True), parts[to].view(torch.uint8), sized=True)
+            for to in self._targets
+        ]
         received = [parts[self.rank]] * self.size
         with self._comm.named(name):
             arriving = self._through_channel(incoming, outgoing)
@@ -152,12 +157,19 @@ class Lane:
                     [(received[source], source) for source in self._sources], [(parts[to], to) for to in self._targets]
                 )
             return received
+        arriving = [(source, self._tag(self._arrived, source)) for source in self._sources]
+        leaving = [(to, self._tag(self._sent, to)) for to in self._targets]
         incoming = [
-            Incoming(source, counts[source] * dtype.itemsize, None if into is None else into[source].view(torch.uint8))
-            for source in self._sources
+            Incoming(
+                source,
+                tag,
+                counts[source] * dtype.itemsize,
+                None if into is None else into[source].view(torch.uint8),
+            )
+            for source, tag in arriving
             if counts[source]
         ]
-        outgoing = [Outgoing(to, parts[to].view(torch.uint8)) for to in self._targets if parts[to].numel()]
+        outgoing = [Outgoing(to, tag, parts[to].view(torch.uint8)) for to, tag in leaving if parts[to].numel()]
         with self._comm.named(name):
             arrived = self._through_channel(incoming, outgoing)
         for each, part in zip(incoming, arrived, strict=True):
@@ -172,8 +184,9 @@ class Lane:
         receives = [(part.view(torch.uint8), rank) for part, rank in incoming if part.numel()]
         sends = [(part.view(torch.uint8), rank) for part, rank in outgoing if part.numel()]
         if all(part.device.type == "cpu" for part, _ in receives + sends):
-            wanted = [Incoming(rank, part.numel(), part) for part, rank in receives]
-            received = self._through_channel(wanted, [Outgoing(rank, part) for part, rank in sends])
+            wanted = [Incoming(rank, self._tag(self._arrived, rank), part.numel(), part) for part, rank in receives]
+            leaving = [Outgoing(rank, self._tag(self._sent, rank), part) for part, rank in sends]
+            received = self._through_channel(wanted, leaving)
             for each, arrived in zip(wanted, received, strict=True):
                 assert each.into is not None
                 if arrived.data_ptr() != each.into.data_ptr():
@@ -187,12 +200,14 @@ class Lane:
         with self._waits():
             wait_each(dist.batch_isend_irecv(operations), [rank for _, rank in receives + sends])
 
+    def _tag(self, places: list[int], rank: int, sized: bool = False) -> int | None:
+        """Return the tag of the next message to or from a rank; None where nothing is posted ahead."""
+        place, places[rank] = places[rank], places[rank] + 1
+        return None if self._number is None else channel(self._number, place, sized)
+
     def _through_channel(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> list[Tensor]:
-        """Exchange messages of bytes by the channel of this operation."""
-        sized = any(each.sized for each in outgoing)
-        tag = None if self._number is None else channel(self._number, self._place, sized)
-        self._place += 1
-        return self._comm.channels().exchange(tag, incoming, outgoing, self.settle, self._waits)
+        """Exchange messages of bytes."""
+        return self._comm.channels().exchange(incoming, outgoing, self.settle, self._waits)
 
     def _known(self, name: str, counts: Sequence[int] | None, own: int) -> list[int] | None:
         """Return `counts` as a list, checked as far as this rank can: a wrong length breaks the group permanently."""

@@ -234,31 +234,36 @@ class Dispatcher:
             self._land()
         while len(self._in_air) >= MOST:
             self._in_air.popleft().ended.wait()
-        if self._failed_before(task):
-            self._land()  # its future must not be there before those of the buckets before
-            task.done.set_result(task.bucket.grad)
-            return
-        number, self._flown, self._step_in_air = self._flown, self._flown + 1, task.bucket.step
+        number, self._step_in_air = self._flown, task.bucket.step
         flight = Flight(number, self._in_air[-1] if self._in_air else None)
         began = time.perf_counter()
+        reducing: Reducing | None = None
         try:
+            # Not while a failure is told to other ranks, after which nothing of this step may begin.
             with self._on_ground:
-                reducing = self._connection.begin(
-                    task.bucket, task.scheme, task.prepare, task.send_all, partial(self._baton.lent, number)
-                )
-                self._in_air.append(flight)
-                self._baton.want(number)  # here, so that buckets start in order
+                if not self._failed_before(task):
+                    reducing = self._connection.begin(
+                        task.bucket, task.scheme, task.prepare, task.send_all, partial(self._baton.lent, number)
+                    )
+                    self._flown += 1
+                    self._in_air.append(flight)
+                    self._baton.want(number)  # here, so that buckets start in order
         except BaseException as error:
             self._note(task, error)
             self._land()
             self._close_after(task)
             task.done.set_result(task.bucket.grad)
             return
+        if reducing is None:
+            self._land()  # its future must not be there before those of the buckets before
+            task.done.set_result(task.bucket.grad)
+            return
+        taken_off = reducing
 
         def fly() -> None:
             with task.foreseen(self._failed):
                 try:
-                    self._fly(task, flight, reducing, began)
+                    self._fly(task, flight, taken_off, began)
                 finally:
                     flight.landed.set()
                     flight.ended.set()
@@ -316,7 +321,7 @@ class Dispatcher:
             first, cause, known = self._cause
             failure = self._connection.closed_after(cause, known)
             self._cause = None
-        self._failed(task, f"{first.scheme.name} failed on {first.what}: {failure}")
+            self._failed(task, f"{first.scheme.name} failed on {first.what}: {failure}")
 
     def _failed(self, task: "_Task", why: str) -> None:
         task.error.append(why)

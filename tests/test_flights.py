@@ -1,0 +1,60 @@
+"""Several buckets on their way at once: what one that fails means for those of its step, and for the next step."""
+
+import time
+
+import pytest
+import torch
+
+from helpers.distributed import run
+from sparsync import Bucket, Dense, GroupComm, Report
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm
+from sparsync.runtime.connection import Connection
+from sparsync.runtime.dispatcher import Dispatcher
+
+pytestmark = pytest.mark.distributed
+
+FAILS, BUCKETS, STEPS = 2, 4, 4
+
+
+class FirstFails(Scheme):
+    """Dense, but that the first bucket of one step fails on rank 1."""
+
+    name = "first_fails"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if (bucket.step, bucket.key, comm.rank) == (FAILS, "bucket0", 1):
+            raise ValueError("no luck today")
+        return Dense().reduce(bucket, comm)
+
+
+def late_buckets(waits_s: list[float]) -> list[list[str]]:
+    """Train; where a bucket fails, the next ones of its step come so many seconds later on each rank. Return the errors of each step."""
+    comm, scheme = GroupComm.private(timeout_s=30), FirstFails()
+    reports: list[Report] = []
+    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    errors = []
+    for step in range(STEPS):
+        submitted = []
+        for number in range(BUCKETS):
+            if step == FAILS and number:
+                time.sleep(waits_s[comm.rank])
+            bucket = Bucket(f"bucket{number}", torch.full((9,), float(step + comm.rank)), step)
+            submitted.append((bucket, dispatcher.submit(bucket, scheme)))
+        errors.append([])
+        for bucket, promised in submitted:
+            try:
+                promised.wait()
+                assert bucket.grad.tolist() == [step + (comm.size - 1) / 2] * 9
+            except RuntimeError as error:
+                errors[-1].append(str(error))
+    dispatcher.stop()
+    return errors
+
+
+# A failure is told to the other ranks for up to 3 seconds, while the backward pass goes on.
+@pytest.mark.parametrize("waits_s", [[0.0, 0.0], [0.0, 0.8], [0.8, 0.02]])
+def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_step_works(waits_s: list[float]) -> None:
+    for errors in run(late_buckets, 2, waits_s=waits_s, within_s=60):
+        assert [len(each) for each in errors] == [BUCKETS if step == FAILS else 0 for step in range(STEPS)]
+        assert all("no luck today" in each for each in errors[FAILS])
