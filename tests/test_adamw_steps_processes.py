@@ -179,7 +179,7 @@ def with_parameters_that_some_ranks_use() -> Tensor:
     for step in range(12):
         optimizer.zero_grad()
         used = [each for number, each in enumerate(model) if number != 1 or (step + rank) % P == 0]
-        sum((each * torch.randn(50)).sum() for each in used).backward()
+        torch.stack([(each * torch.randn(50)).sum() for each in used]).sum().backward()
         steps.step()
     with steps.averaged():
         return torch.cat([each.detach().clone() for each in model])
