@@ -134,3 +134,21 @@ def of_some_ranks_only() -> None:
 @pytest.mark.parametrize("P", [3, 4])
 def test_ranks_that_take_part_in_other_numbers_of_exchanges_find_each_others_messages(P: int) -> None:
     run(of_some_ranks_only, P, within_s=60)
+
+
+def large() -> None:
+    """All-reduces that go in pieces, one after the other on the same tag."""
+    comm = GroupComm.private(timeout_s=120)
+    P = comm.size
+    for step, n in enumerate((P * MOST_AHEAD // 4 + 5, 2 * P * MOST_AHEAD // 4 + 1, P * MOST_AHEAD // 4 + 5)):
+        addends = [message(source, 0, step, n) / 3 for source in range(P)]
+        wanted = sum_in_rank_order(addends)
+        lane = announced(comm, step)
+        assert torch.equal(lane.all_reduce(addends[comm.rank]), wanted)
+        assert torch.equal(lane.all_reduce(addends[comm.rank] + 1), sum_in_rank_order([each + 1 for each in addends]))
+    assert torch.equal(GroupComm.private(timeout_s=120).all_reduce(addends[comm.rank]), wanted)
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_large_tensors_are_added_in_rank_order_too(P: int) -> None:
+    run(large, P)

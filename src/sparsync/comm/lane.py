@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsync.comm.announcement import Announced, wait_each
-from sparsync.comm.channels import Incoming, Outgoing, Waits, channel
+from sparsync.comm.channels import MOST_AHEAD, Incoming, Outgoing, Waits, channel
+from sparsync.comm.pieces import all_reduce_in_pieces
 from sparsync.core import spans, sum_in_rank_order
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class Lane:
             with self._comm.named("all_reduce"):
                 dist.all_reduce(total, group=self._comm.open())
             return total
+        if x.nbytes > self.size * MOST_AHEAD:
+            with self._comm.named("all_reduce"):
+                channels, number = self._comm.channels(), self._number or 0
+                return all_reduce_in_pieces(x, channels, self.rank, self.size, number, self.settle, self._waits)
         total, lengths = torch.empty_like(x), [len(chunk) for chunk in spans(x.numel(), self.size)]
         arrived = self._moved("all_reduce", list(x.split(lengths)), [lengths[self.rank]] * self.size)
         chunks = total.split(lengths)
