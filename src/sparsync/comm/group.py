@@ -171,7 +171,7 @@ class GroupComm:
             abort(self.group)  # an error's traceback may refer to what waits, which keeps sockets open
             dist.destroy_process_group(self.group)
         # Gloo closes its sockets when nothing refers to the group any more.
-        for each in self._unsettled:
+        for each in list(self._unsettled):  # another thread may be announcing
             each.works.clear()
         self._unsettled.clear()
         self.group = self._announcements = self._again = self._channels = None

@@ -263,11 +263,12 @@ class Connection:
         try:
             with baton.held(1):
                 result = others()
-        except BaseException:
+        except BaseException as error:
+            before = list(failed)
             self.abort()
             thread.join()
-            # What failed there first is why this failed.
-            if failed and not is_known(failed[0]):
+            # What failed there first is why this failed, unless this has a cause of its own.
+            if before and is_known(error) or failed and not is_known(failed[0]):
                 raise failed[0] from None
             raise
         finally:
