@@ -409,10 +409,19 @@ class ExchangedSteps(StepMethod):
                 return [sketch.told(first)], None
             reports, means, skipped = self._reduced(step_of)
         else:
-            first, (reports, means, skipped) = self._connection.reduce_beside(
-                sketch.bucket, MeanOfSketches(), lambda: self._reduced(step_of)
-            )
-            skipped |= not sketch.observe([self._taking(each) for each in buckets])
+            reduced: list[tuple[list[Report], list[_Mean], bool]] = []
+            try:
+                first, _ = self._connection.reduce_beside(
+                    sketch.bucket, MeanOfSketches(), lambda: reduced.append(self._reduced(step_of))
+                )
+            except BaseException:
+                for _, means, skipped in reduced:  # the measurement has failed, not the steps
+                    self._take_back(means, skipped)
+                raise
+            ((reports, means, skipped),) = reduced
+            if not sketch.observe([self._taking(each) for each in buckets]):
+                self._take_back(means, skipped)
+                skipped = True
         return [sketch.told(first), *reports], None if skipped else means
 
     def _gradient(self, bucket: WeightBucket) -> tuple[Tensor, bool]:
@@ -449,12 +458,15 @@ class ExchangedSteps(StepMethod):
                     reports.append(report)
                     skipped |= bool(report.details["overflow"])
         except BaseException:
-            # After an overflow it has returned already, see Rollback.
-            for each in means if self._scheme.has_residual and not skipped and not send_all else ():
-                if each.bucket is not None:
-                    self._scheme.rollback(each.bucket)
+            self._take_back(means, skipped or send_all)
             raise
         return reports, means, skipped
+
+    def _take_back(self, means: "Sequence[_Mean]", skipped: bool) -> None:
+        """Return what was sent of a step that will not be applied to the residuals; after an overflow it is there, see Rollback."""
+        for each in means if self._scheme.has_residual and not skipped else ():
+            if each.bucket is not None:
+                self._scheme.rollback(each.bucket)
 
     def _reduce(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
         """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
