@@ -20,8 +20,8 @@ class Lane:
     """The operations of a communicator over `comm`, for one bucket or for calls that were not announced.
 
     The n-th message of a rank to another one for the bucket with this `number` has a channel of its own, which it has again in the next
-    step. `number` None: nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in use at once, each by
-    one thread; `waits` is entered around each wait.
+    step. `number` None: nothing is posted ahead, and every operation is compared between the ranks. Several lanes of a group may be in
+    use at once, each by one thread; `waits` is entered around each wait.
     """
 
     def __init__(

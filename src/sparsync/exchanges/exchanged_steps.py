@@ -420,7 +420,7 @@ class ExchangedSteps(StepMethod):
                 raise
             ((reports, means, skipped),) = reduced
             if not sketch.observe([self._taking(each) for each in buckets]):
-                self._take_back(means, skipped)
+                self._take_back(means, skipped or overflowed(first, sketch.bucket.grad))
                 skipped = True
         return [sketch.told(first), *reports], None if skipped else means
 

@@ -268,7 +268,7 @@ class Connection:
             self.abort()
             thread.join()
             # What failed there first is why this failed, unless this has a cause of its own.
-            if before and is_known(error) or failed and not is_known(failed[0]):
+            if (before and is_known(error)) or (failed and not is_known(failed[0])):
                 raise failed[0] from None
             raise
         finally:
