@@ -1,8 +1,6 @@
 """Steps of AdamW between processes: the bits of a LocalWorld, also when resumed, failures and what is refused."""
 
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -191,43 +189,3 @@ def with_parameters_that_some_ranks_use() -> Tensor:
 def test_steps_that_measure_the_ratio_where_some_ranks_do_not_use_a_parameter(P: int) -> None:
     first, *others = run(with_parameters_that_some_ranks_use, P, within_s=60)
     assert all(torch.equal(first, other) for other in others)
-
-
-def with_a_measurement_that_comes_to_nothing(how: str) -> Tensor:
-    """All is sent, so that a residual holds what was taken back of a step, and nothing else. Return it."""
-    torch.manual_seed(3)
-    model = nn.ParameterList([nn.Parameter(torch.randn(50)) for _ in range(4)])
-    optimizer, scheme = torch.optim.AdamW(model.parameters()), TopK(1.0)
-    steps = AdamWSteps(model, optimizer, scheme, timeout_s=30.0, bucket_mb=3e-4, measure_every=1)
-    reduce, taken_back = MeanOfSketches.reduce, torch.empty(0)
-
-    def fails(self: MeanOfSketches, bucket: Bucket, comm: Comm) -> Report:
-        report = reduce(self, bucket, comm)
-        if bucket.step == 2:
-            if how == "fails":
-                waits = comm.inner._waits  # lets the steps be reduced
-                with waits():
-                    time.sleep(0.5)
-                raise ValueError("no luck today")
-            bucket.grad.fill_(torch.inf if how == "overflows" else 1e30)  # of which the square overflows
-        return report
-
-    MeanOfSketches.reduce = fails  # pyright: ignore[reportAttributeAccessIssue]
-    for step in range(4):
-        optimizer.zero_grad()
-        sum((each * torch.randn(50)).sum() for each in model).backward()
-        with pytest.raises(ValueError, match="no luck") if (step, how) == (2, "fails") else nullcontext():
-            steps.step()
-        held = torch.cat(list(scheme.feedback.by_name.values()))
-        assert bool(held.any()) == (step == 2)
-        taken_back = held.clone() if step == 2 else taken_back
-    return taken_back
-
-
-@pytest.mark.filterwarnings("ignore:.*skipped")
-def test_what_was_sent_of_steps_beside_a_measurement_that_comes_to_nothing_is_in_the_residual_again() -> None:
-    found = [
-        run(with_a_measurement_that_comes_to_nothing, 2, how=how, within_s=60)
-        for how in ("fails", "overflows", "squares")
-    ]
-    assert all(torch.equal(each, found[0][0]) for ranks in found for each in ranks)
