@@ -86,3 +86,29 @@ def without_more_threads() -> None:
 
 def test_buckets_are_reduced_where_the_process_may_have_no_more_threads() -> None:
     run(without_more_threads, 2, within_s=60)
+
+
+class Slow(Scheme):
+    """Dense, of which the first bucket computes for long."""
+
+    name = "slow"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.key == "bucket0":
+            time.sleep(1.0)
+        return Dense().reduce(bucket, comm)
+
+
+def timed() -> list[float]:
+    """Return the seconds of each bucket's report."""
+    comm, scheme, reports = GroupComm.private(timeout_s=30), Slow(), list[Report]()
+    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    for number in range(BUCKETS):
+        dispatcher.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
+    dispatcher.flush()
+    return [each.seconds or 0.0 for each in reports]
+
+
+def test_the_time_of_a_bucket_leaves_out_that_in_which_it_waited_for_others_to_be_computed() -> None:
+    for first, *others in run(timed, 2, within_s=60):
+        assert first > 1.0 > 0.5 > max(others)
