@@ -1,5 +1,6 @@
 """Several buckets on their way at once: what one that fails means for those of its step, and for the next step."""
 
+import threading
 import time
 
 import pytest
@@ -58,3 +59,56 @@ def test_buckets_that_come_while_a_failure_is_told_fail_with_it_and_the_next_ste
     for errors in run(late_buckets, 2, waits_s=waits_s, within_s=60):
         assert [len(each) for each in errors] == [BUCKETS if step == FAILS else 0 for step in range(STEPS)]
         assert all("no luck today" in each for each in errors[FAILS])
+
+
+def without_more_threads() -> None:
+    """Only the thread that begins buckets can start, and one that reduces."""
+    comm = GroupComm.private(timeout_s=30)
+    dispatcher = Dispatcher(Connection(Dense(), comm), lambda report: None)
+    start, started = threading.Thread.start, list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "sparsync-worker":
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    threading.Thread.start = limited
+    for step in range(3):
+        buckets = [Bucket(f"bucket{number}", torch.full((9,), float(comm.rank)), step) for number in range(BUCKETS)]
+        for promised in [dispatcher.submit(bucket, Dense()) for bucket in buckets]:
+            promised.wait()
+        assert all(bucket.grad.tolist() == [0.5] * 9 for bucket in buckets)
+    dispatcher.flush()
+    threading.Thread.start = start
+
+
+def test_buckets_are_reduced_where_the_process_may_have_no_more_threads() -> None:
+    run(without_more_threads, 2, within_s=60)
+
+
+class Slow(Scheme):
+    """Dense, of which the first bucket computes for long."""
+
+    name = "slow"
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        if bucket.key == "bucket0":
+            time.sleep(1.0)
+        return Dense().reduce(bucket, comm)
+
+
+def timed() -> list[float]:
+    """Return the seconds of each bucket's report."""
+    comm, scheme, reports = GroupComm.private(timeout_s=30), Slow(), list[Report]()
+    dispatcher = Dispatcher(Connection(scheme, comm), reports.append)
+    for number in range(BUCKETS):
+        dispatcher.submit(Bucket(f"bucket{number}", torch.ones(9), 0), scheme)
+    dispatcher.flush()
+    return [each.seconds or 0.0 for each in reports]
+
+
+def test_the_time_of_a_bucket_leaves_out_that_in_which_it_waited_for_others_to_be_computed() -> None:
+    for first, *others in run(timed, 2, within_s=60):
+        assert first > 1.0 > 0.5 > max(others)

@@ -329,9 +329,10 @@ class GroupComm:
         except (RanksDifferError, ConnectionLostError):
             raise
         except RuntimeError as error:
-            if self._base is not None and self.group is not None:
+            group = self.group  # another thread may close this communicator
+            if self._base is not None and group is not None:
                 # Now, and not when nothing refers to the group any more, as this error's traceback does while others wait for this rank.
-                abort(self.group)
+                abort(group)
             others = "" if self._announced or self._meeting is None else self.close_and_report("")
             text = f"rank {self.rank} of {self.size}: {name}, {doing}, failed: {error}{others and f' ({others})'}"
             raise ConnectionLostError(text) from error

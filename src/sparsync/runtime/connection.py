@@ -183,7 +183,7 @@ class Reducing:
     send_all: bool
     lane: Lane | None  # None where nobody was told
     comm: MeteredComm
-    began: float
+    begun_s: float  # seconds that its beginning took
     report: Report | None = None  # once its exchanges have ended
 
 
@@ -290,17 +290,19 @@ class Connection:
             began = time.perf_counter()
             with torch.no_grad():
                 lane = self._announce(bucket, scheme, waits or self._waits)
-            return Reducing(bucket, scheme, send_all, lane, MeteredComm(lane or self._group), began)
+            begun_s = time.perf_counter() - began
+            return Reducing(bucket, scheme, send_all, lane, MeteredComm(lane or self._group), begun_s)
 
     def exchange(self, reducing: "Reducing") -> None:
         """Have the scheme reduce a bucket. Buckets that overlap may be at this at once, each on a thread."""
-        bucket, scheme = reducing.bucket, reducing.scheme
+        bucket, scheme, began = reducing.bucket, reducing.scheme, time.perf_counter()
         with _noted(bucket, scheme), torch.no_grad(), recorded_phases(bucket.key) as spent:
             report = (scheme.send_all if reducing.send_all else scheme.reduce)(bucket, reducing.comm)
             announced = Cost() if reducing.lane is None else _settled(reducing.lane)
             sent, wait_s = reducing.comm.take()
             cost, sent = report.cost + announced, sent + announced
-            seconds = time.perf_counter() - reducing.began
+            # Without the time in which it waited for its turn, while other buckets were computed.
+            seconds = reducing.begun_s + time.perf_counter() - began
             reducing.report = replace(report, cost=cost, sent=sent, seconds=seconds, wait_s=wait_s, phases=spent)
 
     def end(self, reducing: "Reducing", written: Callable[[], Bucket] | None = None) -> Report:

@@ -52,8 +52,9 @@ class Worker:
         """Queue `job`, and return the future of its result. Raises RuntimeError in a fork."""
         self._origin.check()
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._jobs,), name="sparsync-worker", daemon=True)
+            thread.start()  # raises where the process may have no more threads
+            self._thread = thread
             atexit.register(_end, self._thread, self._jobs)
         done: futures.Future[Result] = futures.Future()
         self._jobs.put((job, done))
@@ -270,8 +271,11 @@ class Dispatcher:
 
         if task.last:
             fly()
-        else:
+            return
+        try:
             self._threads.reduces(number).submit(fly)
+        except RuntimeError:  # no more threads: other buckets would wait for this one
+            fly()
 
     def _fly(self, task: "_Task", flight: Flight, reducing: Reducing, began: float) -> None:
         """Do the exchanges of a bucket, then wait for the buckets before, and report it."""
