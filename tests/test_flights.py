@@ -67,12 +67,12 @@ def without_more_threads() -> None:
     dispatcher = Dispatcher(Connection(Dense(), comm), lambda report: None)
     start, started = threading.Thread.start, list[str]()
 
-    def limited(thread: threading.Thread) -> None:
-        if thread.name == "sparsync-worker":
+    def limited(self: threading.Thread) -> None:
+        if self.name == "sparsync-worker":
             if len(started) == 2:
                 raise RuntimeError("can't start new thread")
-            started.append(thread.name)
-        start(thread)
+            started.append(self.name)
+        start(self)
 
     threading.Thread.start = limited
     for step in range(3):
