@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 LENGTH_NBYTES = 8  # of the length that goes before the bytes of a message whose receiver does not know it
-# What is posted ahead of a message at most: memory that is held from step to step. While it travels, receiver and sender meet for the rest.
+# What is posted ahead of a message at most, of up to 4 ranks: memory that is held from step to step. While it travels, receiver and sender
+# meet for the rest.
 MOST_AHEAD = 2**19
 AHEAD = 2  # receives that are posted for messages to come
 _FIRST = 2**14  # where lengths vary, room for the first message of a channel
@@ -110,7 +111,7 @@ class Channels:
         for each in sends:
             if each.message.tag is not None:
                 rooms = self._room[each.message.tag, each.message.to]
-                rooms.extend([_room_after(each.nbytes, each.message.sized)] * (AHEAD - len(rooms)))
+                rooms.extend([self._room_after(each.nbytes, each.message.sized)] * (AHEAD - len(rooms)))
         return received
 
     def receive(self, into: Tensor, source: int, tag: int) -> dist.Work:
@@ -125,23 +126,21 @@ class Channels:
         source, tag, known, _ = arrived.message
         if tag is None:
             return
-        nbytes = _room_after(arrived.nbytes, known is None)
+        nbytes = self._room_after(arrived.nbytes, known is None)
         posted = self._posted[tag, source]
-        with suppress(
-            RuntimeError
-        ):  # the other rank has ended after this exchange; where it has not, the next one raises
+        with suppress(RuntimeError):  # the other rank has ended since; where it has not, the next exchange raises
             while len(posted) < AHEAD:
                 room = torch.empty(nbytes, dtype=torch.uint8)
                 posted.append(_Posted(room, self.receive(room, source, tag)))
 
+    def _room_after(self, nbytes: int, sized: bool) -> int:
+        """Return how much is posted ahead after a message of so many bytes, on both sides: less where there are many ranks."""
+        most = min(MOST_AHEAD, 4 * MOST_AHEAD // self.group.size())
+        return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, most)
+
 
 def _next(ahead: deque[Each]) -> Each | None:
     return ahead.popleft() if ahead else None
-
-
-def _room_after(nbytes: int, sized: bool) -> int:
-    """Return how much is posted ahead after a message of so many bytes, on both sides."""
-    return min(max(_FIRST, nbytes + nbytes // 4) if sized else nbytes, MOST_AHEAD)
 
 
 class _Arriving:
