@@ -26,15 +26,22 @@ TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
 SENT = r"{}: \d+ of \d+ elements, \d+ bytes sent"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+# HACK: torch itself aborts now and then when a process ends while a thread of gloo lets go of a tensor (pytorch/pytorch#190489): one
+# exit in some hundreds of examples/plain_ddp.py, which has nothing of ours in it. So a command that ends like this is run once more.
+ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
-def run(command: list[str]) -> str:
-    """Run a command with two ranks in mind, and return what it printed."""
+def run(command: list[str], written: Path | None = None) -> str:
+    """Run a command with two ranks in mind, and return what it printed. `written`: a file of it that must not be there before."""
     source = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode and ABORTED_AT_EXIT in done.stderr:
+        if written is not None:
+            written.unlink(missing_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -149,8 +156,9 @@ def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_p
     sparse.write_text(with_the_two_lines(plain.read_text()))
     for script, scheme in ((plain, []), (sparse, []), (sparse, ["--scheme", "two_shot:density=1.0:values=int4"])):
         launch = [sys.executable, "-m", "sparsync_lab.cli", "launch", "--ranks", "2", *scheme, "--", sys.executable]
-        small = ["--steps", "20", "--width", "16", "--checkpoint", str(tmp_path / f"{script.stem}{len(scheme)}.pt")]
-        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run([*launch, str(script), *small]))
+        checkpoint = tmp_path / f"{script.stem}{len(scheme)}.pt"
+        command = [*launch, str(script), "--steps", "20", "--width", "16", "--checkpoint", str(checkpoint)]
+        assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run(command, checkpoint))
 
 
 def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
