@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import sparsync
 from helpers.sketches import too_long_to_measure
-from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, generator
@@ -81,7 +81,8 @@ def start(
 ) -> AdamWSteps:
     made = model()
     optimizer = torch.optim.AdamW(groups(made, rates, decays), betas=betas)
-    return AdamWSteps(made, optimizer, scheme, comm=comm, **{"block": BLOCK, "measure_every": EVERY, **settings})
+    given = {"block": BLOCK, "measure_every": EVERY, "beta2": betas[1], "decay": 1.0, **settings}
+    return AdamWSteps(made, optimizer, scheme, comm=comm, **given)
 
 
 def train(steps: AdamWSteps, span: range) -> list[Tensor]:
@@ -1042,7 +1043,8 @@ class NotedSteps(AdamWSteps):
 def noted(comm: Comm, scheme: Scheme) -> NotedSteps:
     made = model()
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.25, betas=(0.5, 0.95))
-    steps = NotedSteps(made, optimizer, scheme, comm=comm, bucket_mb=2e-4, block=BLOCK, measure_every=EVERY, keep=0.5)
+    given: dict[str, Any] = {"bucket_mb": 2e-4, "block": BLOCK, "measure_every": EVERY, "keep": 0.5, "decay": 1.0}
+    steps = NotedSteps(made, optimizer, scheme, comm=comm, **given)
     assert len(steps._weights.buckets) > 1
     return steps
 
@@ -1204,3 +1206,47 @@ def test_buckets_that_were_reduced_before_one_that_overflows_return_to_the_resid
     before, own, after = (torch.stack(each).sum(0) for each in zip(*LocalWorld(P).run(body), strict=True))
     assert bool(own.any())
     assert torch.allclose(after, before + own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "beta2", "decay", "found"),
+    [
+        (lambda: TwoShot(density=1.0, values="sign"), 0.95, None, (0.99, 0.97)),
+        (lambda: TwoShot(density=0.25), 0.999, None, (0.999, 0.97)),
+        (lambda: TwoShot(density=0.01, density_down=0.04), 0.95, None, (0.99, 0.99)),
+        (lambda: PerParameter(TopK(0.25), {"0.*": TopK(0.01)}), 0.95, None, (0.99, 0.99)),
+        (lambda: TwoShot(density=0.25), 0.95, 0.5, (0.99, 0.5)),
+        (lambda: TwoShot(density=0.25, decay=0.9), 0.95, None, (0.99, 0.9)),
+    ],
+)
+def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
+    scheme: Callable[[], Scheme], beta2: float, decay: float | None, found: tuple[float, float]
+) -> None:
+    def body(comm: LocalComm) -> tuple[float, set[float]]:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), betas=(0.9, beta2))
+        mine = scheme()
+        steps = AdamWSteps(made, optimizer, mine, comm=comm, decay=decay)
+        inside: list[Any] = mine.inner_schemes or [mine]
+        assert isinstance(steps.exchange, Steps)
+        return steps.exchange.beta2_for(steps._groups.rules[0]), {each.feedback.decay for each in inside}
+
+    ((moments, residuals),) = LocalWorld(1).run(body)
+    assert (moments, residuals) == (found[0], {found[1]})
+
+
+def test_what_waits_is_forgotten_by_the_share_of_decay() -> None:
+    def body(comm: LocalComm) -> Tensor:
+        made = nn.Linear(4, 1, bias=False)
+        scheme = TopK(0.25)
+        steps = AdamWSteps(
+            made, torch.optim.AdamW(made.parameters(), lr=1.0, weight_decay=0.0), scheme, comm=comm, decay=0.5
+        )
+        for gradient in ([8.0, 4.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]):
+            made.weight.grad = torch.tensor([gradient])
+            steps.step()
+        return scheme.state_dict()["residual"]["weight"]
+
+    # The first steps are 1 for every element; one is sent in each of the two.
+    (residual,) = LocalWorld(1).run(body)
+    assert sorted(residual.tolist()) == pytest.approx([0.0, 0.0, 0.5, 0.5], rel=1e-6)

@@ -225,6 +225,15 @@ class ErrorFeedbackScheme(Scheme):
         """Whether a step's mean lacks elements. Here: whether the scheme has a field `density` that is below 1."""
         return getattr(self, "density", 1.0) < 1.0
 
+    @property
+    def share_sent(self) -> float:
+        """Here: the field `density`, and 1 without one."""
+        return float(getattr(self, "density", 1.0))
+
+    def forget(self, decay: float) -> None:
+        if self.decay == 1.0:
+            self.feedback.decay = decay
+
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale(factors)
 

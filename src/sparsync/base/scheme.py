@@ -115,6 +115,11 @@ class Scheme(ABC):
         return any(each.leaves_out for each in self.inner_schemes)
 
     @property
+    def share_sent(self) -> float:
+        """Which share of the elements a rank sends in a step: 1 where all, of several inner schemes that of the one that sends least."""
+        return min((each.share_sent for each in self.inner_schemes), default=1.0)
+
+    @property
     def has_momentum(self) -> bool:
         """Whether what is written has a momentum in it already, so that the optimizer should be SGD without any."""
         return any(each.has_momentum for each in self.inner_schemes)
@@ -133,6 +138,11 @@ class Scheme(ABC):
         """Multiply the residual of each named parameter by its factor."""
         for each in self.inner_schemes:
             each.rescale_residual(factors)
+
+    def forget(self, decay: float) -> None:
+        """Let only the share `decay` of the residual join the next gradient, where the scheme's own setting has all of it join."""
+        for each in self.inner_schemes:
+            each.forget(decay)
 
     def hold_residual(self) -> None:
         """Copy the residual before a step, for `weigh_step`."""

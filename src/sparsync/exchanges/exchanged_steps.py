@@ -29,6 +29,8 @@ from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
+_FORGOTTEN = 0.03  # share of the residual that a step drops, at most
+_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,10 @@ class Steps(StepOptions):
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
             serve from the next one on; the first 8 steps all measure, the very first one for itself.
+        beta2: in [0, 1), of the second moments. None: the optimizer's, and at least 0.99, because a rank's own gradients are noisier than
+            their mean.
+        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 less the share that the scheme sends, and at
+            least 0.97: what is out of date is forgotten, but no quicker than elements come to be sent.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
@@ -50,9 +56,17 @@ class Steps(StepOptions):
     keep: float | None = None
     block: int = 64
     measure_every: int = 8
+    beta2: float | None = None
+    decay: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.beta2 is not None and not 0 <= self.beta2 < 1:
+            raise ValueError(
+                f"beta2 must be in [0, 1), or None for the optimizer's and at least {_LONGEST_BETA2}, got {self.beta2}"
+            )
+        if self.decay is not None and not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
         if self.block < 1:
             raise ValueError(f"block must be at least 1 element, got {self.block}")
         if self.measure_every < 1:
@@ -62,6 +76,12 @@ class Steps(StepOptions):
         if self.keep is None:
             return 0.2 if scheme.leaves_out else 0.5
         return self.keep
+
+    def beta2_for(self, rule: Rule) -> float:
+        return max(rule.beta2, _LONGEST_BETA2) if self.beta2 is None else self.beta2
+
+    def decay_for(self, scheme: Scheme) -> float:
+        return 1 - min(_FORGOTTEN, scheme.share_sent) if self.decay is None else self.decay
 
 
 class FewNonzero(Bucket):
@@ -162,6 +182,7 @@ class ExchangedSteps(StepMethod):
         self._groups = ParameterGroups(self.optimizers, replica.owned)
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
+        self._scheme.forget(options.decay_for(self._scheme))
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
         self._ratios = BlockRatios(common, options.block, options.measure_every)
@@ -180,7 +201,7 @@ class ExchangedSteps(StepMethod):
         square, ratio = self._vectors["square"][place], self._ratios.ratio(place, self._comm.size)
 
         def sent(rule: Rule, entry: ParameterSpan, t: int) -> tuple[float, float, float, int]:
-            return rule.sent_rate(entry.shape), rule.beta2, rule.eps, t
+            return rule.sent_rate(entry.shape), self.exchange.beta2_for(rule), rule.eps, t
 
         for span, (rate, beta2, eps, t) in self._counted(place, "seen", sent):
             scale, block = ratio / (1 - beta2**t), self._ratios.block
