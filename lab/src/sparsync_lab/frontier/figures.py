@@ -10,11 +10,11 @@ from sparsync.base import registry
 from sparsync_lab.frontier.runs import Finished, Key
 from sparsync_lab.frontier.study import ORACLE, FrontierStudy
 from sparsync_lab.report.summary import behind
-from sparsync_lab.scheme_choice import SchemeChoice
+from sparsync_lab.scheme_choice import LAB_SCHEMES, SchemeChoice
 
 Kind = Literal["baseline", "published", "ours", "your own", "limit"]
 
-BASELINES = ("dense", "bf16")
+BASELINES = ("dense", "bf16", LAB_SCHEMES["laprop"])
 OURS = ("two_shot", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
 
 
