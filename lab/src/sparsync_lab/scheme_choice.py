@@ -23,9 +23,13 @@ from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
 from sparsync_lab.recipes import RECIPES
 from sparsync_lab.rivals.laprop import in_place_of_adamw
+from sparsync_lab.rivals.pulse_loco import PulseLoCo
 
-# Names of what only the lab can train: elsewhere it would be `dense`.
-LAB_SCHEMES = {"laprop": "sparsync_lab.rivals.laprop:LaProp"}
+# Names of what only the lab can train with: elsewhere the one would be `dense`, and the other does not know the weights.
+LAB_SCHEMES = {
+    "laprop": "sparsync_lab.rivals.laprop:LaProp",
+    "pulse_loco": "sparsync_lab.rivals.pulse_loco:PulseLoCo",
+}
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 _BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
@@ -60,7 +64,14 @@ class SchemeChoice:
         outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
         if outer:
             settings["outer"] = import_module("sparsync").OuterSGD(**outer)
-        return _class(self.steps)(model, optimizer, self.make(), **settings, **where)
+        scheme = self.make()
+        if isinstance(scheme, PulseLoCo):
+            if self.steps != "local_steps" or self.local.get("delay"):
+                raise ValueError(
+                    "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
+                )
+            scheme.watch(model)
+        return _class(self.steps)(model, optimizer, scheme, **settings, **where)
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether weights are unexchanged after `steps` local steps."""
