@@ -14,12 +14,12 @@ from helpers.third_party import LineFit
 from sparsync import Bucket, LocalWorld
 from sparsync_lab import cli
 from sparsync_lab.frontier import runs, study
-from sparsync_lab.frontier.figures import OURS, kind, panels
+from sparsync_lab.frontier.figures import OURS, Interval, interval, kind, panels
 from sparsync_lab.frontier.oracle import Oracle
 from sparsync_lab.frontier.picture import picture
 from sparsync_lab.frontier.runs import Finished, Key
 from sparsync_lab.frontier.study import ORACLE, FrontierStudy, complete
-from sparsync_lab.frontier.tables import remarks, table
+from sparsync_lab.frontier.tables import brief, interval_text, remarks, table
 from sparsync_lab.report.parts import replaced
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.terminal import markdown
@@ -171,6 +171,73 @@ def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
         *("+15.0 (+10.0 to +20.0)", "+15.0"),
     )
     assert "| `dense` | baseline | 64.0 |" in markdown(shown)
+
+
+@pytest.mark.parametrize(
+    ("metric", "quality", "unit"),
+    [("perplexity", math.exp, "nats"), ("bits per byte", lambda loss: loss, "bits per byte")],
+)
+def test_losses_are_compared_seed_by_seed_with_an_interval_over_seeds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    quality: Callable[[float], float],
+    unit: str,
+) -> None:
+    gaps = {0: 0.25, 1: 0.5, 2: 0.75}
+
+    def at_end(choice: SchemeChoice, key: Key) -> float:
+        return quality(1.0 + key.seed + gaps[key.seed] * (choice.label != "dense"))
+
+    monkeypatch.setattr(study, "train", pretended(at_end))
+    asked = made(seeds=(0, 1, 2), rates=(1.0,))
+    (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True, metric=metric)
+    sparse, dense = panel.rows
+    assert (sparse.loss, dense.loss) == (pytest.approx(2.5), pytest.approx(2.0))
+    assert panel.dense_deviation == pytest.approx(1.0)
+    assert sparse.loss_behind is not None
+    assert sparse.loss_behind.mean == pytest.approx(0.5)
+    assert sparse.loss_behind.half == pytest.approx(4.303 * 0.25 / math.sqrt(3))
+    shown = table(panel, metric, {row.label: row.label for row in panel.rows})
+    place = shown.heads.index(f"{unit}\nbehind dense")
+    assert [row[place] for row in shown.rows] == ["+0.500 +- 0.621", "0"]
+    assert shown.title.endswith(f"+- 95 % interval; dense's standard deviation 1.0 {unit}")
+    assert shown.heads[place] in brief(shown).heads
+    assert ("nats\nat the end" in shown.heads) == (metric == "perplexity")
+    assert f"{metric}\nat the end" in brief(shown).heads
+
+
+def test_an_interval_needs_two_seeds_and_finite_losses() -> None:
+    assert interval([0.5]) == Interval(0.5, None)
+    assert interval([0.5, 0.5]) == Interval(0.5, 0.0)
+    assert interval([0.5, math.inf]) == Interval(math.inf, None)
+    half = interval([-1.0, 1.0] * 10).half
+    assert half == pytest.approx(2.093 * math.sqrt(20 / 19) / math.sqrt(20), rel=2e-3)
+    assert [interval_text(each) for each in (None, Interval(0.5, None), Interval(math.inf, None))] == [
+        "-",
+        "+0.500",
+        "inf",
+    ]
+
+
+def test_with_laprop_each_method_is_compared_with_the_better_one_of_dense_and_laprop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"dense": 10.0, "laprop": 8.0, "laprop:beta2=0.5": 9.0, "topk:density=0.2": 12.0}
+    monkeypatch.setattr(study, "train", pretended(lambda choice, key: ends[choice.label]))
+    monkeypatch.setattr(study, "check_optimizer", lambda *_: None)  # SGD trains the job
+    monkeypatch.setattr(FrontierStudy, "optimizers", dict.fromkeys(ends, "AdamW"))
+    asked = made("dense,laprop,laprop:beta2=0.5,topk:density=0.2", rates=(1.0,))
+    (panel,) = panels(asked, complete(asked, tmp_path, 1, print), lower=True)
+    shown = table(panel, "error", {row.label: row.label for row in panel.rows})
+    place = shown.heads.index("% behind\ndense or laprop")
+    assert {row[0]: row[place] for row in shown.rows} == {
+        "dense": "+25.0", "laprop": "0", "laprop:beta2=0.5": "+12.5", "topk:density=0.2": "+50.0"
+    }  # fmt: skip
+    assert any(line.startswith("Dense or laprop") for line in remarks([panel]))
+    alone = made(rates=(1.0,))
+    (panel,) = panels(alone, complete(alone, tmp_path, 1, print), lower=True)
+    assert "% behind\ndense or laprop" not in table(panel, "error", {row.label: "" for row in panel.rows}).heads
 
 
 def test_a_training_that_diverged_is_the_worst_rate_and_is_not_drawn(

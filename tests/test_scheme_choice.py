@@ -106,7 +106,7 @@ def test_the_outer_optimizer_is_made_of_its_rate_and_momentum() -> None:
 
 
 def test_recipes_are_methods_under_their_own_name() -> None:
-    assert set(recipes()) == {"diloco", "streaming_diloco", "sparseloco"}
+    assert set(recipes()) == {"diloco", "streaming_diloco", "sparseloco", "muloco", "pulseloco"}
     for choice in parse_schemes(",".join(recipes()), 0.01):
         assert choice.label in recipes()
         assert choice.local is not None

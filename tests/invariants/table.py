@@ -26,6 +26,7 @@ from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.gaussiank import GaussianK
 from sparsync_lab.rivals.gtopk import GTopK
 from sparsync_lab.rivals.hard_threshold import HardThreshold
+from sparsync_lab.rivals.loco import LoCo
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.rivals.powersgd import PowerSGD
 from sparsync_lab.rivals.random_k import RandomK
@@ -42,7 +43,7 @@ LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests
 
 # Rows whose traffic follows from their settings; tests/test_plan.py compares the forms of the others, given the figures of a step.
 PLANNED = (
-    *("dense", "bf16", "float", "topk-0", "topk-1", "topk-int4", "topk-bfloat16", "two-shot", "quantized", "powersgd"),
+    *("dense", "bf16", "float", "topk-0", "topk-1", "topk-int4", "topk-bfloat16", "two-shot", "quantized", "loco", "powersgd"),
     *("sparse-loco", "demo", "same", "cltk", "gtopk", "spardl", "ring-pruning", "random-pruning"),
 )
 
@@ -294,6 +295,7 @@ def _quantized_rows() -> list[Row]:
     return [
         *[_rounded(Quantized, "quantized", values) for values in formats],
         _rounded(partial(Quantized, decay=0.5), "quantized-decay", "int8"),
+        Row("loco", partial(LoCo, reset_every=3), None, has_residual=True, conserves=False, exact_in=torch.float64),
         *[_sparse(f"same-{density}-at-random", RandomK, density, delivers=False) for density in (0.001, 0.1)],
     ]
 
@@ -399,6 +401,7 @@ QUICK = (
     ),
     *(
         "quantized-decay-int8",
+        "loco",
         "sparse-loco-bins",
         "demo-ranks",
         "dgc-plain",

@@ -22,7 +22,14 @@ from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
 from sparsync_lab.recipes import RECIPES
+from sparsync_lab.rivals.laprop import in_place_of_adamw
+from sparsync_lab.rivals.pulse_loco import PulseLoCo
 
+# Names of what only the lab can train with: elsewhere the one would be `dense`, and the other does not know the weights.
+LAB_SCHEMES = {
+    "laprop": "sparsync_lab.rivals.laprop:LaProp",
+    "pulse_loco": "sparsync_lab.rivals.pulse_loco:PulseLoCo",
+}
 MOST_FRAGMENTS = 4096  # of local steps
 TRIAL_ELEMENTS = 64  # of the bucket that every scheme reduces once before processes are started
 _BEGINS_AS_STEPS = re.compile(rf"({'|'.join(STEPS)})\b(?![:.])")  # and no module or file of that name
@@ -57,7 +64,14 @@ class SchemeChoice:
         outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
         if outer:
             settings["outer"] = import_module("sparsync").OuterSGD(**outer)
-        return _class(self.steps)(model, optimizer, self.make(), **settings, **where)
+        scheme = self.make()
+        if isinstance(scheme, PulseLoCo):
+            if self.steps != "local_steps" or self.local.get("delay"):
+                raise ValueError(
+                    "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
+                )
+            scheme.watch(model)
+        return _class(self.steps)(model, optimizer, scheme, **settings, **where)
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether weights are unexchanged after `steps` local steps."""
@@ -124,16 +138,19 @@ def try_out(choice: SchemeChoice, ranks: int) -> None:
 
 
 def check_optimizer(choices: Sequence[SchemeChoice], make: Callable[[], tuple[nn.Module, Optimizer]]) -> None:
-    """Raise ValueError where the steps around a scheme cannot be taken with the model and the optimizer that `make` returns."""
+    """Raise ValueError where a method cannot train the model with the optimizer that `make` returns: steps around a scheme, or LaProp."""
     for choice in choices:
-        if choice.local is not None:
+        if choice.local is not None or choice.name == LAB_SCHEMES["laprop"]:
             model, optimizer = make()
             _check_steps(choice, model, optimizer)
 
 
 def _check_steps(choice: SchemeChoice, model: nn.Module, optimizer: Optimizer) -> None:
     try:
-        LocalWorld(1).run(lambda comm: choice.make_local(model, optimizer, comm=comm))
+        if choice.local is None:
+            in_place_of_adamw(optimizer)
+        else:
+            LocalWorld(1).run(lambda comm: choice.make_local(model, optimizer, comm=comm))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{choice.label!r} cannot train this job: {error}") from error
 
@@ -192,7 +209,7 @@ def _parse_scheme(
     also: Mapping[str, str],
 ) -> SchemeChoice:
     name, config = parsed(text)
-    name = also.get(name, name)
+    name = (LAB_SCHEMES | dict(also)).get(name, name)
     known = schemes.settings(name)
     for key, value in (("density", density), ("skip", skip)):
         if value is not None and key not in config and key in known:

@@ -161,7 +161,7 @@ def _training(
         gradient_as_bucket_view=True,
         find_unused_parameters=workload.find_unused_parameters,
     )
-    optimizer, schedule = _optimizer(workload, ddp, settings.steps)
+    optimizer, schedule = _optimizer(workload, ddp, settings.steps, scheme)
     handle = attach(ddp, scheme, timeout_s=settings.timeout_s)
     if isinstance(scheme, TorchDDP):
         handle.detach()

@@ -46,7 +46,7 @@ def frontier(study: FrontierStudy, where: Outputs, jobs: int, ours: Sequence[str
     from sparsync_lab.frontier.picture import picture
 
     workload = study.check()
-    found = panels(study, finished, workload.better == "lower", ours)
+    found = panels(study, finished, workload.better == "lower", ours, workload.metric)
     image = picture(found, f"{study.workload}: {workload.unit}, beside dense")
     _write(out / TABLES, _markdown(found, workload.metric, command, PICTURE))
     _write(out / PICTURE, image)

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from sparsync_lab.frontier.figures import Mean, MethodRow, Panel
+from sparsync_lab.frontier.figures import LOSSES, Interval, Mean, MethodRow, Panel
 from sparsync_lab.report.format import behind_text, significant
 from sparsync_lab.terminal import NOTHING, Table
 
+_LOSS = "{}\nat the end"
 _LESS = (
     "\nunion",
     "kB\nper step",
@@ -14,13 +15,16 @@ _LESS = (
     "\noptimizer",
     "\nkind",
     "message\nrounds",
+    *(_LOSS.format(unit) for metric, unit in LOSSES.items() if unit != metric),
 )  # of the columns, where there is little room
 
 
 def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
     """Return the table of one panel, those that send least first; `names`: what stands for each label."""
     *parts, _ = [step for step, _ in panel.rows[0].behind]
-    several = _several(panel)
+    several, beside_laprop = _several(panel), panel.rows[0].behind_best is not None
+    unit = LOSSES.get(metric, "")
+    own_loss = unit not in ("", metric)  # the loss is not the metric
     heads = [
         "method",
         "\nkind",
@@ -31,7 +35,10 @@ def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
         "\nrate",
         *["\noptimizer"] * several,
         f"{metric}\nat the end",
+        *[_LOSS.format(unit)] * own_loss,
+        *[f"{unit}\nbehind dense"] * bool(unit),
         "% behind\ndense",
+        *["% behind\ndense or laprop"] * beside_laprop,
         *[f"\nat {step}" for step in parts],
     ]
     rows = [
@@ -45,12 +52,19 @@ def table(panel: Panel, metric: str, names: Mapping[str, str]) -> Table:
             f"{row.rate:g}{'!' if row.edge else ''}",
             *[row.optimizer] * several,
             row.broken.partition(":")[0].replace(" ", "\n") or significant(row.end.mean, 4),
+            *[NOTHING if row.broken else significant(row.loss or 0.0, 4)] * own_loss,
+            *[NOTHING if row.broken else interval_text(row.loss_behind)] * bool(unit),
             NOTHING if row.broken else _range(row),
+            *[NOTHING if row.broken or row.behind_best is None else behind_text(row.behind_best)] * beside_laprop,
             *[NOTHING if row.broken else behind_text(mean.mean) for _, mean in row.behind[:-1]],
         )
         for row in panel.rows
     ]
     seeds = "" if panel.seeds == 1 else f", means over {panel.seeds} seeds, (lowest to highest)"
+    if unit and panel.seeds > 1:
+        seeds += ", +- 95 % interval"
+    if panel.dense_deviation is not None:
+        seeds += f"; dense's standard deviation {significant(panel.dense_deviation, 2)} {unit}"
     less = (*(f"\nat {step}" for step in reversed(parts)), *(head for head in _LESS if head in heads))
     return Table(f"{panel.ranks} ranks, {panel.steps} steps{seeds}", tuple(heads), tuple(rows), less)
 
@@ -74,6 +88,15 @@ def remarks(panels: Sequence[Panel]) -> list[str]:
     if any(map(_several, panels)):
         lines.append(
             "Optimizer: the job's, or SGD without momentum for a scheme with its own momentum; each rank then clips its own gradient."
+        )
+    rows = [row for panel in panels for row in panel.rows]
+    if any(row.loss_behind is not None for row in rows):
+        lines.append(
+            "Behind dense in nats or bits: difference of the losses, seed by seed; +-: half of its 95 % interval over seeds, Student's t."
+        )
+    if any(row.behind_best is not None for row in rows):
+        lines.append(
+            "Dense or laprop: the one of the better mean. LaProp is AdamW that divides before its momentum, as exchanged AdamW steps do."
         )
     if any(math.isinf(row.end.mean) for panel in panels for row in panel.rows):
         lines.append("inf: the training diverged with a seed or more.")
@@ -99,6 +122,16 @@ def _capitals(broken: str) -> str:
 def _several(panel: Panel) -> bool:
     """Return whether some method trains with another optimizer than others."""
     return len({row.optimizer for row in panel.rows}) > 1
+
+
+def interval_text(found: Interval | None) -> str:
+    """Return a difference of losses with its 95 % interval, to a thousandth: +0.012 +- 0.008."""
+    if found is None:
+        return NOTHING
+    mean = f"{found.mean:+.3f}" if round(found.mean, 3) else "0"
+    if not found.half:
+        return mean if math.isfinite(found.mean) else f"{found.mean:g}"
+    return f"{mean} +- {found.half:.3f}"
 
 
 def _range(row: MethodRow) -> str:

@@ -1,4 +1,4 @@
-"""The training that a scheme with its own momentum was made for: SGD without momentum, and clipping before it reduces.
+"""The training that a scheme was made for: with its own momentum SGD without momentum, and clipping before it reduces; or LaProp.
 
 Everything else of the job stays: its groups of parameters, its schedule, and how much its weights decay.
 """
@@ -12,7 +12,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
+from sparsync_lab.rivals.laprop import LaProp, in_place_of_adamw
 from sparsync_lab.workloads.base import Workload
+from sparsync_lab.workloads.muon import Several
 
 SGD_BY_ADAM = 100.0  # times a usual learning rate of Adam is a usual one of SGD with momentum: 0.1 by 0.001
 
@@ -47,12 +49,15 @@ class PlainSGD(SGD):
 
 
 def optimizer_for(scheme: Scheme, workload: Workload, model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-    """Return the job's optimizer and schedule; with a scheme with its own momentum, PlainSGD in place of the optimizer.
+    """Return the job's optimizer and schedule; with a scheme with its own momentum PlainSGD, with LaProp its optimizer, in its place.
 
     A job that AdamW trains, or another that divides, has a rate of Adam, one that SGD trains a rate of SGD. PlainSGD takes 100 times the
     one, or a hundredth of the other, where the scheme wants a rate of the other kind (`Scheme.writes_steps`): where to look first.
+    Raises ValueError for LaProp with a job that AdamW does not train.
     """
     optimizer, schedule = workload.optimizer(model, steps)
+    if isinstance(scheme, LaProp):
+        return in_place_of_adamw(optimizer, scheme.beta2), schedule
     if not scheme.has_momentum:
         return optimizer, schedule
     by_sgd = isinstance(optimizer, SGD)
@@ -64,7 +69,8 @@ def made_for(scheme: Scheme, workload: Workload) -> str:
     """Return the name of the optimizer that the scheme trains this job with, and how many times the job's rate it takes."""
     optimizer, _ = optimizer_for(scheme, workload, workload.model(seed=0), 1)
     if not isinstance(optimizer, PlainSGD):
-        return type(optimizer).__name__
+        members = optimizer.members if isinstance(optimizer, Several) else [optimizer]
+        return " + ".join(type(each).__name__.removesuffix("Optimizer") for each in members)
     return "SGD" if optimizer.factor == 1 else f"SGD, {optimizer.factor:g} x the rate"
 
 

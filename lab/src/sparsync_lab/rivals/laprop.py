@@ -1,0 +1,98 @@
+"""LaProp: AdamW that divides each gradient by the root of its second moments before the momentum (Ziyin et al., arXiv 2002.04839).
+
+    v = beta2 v + (1 - beta2) g^2                                                      g: the mean gradient, clipped as the job does
+    m = beta1 m + (1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps)
+    w = (1 - rate * weight_decay) w - m / (1 - beta1^t)
+
+It is what `steps(...)/SCHEME` would do if it compressed nothing and every rank had the second moments of the mean gradient: the
+uncompressed limit of exchanging AdamW's steps, as dense is that of exchanging gradients.
+
+Here the rate of a step stays with its gradient, as with exchanged steps; without a schedule that is the paper's rule. Weights decay as by
+AdamW.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Adam, Optimizer
+
+from sparsync import Dense
+
+
+@dataclass
+class LaProp(Dense):
+    """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
+
+    beta2: float | None = None  # of the second moments; None: that of the job's AdamW
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = "laprop"
+        if self.beta2 is not None and not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must be in [0, 1), got {self.beta2}")
+
+
+class LaPropOptimizer(Optimizer):
+    """LaProp in the place of `optimizer`, an AdamW, whose groups it takes over, so that the job's schedule sets its rates.
+
+    Settings are read from the groups in each step; `beta2`, unless None, stands in for theirs. Raises ValueError for an optimizer that is
+    no AdamW, nor an Adam without weight decay.
+    """
+
+    def __init__(self, optimizer: Optimizer, beta2: float | None = None) -> None:
+        if not isinstance(optimizer, Adam):
+            raise ValueError(
+                f"laprop takes the place of an AdamW, and the job has {type(optimizer).__name__}; leave laprop out, or choose a job "
+                "with AdamW"
+            )
+        for group in optimizer.param_groups:
+            if group["amsgrad"] or group["maximize"]:
+                raise ValueError("laprop has neither amsgrad nor maximize; make the job's optimizer without")
+            if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                raise ValueError("laprop decays weights as AdamW does, and this Adam decays gradients; use AdamW")
+        super().__init__(optimizer.param_groups, {})
+        self._beta2, self._job = beta2, optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no loss to return
+        """Take the step. A parameter without a gradient does not move."""
+        # HACK: a schedule warns if the optimizer that it was made for has not stepped. It looks for this.
+        vars(self._job)["_opt_called"] = True
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            beta2 = beta2 if self._beta2 is None else self._beta2
+            for parameter in group["params"]:
+                g, state = parameter.grad, self.state[parameter]
+                if g is None:
+                    continue
+                if not state:
+                    state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+                state["t"] += 1
+                t, m, v = state["t"], state["m"], state["v"]
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                root = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
+                m.mul_(beta1).addcdiv_(g, root, value=(1 - beta1) * group["lr"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m, alpha=1 / (1 - beta1**t))
+
+
+def in_place_of_adamw(optimizer: Optimizer, beta2: float | None = None) -> Optimizer:
+    """Return the optimizer that trains with LaProp in place of AdamW: of one with `members`, as Muon and AdamW, only AdamW's part.
+
+    Such an optimizer changes. Raises ValueError as LaPropOptimizer.
+    """
+    members: list[Optimizer] | None = getattr(optimizer, "members", None)
+    if members is None:
+        return LaPropOptimizer(optimizer, beta2)
+    if not _adams(members):
+        raise ValueError(
+            f"laprop takes the place of an AdamW, and the job has {', '.join(type(each).__name__ for each in members)}"
+        )
+    for place in _adams(members):
+        members[place] = LaPropOptimizer(members[place], beta2)
+    return optimizer
+
+
+def _adams(members: Sequence[Optimizer]) -> list[int]:
+    return [place for place, each in enumerate(members) if isinstance(each, Adam)]

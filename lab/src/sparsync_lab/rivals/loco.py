@@ -1,0 +1,67 @@
+"""LoCo: gradients in 4 bits, with an average of past errors in 8 bits that is cleared now and then (Xie et al., arXiv 2407.04480).
+
+    h = gradient + e
+    q = h in 4 bits, each chunk to its owner, which sends the mean to all
+    e = (1 - beta) e + beta (h - q), in 8 bits; 0 after every `reset_every` steps
+
+So it corrects each gradient by an estimate of the error, and does not conserve what comes in.
+
+Differs from the paper: scales are those of blocks of 256, and not fixed; a rank's own chunk is not rounded; the owner sends the mean of the
+gradient in bfloat16, in place of the weights that a sharded training gathers, and what that rounds joins the error; e is held in float32,
+with the values that 8 bits have.
+"""
+
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from sparsync import Accumulator, Bucket, Comm, ErrorFeedbackScheme
+from sparsync.base.error_feedback import DenseUpdate
+from sparsync.collectives.values import quantized_all_reduce_
+from sparsync.comm.plan import Given, Plan
+from sparsync.feedback import Residuals
+from sparsync.schemes.quantized import planned_quantized
+from sparsync.wire import ValueCodec, Values, check_values
+
+_ERRORS = ValueCodec("int8")
+
+
+@dataclass
+class LoCo(ErrorFeedbackScheme):
+    """Write the mean of gradients in 4 bits, each corrected by an average of past errors (arXiv 2407.04480).
+
+    NaN or Inf on any rank shows on every rank as NaN in its block, and changes nothing else. A rollback adds what was written to the error.
+    """
+
+    beta: float = 0.2  # share of a step's error in the average; as read from the paper
+    reset_every: int = 1024  # steps after which the average is cleared, on all ranks alike; the paper has 512, too
+    values: Values = "int4"  # to owners
+    values_down: Values = "bfloat16"  # to all
+    residuals: Residuals = "float32"
+
+    name = "loco"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.beta <= 1:
+            raise ValueError(f"beta must be in (0, 1], the share of a step's error in the average, got {self.beta}")
+        if self.reset_every < 1:
+            raise ValueError(f"reset_every must be at least 1 step, got {self.reset_every}")
+        check_values(self.values)
+        check_values(self.values_down)
+
+    @classmethod
+    def published(cls, reset_every: int = 1024) -> Self:
+        """Return the same: the published rule is the plain setting."""
+        return cls(reset_every=reset_every)
+
+    def planned(self, given: Given) -> Plan:
+        return planned_quantized(given, self.values, self.residual_nbytes(given), self.values_down)
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+        error = acc.values  # h, and then h - q
+        mean = quantized_all_reduce_(error, comm, ValueCodec(self.values), ValueCodec(self.values_down))
+        if (bucket.step + 1) % self.reset_every == 0:
+            return DenseUpdate(mean, error.zero_())
+        average = acc.residual.to(error.dtype).lerp(error, self.beta)
+        return DenseUpdate(mean, _ERRORS.decode(_ERRORS.encode(average), average.numel(), average.dtype))
