@@ -62,6 +62,50 @@ WORKLOADS: dict[str, WorkloadEntry] = {
         "the same with width 384, 6 layers and context 256, 10.8 M parameters, 16,384 characters a step: for a GPU",
         {"width": 384, "layers": 6, "heads": 6, "context": 256, "batch_size": 64, "windows": 64, "learning_rate": 1e-3},
     ),
+    "code": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Code",
+        "byte-level transformer on the C source of Linux, 1.03 M parameters, AdamW, bits per byte",
+    ),
+    "code-muon": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Code",
+        "code with Muon for the matrices of its blocks and AdamW for the rest",
+        {"optimizer_name": "muon"},
+    ),
+    "code-10m": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Code",
+        "the same with width 384, 6 layers and context 128, 10.8 M parameters: a second a step on one core",
+        {"width": 384, "layers": 6, "heads": 6, "context": 128, "batch_size": 8, "windows": 256, "learning_rate": 7e-4},
+    ),
+    "code-30m": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Code",
+        "the same with width 512, 10 layers and context 256, 31.8 M parameters: for a GPU",
+        {
+            "width": 512,
+            "layers": 10,
+            "heads": 8,
+            "context": 256,
+            "batch_size": 32,
+            "windows": 128,
+            "learning_rate": 5e-4,
+        },
+    ),
+    "code-86m": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Code",
+        "the same in the shape of GPT-2 small, width 768, 12 layers and context 1024, 86.0 M parameters: for a GPU",
+        {
+            "width": 768,
+            "layers": 12,
+            "heads": 12,
+            "context": 1024,
+            "batch_size": 32,
+            "windows": 64,
+            "learning_rate": 4e-4,
+        },
+    ),
+    "prose": WorkloadEntry(
+        "sparsync_lab.workloads.byte_level:Prose",
+        "byte-level transformer on the addresses on the State of the Union, 1.03 M parameters, AdamW, bits per byte",
+    ),
     "fashion": WorkloadEntry(
         "sparsync_lab.workloads.fashion:Fashion",
         "ResNet classifier on Fashion-MNIST, 1.23 M parameters, accuracy",

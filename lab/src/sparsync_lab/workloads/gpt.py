@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync_lab.workloads import language
 from sparsync_lab.workloads.base import Batch, Better, Workload, require_positive, rise_and_cosine, seeded
+from sparsync_lab.workloads.byte_text import ByteText
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.shakespeare_text import Corpus, characters
 
@@ -50,7 +51,7 @@ class TransformerBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Character numbers in, scores of the next character out; the embedding is also the matrix of the scores."""
+    """Numbers of characters or bytes in, scores of the next one out; the embedding is also the matrix of the scores."""
 
     def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Gpt(Workload):
     learning_rate: float = 3e-3
     weight_decay: float = 0.1  # of weights of two dimensions
     clip_norm: float = 1.0  # of the reduced gradient
-    data: str = ""  # a folder of .txt files instead of the package
+    data: str = ""  # a folder of files instead of the package
     optimizer_name: str = (
         "adamw"  # or "muon": Muon for the matrices of the blocks, with AdamW's rate, and AdamW for the rest
     )
@@ -96,6 +97,7 @@ class Gpt(Workload):
     metric: ClassVar[str] = "perplexity"
     better: ClassVar[Better] = "lower"
     unit: ClassVar[str] = "validation perplexity per character"
+    items: ClassVar[str] = "characters"  # what a text consists of
 
     def __post_init__(self) -> None:
         require_positive(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
@@ -109,7 +111,8 @@ class Gpt(Workload):
             raise ValueError(f"weight_decay must be 0 or above, got {self.weight_decay}")
 
     def prepare(self) -> None:
-        language.require_windows(self._corpus(), self.context, "characters")
+        text = self._corpus()
+        language.require_windows(text.training, text.held_out, self.context, self.items)
 
     def model(self, seed: int) -> Decoder:
         vocabulary = self._corpus().vocabulary
@@ -119,7 +122,7 @@ class Gpt(Workload):
 
     def batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
         text = self._corpus().training
-        return language.drawn(text, self.context, self.batch_size, "gpt/batch", seed, step, rank, ranks)
+        return language.drawn(text, self.context, self.batch_size, f"{self.name}/batch", seed, step, rank, ranks)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return language.loss(model, batch)
@@ -147,7 +150,7 @@ class Gpt(Workload):
         nn.utils.clip_grad_norm_(model.parameters(), factor * self.clip_norm)
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
-        """Return the summed negative log-likelihood, in nats, of the characters in this rank's validation windows, and their number."""
+        """Return the summed negative log-likelihood, in nats, of what is predicted in this rank's validation windows, and their number."""
         return language.nats(model, self._corpus().held_out, self.context, self.windows, rank, ranks)
 
     def quality(self, total: float, count: int) -> float:
@@ -155,15 +158,15 @@ class Gpt(Workload):
         return language.perplexity(total, count)
 
     def describe(self) -> dict[str, Any]:
-        text, described = self._corpus(), super().describe()
+        described = super().describe()
         source = described["options"].pop("data") or "package"
-        found = {
-            "source": source,
-            "sha256": text.sha256,
-            "characters": {"training": text.training.numel(), "held_out": text.held_out.numel()},
-            "types": text.types,
-        }
-        return {**described, "data": found}
+        return {**described, "data": {"source": source, **self._described_data()}}
 
-    def _corpus(self) -> Corpus:
+    def _corpus(self) -> Corpus | ByteText:
         return characters(self.data)
+
+    def _described_data(self) -> dict[str, Any]:
+        """Return the fingerprint of the data, and where it comes from if `data` does not say so."""
+        text = characters(self.data)
+        counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
+        return {"sha256": text.sha256, "characters": counts, "types": text.types}

@@ -3,25 +3,24 @@
 import math
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsync.core import generator
 from sparsync_lab.workloads.base import Batch, bare, chunks, evaluating, exactly_addable, require_positive, share
-from sparsync_lab.workloads.shakespeare_text import Corpus
 
 CHUNK = 10  # validation windows in one forward pass
 
 
-def windows(text: Int[Tensor, " n"], start: Int[Tensor, " windows"], length: int) -> Batch:
+def windows(text: Integer[Tensor, " n"], start: Int[Tensor, " windows"], length: int) -> Batch:
     """Return the windows of `length` items that begin at `start`, and the same ones an item later."""
-    item = text[start[:, None] + torch.arange(length + 1)]  # [windows, length + 1]
+    item = text[start[:, None] + torch.arange(length + 1)].long()  # [windows, length + 1]
     return Batch(item[:, :-1], item[:, 1:])
 
 
 def drawn(
-    text: Int[Tensor, " n"], length: int, count: int, key: str, seed: int, step: int, rank: int, ranks: int
+    text: Integer[Tensor, " n"], length: int, count: int, key: str, seed: int, step: int, rank: int, ranks: int
 ) -> Batch:
     """Return the share of rank `rank` of `count` windows that start anywhere, drawn again for each (seed, key, step)."""
     own = share(count, rank, ranks)
@@ -35,7 +34,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def nats(
-    model: nn.Module, text: Int[Tensor, " n"], length: int, count: int, rank: int, ranks: int
+    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int, rank: int, ranks: int
 ) -> tuple[float, int]:
     """Return the summed negative log-likelihood of the items in this rank's share of `count` windows, and how many items.
 
@@ -60,11 +59,10 @@ def perplexity(total: float, count: int) -> float:
     return math.exp(mean) if mean < 700 else math.inf  # e**709 is the last that a float holds; NaN is not below 700
 
 
-def require_windows(corpus: Corpus, length: int, items: str) -> None:
-    """Raise ValueError where a part of the text is too short for one window; `items` are words or characters."""
-    training, held_out = corpus.training.numel(), corpus.held_out.numel()
-    if min(training, held_out) <= length:
+def require_windows(training: Tensor, held_out: Tensor, length: int, items: str) -> None:
+    """Raise ValueError where a part of the text is too short for one window; `items` are words, characters or bytes."""
+    if min(training.numel(), held_out.numel()) <= length:
         raise ValueError(
-            f"the text is too short for windows of {length} {items} and the one after: {training} {items} to train on and "
-            f"{held_out} held out; choose a smaller window or more text"
+            f"the text is too short for windows of {length} {items} and the one after: {training.numel()} {items} to train on and "
+            f"{held_out.numel()} held out; choose a smaller window or more text"
         )

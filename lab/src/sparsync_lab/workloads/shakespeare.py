@@ -64,7 +64,8 @@ class Shakespeare(Workload):
             raise ValueError(f"warmup must be 0 or more steps, got {self.warmup}")
 
     def prepare(self) -> None:
-        language.require_windows(self._corpus(), self.length, "words")
+        words = self._corpus()
+        language.require_windows(words.training, words.held_out, self.length, "words")
 
     def model(self, seed: int) -> WordModel:
         built = seeded(lambda: WordModel(self.vocabulary, self.width, self.layers), seed)

@@ -5,7 +5,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,20 +45,15 @@ def cached(path: Path, check: Callable[[bytes], None], fetch: Callable[[], bytes
         raise DataMissingError(
             f"the content fetched for {path} is damaged: {error}; try again, or put a good copy there"
         ) from None
-    _replace(path, content)
+    written(path, [content])
     return content
 
 
-def _passes(check: Callable[[bytes], None], content: bytes) -> bool:
-    try:
-        check(content)
-    except ValueError:
-        return False
-    return True
+def written(path: Path, parts: Iterable[bytes]) -> None:
+    """Write `parts`, one after the other, to `path` so that another process reads all of it or nothing.
 
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that another process reads all of it or nothing."""
+    Raises RuntimeError where it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):  # by a process that was killed
@@ -68,7 +63,8 @@ def _replace(path: Path, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL, delete=False) as file:
             temporary = Path(file.name)
         try:
-            temporary.write_bytes(content)
+            with temporary.open("wb") as file:
+                file.writelines(parts)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -76,3 +72,11 @@ def _replace(path: Path, content: bytes) -> None:
         raise RuntimeError(
             f"cannot write data to {path}: {error}; make the folder writable or set XDG_CACHE_HOME to one that is"
         ) from error
+
+
+def _passes(check: Callable[[bytes], None], content: bytes) -> bool:
+    try:
+        check(content)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""Texts as bytes, split by file into a training and a held-out part; and the file that keeps such a text, mapped when it is read."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from sparsync.base import regular_file
+from sparsync_lab.workloads.store import written
+
+LONGEST_HEADER = 10_000  # bytes
+PIECE = 1 << 20  # bytes read at a time
+PARTS = ("training", "held_out")  # in this order in the file
+
+
+@dataclass(frozen=True)
+class ByteText:
+    """A text as bytes; `described` is where it comes from, its SHA-256 and its size."""
+
+    training: UInt8[Tensor, " training"]
+    held_out: UInt8[Tensor, " held_out"]
+    described: Mapping[str, Any]  # Any: JSON
+
+    vocabulary: ClassVar[int] = 256
+
+
+def is_held_out(name: str, one_of: int) -> bool:
+    """Return whether a file is held out: a hash of its name chooses about one of `one_of` files."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") % one_of == 0
+
+
+def split(files: Mapping[str, bytes], source: str, one_of: int) -> ByteText:
+    """Return the text of `files`, one after the other in the order of their names, of which about one of `one_of` is held out."""
+    header, parts = _header_and_parts(files, source, one_of)
+    whole = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if any(parts) else torch.empty(0).byte()
+    return _cut(whole, header)
+
+
+def folder_files(folder: Path, suffixes: Collection[str]) -> dict[str, bytes]:
+    """Return the files below `folder` with these suffixes, by their paths within it; links are left out."""
+    found = sorted(file for file in folder.rglob("*") if file.suffix in suffixes and not file.is_symlink())
+    return {file.relative_to(folder).as_posix(): regular_file.content(file) for file in found if file.is_file()}
+
+
+def prepared(path: Path, found: Callable[[], tuple[Mapping[str, bytes], str]], one_of: int) -> ByteText:
+    """Return the text in the file `path`, written first from `found()`, its files and its source, where it is absent or damaged.
+
+    The file may come from another machine, where it was prepared. Processes may do this at the same time: see `store.written`. Passes on
+    the errors of `found`, and raises RuntimeError when the file cannot be written.
+    """
+    if path.is_file():
+        with suppress(ValueError):
+            return read(path)
+    header, parts = _header_and_parts(*found(), one_of)
+    written(path, [json.dumps(header).encode() + b"\n", *parts])
+    return read(path)
+
+
+def read(path: Path) -> ByteText:
+    """Return a prepared text, mapped from its file, after its digest was compared. Raises ValueError where it is none, or damaged."""
+    with regular_file.opened(path) as file:
+        line = file.readline(LONGEST_HEADER)
+        try:
+            header = json.loads(line)
+            size, expected = sum(header["bytes"].values()), header["sha256"]
+        except (ValueError, TypeError, LookupError, AttributeError):
+            raise ValueError(f"{path} is no text that was prepared here: its first line does not describe it") from None
+        digest = hashlib.sha256()
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    if digest.hexdigest() != expected:
+        raise ValueError(f"the text in {path} has SHA-256 {digest.hexdigest()}, expected {expected}; delete the file")
+    whole = torch.from_file(str(path), shared=False, size=len(line) + size, dtype=torch.uint8)
+    return _cut(whole[len(line) :], header)
+
+
+def _header_and_parts(files: Mapping[str, bytes], source: str, one_of: int) -> tuple[dict[str, Any], list[bytes]]:
+    """Return what describes a text, and its files: those trained on, then those held out."""
+    held_out = {name: is_held_out(name, one_of) for name in files}
+    names = {part: [name for name in sorted(files) if held_out[name] == (part == "held_out")] for part in PARTS}
+    parts = [files[name] for part in PARTS for name in names[part]]
+    digest = hashlib.sha256()
+    for each in parts:
+        digest.update(each)
+    sizes = {part: sum(len(files[name]) for name in names[part]) for part in PARTS}
+    counts = {part: len(names[part]) for part in PARTS}
+    return {"source": source, "sha256": digest.hexdigest(), "files": counts, "bytes": sizes}, parts
+
+
+def _cut(whole: UInt8[Tensor, " n"], header: Mapping[str, Any]) -> ByteText:
+    cut = header["bytes"]["training"]
+    return ByteText(whole[:cut], whole[cut:], header)

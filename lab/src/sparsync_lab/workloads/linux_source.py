@@ -1,0 +1,132 @@
+"""The C source of the Linux kernel as bytes: from Debian's package linux-source-6.1, or a given folder.
+
+Kept are the .c and .h files outside drivers/, most of which are tables of registers: 274 MB. About one file of 100, chosen by a hash of its
+path, is held out. The package changes over time, so its digest is not pinned: the digest of the text tells one from another.
+"""
+
+import lzma
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+from urllib.parse import unquote
+
+from sparsync_lab.progress import progress
+from sparsync_lab.temporary import temporary_folder
+from sparsync_lab.workloads import byte_text
+from sparsync_lab.workloads.byte_text import ByteText
+from sparsync_lab.workloads.fetching import output_of
+from sparsync_lab.workloads.store import DataMissingError, cache_folder
+
+PACKAGE = "linux-source-6.1"
+INSTALLED = Path(f"/usr/src/{PACKAGE}.tar.xz")
+PREPARED = f"{PACKAGE}.text"
+SUFFIXES = (".c", ".h")
+LEFT_OUT = "drivers/"
+ONE_OF = 100  # files is held out
+MEMBER_HEADER = 60  # bytes, of a member of an ar archive
+
+
+@lru_cache(maxsize=2)
+def source_text(data: str) -> ByteText:
+    """Return the C source below folder `data`, or in the text file `data` that was prepared before; of the package where it is empty.
+
+    The package's text is prepared once, in the cache, from the installed package or one that apt-get fetches. Raises DataMissingError
+    when it cannot be found or fetched, and ValueError when `data` does not fit.
+    """
+    if not data:
+        return byte_text.prepared(cache_folder() / PREPARED, _found, ONE_OF)
+    path = Path(data)
+    if path.is_file():
+        return byte_text.read(path)
+    if not path.is_dir():
+        raise ValueError(f"--data must name a folder with .c and .h files, or a prepared text, {path} is neither")
+    files = {name: content for name, content in byte_text.folder_files(path, SUFFIXES).items() if _is_kept(name)}
+    if not files:
+        raise ValueError(f"folder {path} has no .c or .h file outside {LEFT_OUT}")
+    return byte_text.split(files, data, ONE_OF)
+
+
+def deb_files(deb: IO[bytes], inner: str) -> dict[str, bytes]:
+    """Return the C source in the tar archive `inner` of a Debian package. Raises ValueError where there is none that can be read."""
+    if deb.read(8) != b"!<arch>\n":
+        raise ValueError("it is no Debian package, which begins with !<arch>")
+    while len(header := deb.read(MEMBER_HEADER)) == MEMBER_HEADER:
+        if header.startswith(b"data.tar"):
+            break
+        size = int(header[48:58])
+        deb.seek(size + size % 2, 1)
+    else:
+        raise ValueError("it is a Debian package without data.tar")
+    with _as_value_error(), tarfile.open(fileobj=deb, mode="r|*") as data:
+        for member in data:
+            if member.name.endswith(inner) and (packed := data.extractfile(member)):
+                return tar_files(packed)
+    raise ValueError(f"it has no {inner}")
+
+
+def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
+    """Return the C source in a packed tar archive with one folder at its top, by the paths within that. Raises ValueError as above."""
+    found: dict[str, bytes] = {}
+    title = "preparing the C source of Linux, once: files"
+    with (
+        _as_value_error(),
+        progress(title, announced=True) as shown,
+        tarfile.open(fileobj=packed, mode="r|*") as archive,
+    ):
+        for member in archive:
+            _, _, name = member.name.partition("/")
+            if member.isfile() and _is_kept(name) and (file := archive.extractfile(member)):
+                found[name] = file.read()
+                shown.advance()
+    return found
+
+
+def _is_kept(name: str) -> bool:
+    return name.endswith(SUFFIXES) and not name.startswith(LEFT_OUT)
+
+
+def _found() -> tuple[dict[str, bytes], str]:
+    """Return the files of the package, installed or fetched, and its name with its version."""
+    try:
+        if INSTALLED.is_file():
+            with INSTALLED.open("rb") as packed:
+                return tar_files(packed), f"{PACKAGE} {_installed_version()}"
+        with temporary_folder() as folder:
+            fetched = _fetched(folder)
+            with fetched.open("rb") as deb:
+                return deb_files(deb, INSTALLED.name), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
+    except (RuntimeError, ValueError) as error:
+        raise DataMissingError(
+            f"the C source of Linux could not be had: {error}\n"
+            "Any of these helps:\n"
+            f"  apt-get install {PACKAGE}   (Debian 12, 139 MB);\n"
+            f"  let apt-get reach a mirror of Debian 12, then try again (139 MB, once);\n"
+            f"  put {PREPARED}, as another machine has it in its cache, into {cache_folder()};\n"
+            "  --data FOLDER, with .c and .h files."
+        ) from None
+
+
+def _installed_version() -> str:
+    try:
+        return output_of(["dpkg-query", "--show", "--showformat=${Version}", PACKAGE], Path.cwd())
+    except RuntimeError:
+        return "of an unknown version"  # the digest of the text tells more
+
+
+def _fetched(folder: Path) -> Path:
+    """Return the package's file, fetched by apt-get into `folder`. Raises RuntimeError with apt-get's reasons."""
+    output_of(["apt-get", "download", "--quiet", PACKAGE], folder)
+    return next(folder.glob("*.deb"))
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Turn the errors of an archive that breaks off or is none into ValueErrors."""
+    try:
+        yield
+    except (tarfile.TarError, lzma.LZMAError, EOFError, zlib.error) as error:
+        raise ValueError(f"it is no whole archive ({error})") from None
