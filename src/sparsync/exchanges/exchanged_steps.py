@@ -29,7 +29,7 @@ from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
-_FORGOTTEN = 0.03  # share of the residual that a step drops, at most
+_FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
 _LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
 
 
@@ -47,8 +47,8 @@ class Steps(StepOptions):
             serve from the next one on; the first 8 steps all measure, the very first one for itself.
         beta2: in [0, 1), of the second moments. None: the optimizer's, and at least 0.99, because a rank's own gradients are noisier than
             their mean.
-        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 less the share that the scheme sends, and at
-            least 0.97: what is out of date is forgotten, but no quicker than elements come to be sent.
+        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
+            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
@@ -81,7 +81,9 @@ class Steps(StepOptions):
         return max(rule.beta2, _LONGEST_BETA2) if self.beta2 is None else self.beta2
 
     def decay_for(self, scheme: Scheme) -> float:
-        return 1 - min(_FORGOTTEN, scheme.share_sent) if self.decay is None else self.decay
+        if self.decay is None:
+            return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
+        return self.decay
 
 
 class FewNonzero(Bucket):
