@@ -15,7 +15,7 @@ from sparsync_lab.scheme_choice import SchemeChoice
 Kind = Literal["baseline", "published", "ours", "your own", "limit"]
 
 BASELINES = ("dense", "bf16")
-OURS = ("two_shot", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
+OURS = ("two_shot", "in_turn", "micro", "exdyna", "oktopk", "auto_protect")  # as published they are NAME.published
 
 
 @dataclass(frozen=True)
