@@ -30,7 +30,7 @@ ELEMENTS = 20_000
 DENSITY = 0.01
 # What settings alone determine, the same in each step.
 SETTLED = (
-    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,skip_reduce,skip_reduce:form=direct,random_k,quantized,powersgd,"
+    "dense,bf16,topk,two_shot,two_shot:density=1.0:values=int4,in_turn,skip_reduce,skip_reduce:form=direct,random_k,quantized,powersgd,"
     "dgc:warmup_steps=0,sparse_loco,demo,cltk,gtopk,spardl"
 )
 # The same after a first step.

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
+from sparsync import Gradients, InTurn, OkTopk, Steps, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
@@ -415,6 +415,9 @@ def chosen_cases() -> Iterator[tuple[sparsync.Scheme, Any, Any]]:  # Any: an opt
     yield TwoShot(density=1.0, values="int4"), torch.optim.AdamW, Gradients()
     yield TwoShot(density=1.0, values="int4", values_down="int3"), torch.optim.AdamW, Steps()
     yield TwoShot(density=1.0, values="int4", density_down=0.2), torch.optim.AdamW, Steps()
+    yield InTurn(), torch.optim.AdamW, Steps()
+    yield InTurn(2, "int8", "int8"), torch.optim.AdamW, Steps()
+    yield InTurn(1, "int8", "int8"), torch.optim.AdamW, Gradients()
     yield OkTopk(density=0.1), torch.optim.Adam, Steps()
     yield sparsync.Dense(), torch.optim.AdamW, Gradients()
     yield TopK(0.1), torch.optim.NAdam, Gradients()

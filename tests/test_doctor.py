@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Dense, Gradients, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync import Dense, Gradients, InTurn, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
 from sparsync.schemes import PerParameter, Quantized
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
@@ -83,7 +83,14 @@ def optimizers() -> None:
     def said(scheme: sparsync.Scheme, optimizer: Optimizer | None, exchange: Gradients | None = None) -> str:
         return "".join(str(finding) for finding in sparsync.doctor(ddp, scheme, optimizer=optimizer, exchange=exchange))
 
-    sparse = (TopK(0.01), MiCRO(0.01), OkTopk(0.01), TwoShot(0.05), PerParameter(Dense(), {"bias": TopK(0.1)}))
+    sparse = (
+        TopK(0.01),
+        MiCRO(0.01),
+        OkTopk(0.01),
+        TwoShot(0.05),
+        InTurn(),
+        PerParameter(Dense(), {"bias": TopK(0.1)}),
+    )
     for scheme in sparse:
         assert said(scheme, adamw) == ""  # steps are exchanged
         words = said(scheme, adamw, Gradients())

@@ -33,6 +33,7 @@ EXACT = (
     "two_shot:density=0.3:values=float32,two_shot:density=0.5:values=sign:divide_by=contributors,two_shot:density=1.0,"
     "two_shot:density=1.0:values=sign:values_down=int3,two_shot:density=0.1:values=sign:density_down=0.4,"
     "two_shot:density=1.0:density_down=0.3,two_shot:density=0.2:density_down=1.0:values_down=float32,"
+    "in_turn,in_turn:every=1,in_turn:every=3:values=float32:values_down=bfloat16,in_turn:every=16:values_down=sign,"
     "skip_reduce,skip_reduce:skip=1,skip_reduce:protect=*.bias,skip_reduce:form=direct:mode=naive,"
     "skip_reduce:form=direct:mode=naive:protect=*.bias,skip_reduce:feedback=true,skip_reduce.published,ring_pruning,random_pruning,"
     "quantized,quantized:values=sign,int4,powersgd,powersgd:rank=2:factors=int8:least_saving=1.0,random_k,random_k:unbiased=true,"

@@ -15,6 +15,7 @@ from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Plan
 from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.in_turn import InTurn
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.skip_reduce import Form, SkipReduce
@@ -146,6 +147,7 @@ FEEDBACK: dict[str, Callable[[], Scheme]] = {
     "exdyna": partial(ExDyna, 0.1),
     "oktopk": partial(OkTopk, 0.1, dense_steps=1),
     "two_shot": partial(TwoShot, 0.1, "float32"),
+    "in_turn": partial(InTurn, 3, "float32", "float32"),
     "dgc": partial(DGC, 0.1, momentum=0.0, warmup_steps=0),
     "skip_reduce": partial(SkipReduce, feedback=True),
     "skip_reduce direct": partial(SkipReduce, feedback=True, form="direct"),

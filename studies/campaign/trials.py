@@ -11,6 +11,7 @@ SCHEMES = {
     "dense": ({}, {"form": "ring"}),
     "topk": ({"density": 0.05}, {"density": 0.1}),
     "two_shot": ({"density": 0.05}, {"density": 0.1}),
+    "in_turn": ({"every": 4}, {"every": 2}),
     "micro": ({"density": 0.05}, {"density": 0.1}),
     "exdyna": ({"density": 0.05}, {"density": 0.1}),
     "oktopk": ({"density": 0.05}, {"density": 0.1}),

@@ -14,6 +14,7 @@ from sparsync import Dense, SkipReduce, TopK
 from sparsync.base.scheme import Scheme
 from sparsync.schemes import AutoProtect, PerParameter
 from sparsync.schemes.exdyna import ExDyna
+from sparsync.schemes.in_turn import InTurn
 from sparsync.schemes.micro import MiCRO
 from sparsync.schemes.oktopk import OkTopk
 from sparsync.schemes.quantized import Quantized
@@ -43,7 +44,20 @@ LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests
 
 # Rows whose traffic follows from their settings; tests/test_plan.py compares the forms of the others, given the figures of a step.
 PLANNED = (
-    *("dense", "bf16", "float", "topk-0", "topk-1", "topk-int4", "topk-bfloat16", "two-shot", "quantized", "loco", "powersgd"),
+    *(
+        "dense",
+        "bf16",
+        "float",
+        "topk-0",
+        "topk-1",
+        "topk-int4",
+        "topk-bfloat16",
+        "two-shot",
+        "in-turn",
+        "quantized",
+        "loco",
+        "powersgd",
+    ),
     *("sparse-loco", "demo", "same", "cltk", "gtopk", "spardl", "ring-pruning", "random-pruning"),
 )
 
@@ -290,6 +304,26 @@ def _two_shot_down(how: str, values: str, delivers: bool = False, **config: Any)
     return row
 
 
+def _in_turn_rows() -> list[Row]:
+    whole = partial(InTurn, values="float32", values_down="float32")
+    rounded = partial(_rounded, InTurn, "in-turn")
+    return [
+        *[
+            Row(
+                f"in-turn-{every}",
+                partial(whole, every=every),
+                partial(whole, every=1),
+                has_residual=True,
+                delivers=True,
+            )
+            for every in (1, 3, 16)
+        ],
+        Row("in-turn-decay", partial(whole, decay=0.5), None, has_residual=True),
+        *[rounded(values) for values in ("bfloat16", "int4", "sign")],
+        _rounded(partial(InTurn, every=2, values_down="sign"), "in-turn-both", "sign"),
+    ]
+
+
 def _quantized_rows() -> list[Row]:
     formats = ("int8", "int4", "int3", "int4_stochastic", "2bit", "sign")
     return [
@@ -397,6 +431,8 @@ QUICK = (
         "two-shot-down-finer-sign",
         "two-shot-down-part-finer-sign",
         "two-shot-down-all-float32",
+        "in-turn-3",
+        "in-turn-sign",
         "quantized-int8",
     ),
     *(
@@ -434,6 +470,7 @@ ROWS = [
     *[_sparse(f"{make.name}-known", partial(make, **KNOWN), 0.1, slow=make is ExDyna) for make in (MiCRO, ExDyna)],
     *[_sparse(f"oktopk-{density}", OkTopk, density, slow=density != 0.1) for density in (0.001, 0.1, 0.5)],
     *_slow_but(_two_shot_rows()),
+    *_slow_but(_in_turn_rows()),
     _sparse("micro-published", MiCRO.published, 0.1, exact=False),
     _sparse("exdyna-published", ExDyna.published, 0.1, exact=False),
     _sparse("oktopk-published", OkTopk.published, 0.1, delivers=False),  # its threshold stands for 32 steps

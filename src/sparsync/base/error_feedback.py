@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sparsync.base.scheme import Scheme
-from sparsync.collectives.values import QuantizedMean
+from sparsync.collectives.values import ArrivedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Sparse, phase, spans
+from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Rows, Sparse, phase, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.kernels import operations as kernels
 
@@ -48,13 +48,13 @@ class Update:
 
 @dataclass(frozen=True)
 class DenseUpdate:
-    """The result of one step that sends something of every element. `mean` is the same on every rank; the rest is this rank's own.
+    """The result of one step that sends something of every element, or many. `mean` is the same on every rank; the rest is this rank's own.
 
     For each element the sum over ranks of acc is P * mean + error. What the gradient's type drops of the mean joins the residual, each
     rank's share of the elements on that rank.
     """
 
-    mean: Tensor | QuantizedMean  # [n] written to the gradient
+    mean: Tensor | ArrivedMean  # [n] written to the gradient
     error: Tensor  # [n] becomes the residual; may share the memory of acc, which a step may change in place
     selected: int | None = None  # k: how many elements this rank selected; None: all
     union: int | None = None  # K: of how many elements anybody sent something; None: of all
@@ -134,29 +134,29 @@ class ErrorFeedbackScheme(Scheme):
     ) -> tuple[bool, int | None]:
         """Write the mean, and the residual unless the mean overflows; return whether it does, and K."""
         mean = update.mean
-        if isinstance(mean, QuantizedMean) and mean.dtype != bucket.grad.dtype:
+        if not isinstance(mean, Tensor) and mean.dtype != bucket.grad.dtype:
             mean = mean.decoded()
         # Host syncs. All ranks received the same mean, so all decide the same. What a residual loses is P times the mean.
-        if isinstance(mean, QuantizedMean):
-            written, overflow = mean, not mean.fits(comm.size)
-        else:
+        if isinstance(mean, Tensor):
             written = mean.to(bucket.grad.dtype)
             overflow = not (kernels.all_finite(written) and _fits(mean, comm.size))
+        else:
+            written, overflow = mean, not mean.fits(comm.size)
         self._check_found(overflow, acc)
         with phase("apply"):
             kept = None
             if not overflow:
                 # What lies in the gradient's memory moves while the mean is written there.
                 moves = update.error is bucket.grad and acc.residual.dtype == bucket.grad.dtype
-                kept = acc.residual if moves and isinstance(written, QuantizedMean) else None
+                kept = acc.residual if moves and not isinstance(written, Tensor) else None
                 if kept is None:
                     acc.keep_error(update.error)
-            if isinstance(written, QuantizedMean):
-                written.write_(bucket.grad, kept)
-            else:
+            if isinstance(written, Tensor):
                 if not overflow and isinstance(mean, Tensor):
                     add_dropped_(acc.residual, mean, written, comm)
                 bucket.grad.copy_(written)
+            else:
+                written.write_(bucket.grad, kept)
         return overflow, update.union
 
     def _write_sparse(self, update: Update, acc: Accumulator, bucket: Bucket, comm: Comm) -> tuple[bool, int]:
@@ -330,6 +330,15 @@ def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
     """Return the step that sends all of `acc` and leaves nothing; `details` are further ones of its report."""
     mean = comm.all_reduce(acc.values) / comm.size if comm.size > 1 else acc.values.clone()
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
+
+
+def share_of_rows(residual: Tensor, own: Rows | None, P: int) -> Tensor:
+    """Return a residual [n], divided by P in the rows `own`, if any: what `unsent` is where they hold what belongs to all ranks."""
+    if own is None:
+        return residual
+    unsent = residual.clone()
+    kernels.divide_rows_(unsent, own, P)
+    return unsent
 
 
 def add_dropped_(residual: Tensor, mean: Tensor, written: Tensor, comm: Comm, index: Tensor | None = None) -> None:

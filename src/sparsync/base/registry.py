@@ -25,6 +25,7 @@ _OURS = {  # name -> where its constructor lives
     "bf16": "sparsync.schemes.dense:Dense.bf16",
     "topk": "sparsync.schemes.topk_allgather:TopK",
     "two_shot": "sparsync.schemes.two_shot:TwoShot",
+    "in_turn": "sparsync.schemes.in_turn:InTurn",
     "skip_reduce": "sparsync.schemes.skip_reduce:SkipReduce",
     "auto_protect": "sparsync.schemes.auto_protect:AutoProtect.skip_reduce",
     "micro": "sparsync.schemes.micro:MiCRO",

@@ -47,6 +47,26 @@ class Quantizer(Protocol):
     def nbytes(self, k: int, dtype: torch.dtype) -> int: ...
 
 
+@runtime_checkable
+class ArrivedMean(Protocol):
+    """A mean over ranks as it arrived, which is decoded when it is written."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def decoded(self) -> Tensor:
+        """Return the mean, [n]."""
+        ...
+
+    def write_(self, out: Tensor, kept: Tensor | None = None) -> None:
+        """Write the mean to `out` [n], of its type; what stood there before goes to `kept`, if given, of the same type."""
+        ...
+
+    def fits(self, times: int) -> bool:
+        """Return whether `times` the mean is finite everywhere, which all ranks find alike."""
+        ...
+
+
 @dataclass(frozen=True)
 class ValuesPlan:
     """What `mean_at` or `quantized_all_reduce` do, in closed form: each exchange is what its busiest rank sends."""

@@ -7,6 +7,7 @@ from sparsync.base.registry import settings as settings
 from sparsync.schemes.auto_protect import AutoProtect as AutoProtect
 from sparsync.schemes.dense import Dense as Dense
 from sparsync.schemes.exdyna import ExDyna as ExDyna
+from sparsync.schemes.in_turn import InTurn as InTurn
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk
 from sparsync.schemes.per_parameter import PerParameter as PerParameter

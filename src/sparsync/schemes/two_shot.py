@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, Update, share_of_rows
 from sparsync.base.scheme import ReduceScatterScheme
 from sparsync.collectives.values import quantized_all_reduce_
 from sparsync.comm.metered import MeteredComm
@@ -154,12 +154,7 @@ class TwoShot(ErrorFeedbackScheme):
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own region, where it holds what all ranks have not sent, a P-th of it."""
-        residual, own = self.unsent_in_rows(bucket, comm)
-        if own is None:
-            return residual
-        unsent = residual.clone()
-        kernels.divide_rows_(unsent, own, comm.size)
-        return unsent
+        return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
 
     def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
         n, P, rank = bucket.grad.numel(), comm.size, comm.rank

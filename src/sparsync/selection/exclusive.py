@@ -17,6 +17,7 @@ from sparsync.core import ParameterSpan, Rows, Span, matches, spans
 from sparsync.kernels import operations as kernels
 
 Item = TypeVar("Item")
+Numbers = TypeVar("Numbers", int, Tensor)
 DENSE_SHARE = 0.1  # of the budget, at most, for parameters that are sent whole
 _ROW = 1024  # elements of a row of a span: selected from while they are in the nearest cache
 
@@ -146,7 +147,7 @@ class BlockCyclic:
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
         position = position.long()
         group = position // (self.row * self.P)
-        p = (position // self.row - _rotations(group, self.P)) % self.P
+        p = (position // self.row - rotations(group, self.P)) % self.P
         place = group * self.row + position % self.row
         starts = torch.tensor([span.start for span in self._tails()], device=position.device)
         tail_p = torch.bucketize(position, starts, right=True) - 1
@@ -180,10 +181,11 @@ def _rows(groups: int, P: int, device: torch.device) -> Tensor:
     """Return which row each group gives to each partition, int32 [P, groups]."""
     group = torch.arange(groups, device=device)
     p = torch.arange(P, device=device)[:, None]
-    return (group * P + (p + _rotations(group, P)) % P).to(torch.int32)
+    return (group * P + (p + rotations(group, P)) % P).to(torch.int32)
 
 
-def _rotations(group: Tensor, P: int) -> Tensor:
+def rotations(group: Numbers, P: int) -> Numbers:
+    """Return by how much the order of P things in each group rotates: pseudo-random, the same everywhere."""
     return (group * 2654435761 >> 16) % P  # Knuth's multiplicative hash
 
 

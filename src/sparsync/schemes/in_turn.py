@@ -1,0 +1,126 @@
+"""InTurn: a quantized all-reduce of one part of the elements in each step, and of the next part in the next.
+
+All ranks know whose turn it is, so nothing is selected and no position travels. What waits for its turn adds up in the residuals of its
+ranks. The parts are spread over the whole vector in a hashed order, so that every layer has elements in each of them. Choosing the same
+elements on all ranks goes back to Random-k (arXiv 1809.07599); a fixed order instead of a random one bounds how long an element waits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme, share_of_rows
+from sparsync.collectives.values import QuantizedMean, quantized_all_reduce_, quantized_all_reduce_plan
+from sparsync.comm.plan import Given, Plan, planned
+from sparsync.core import Bucket, Comm, Rows, phase
+from sparsync.feedback import Accumulator, Residuals
+from sparsync.kernels import operations as kernels
+from sparsync.selection.turns import Turn, Turns
+from sparsync.wire import ValueCodec, Values, check_values
+
+
+@dataclass
+class InTurn(ErrorFeedbackScheme):
+    """Write the mean of an `every`-th of the elements, other ones in each of `every` steps, rounded on the way to owners and to all.
+
+    A rank sends about (P-1)/P * (bits up + bits down) * n / `every` bits in each step, whatever the gradients; nothing is selected, and no
+    position travels. Every element is in the mean once in `every` steps, with all that has come in since. Errors of rounding stay in the
+    residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is `TwoShot(1.0, values, values_down=values_down)`, whose
+    elements lie in another order. Buckets of fewer than `every` elements for each rank have fewer turns.
+
+    Where any rank's gradient holds NaN or Inf, in its turn or not, or the mean overflows the gradient's type, it shows in the gradient of
+    every rank, and residuals stay as they were.
+    """
+
+    every: int = 4  # steps until an element is sent again; more: fewer bytes, and older gradients in them
+    values: Values = "sign"  # how values travel to owners; what rounding drops stays in the residuals
+    values_down: Values = "int3"  # how the owners' sums travel to all; an error here is in the mean itself, so finer
+    residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds
+    decay: float = 1.0  # share of the residual that joins the next gradient, at each step of those it waits
+
+    name = "in_turn"
+    may_send_whole = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1, got {self.every!r}")
+        check_values(self.values)
+        check_values(self.values_down, "values_down")
+
+    @property
+    def density(self) -> float:
+        """The share of the elements that is sent in a step."""
+        return 1 / self.every
+
+    def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
+        turn, summed = self._turns(bucket.grad.numel(), comm.size).at(bucket.step, acc.residual.device), acc.values
+        with phase("select"):
+            values = turn.of(summed)  # [K]
+            if not acc.finite:
+                values.fill_(torch.nan)  # what is not finite may not be in its turn
+        mean = quantized_all_reduce_(values, comm, *self._codecs)
+        with phase("apply"):
+            turn.put_(summed, values)
+        return DenseUpdate(_MeanInTurn(mean, turn), summed, values.numel(), values.numel())
+
+    def planned(self, given: Given) -> Plan:
+        K = self._turns(given.n, given.P).length(given.step or 0)
+        mean = quantized_all_reduce_plan(K, given.dtype, given.P, *self._codecs)
+        return planned(
+            given,
+            mean.exchanges,
+            self.residual_nbytes(given),
+            select=(K, 1),
+            passes_to_select=K,
+            encode=mean.encode,
+            decode=mean.decode,
+        )
+
+    def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
+        """Return this rank's residual, [n]; in its own region, where it holds what rounding dropped of all ranks' sums, a P-th of it."""
+        return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
+
+    def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
+        residual = self.feedback.residual(bucket, comm.rank)
+        if comm.size == 1:
+            return residual, None
+        return residual, self._turns(residual.numel(), comm.size).regions.rows(comm.rank, residual.device)
+
+    def _turns(self, n: int, P: int) -> Turns:
+        return Turns(n, P, self.every)
+
+    @property
+    def _codecs(self) -> tuple[ValueCodec, ValueCodec]:
+        return ValueCodec(self.values), ValueCodec(self.values_down)
+
+
+@dataclass(frozen=True)
+class _MeanInTurn:
+    """The mean of the elements of a turn as it arrived; the others are zero."""
+
+    mean: QuantizedMean
+    turn: Turn
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mean.dtype
+
+    def decoded(self) -> Tensor:
+        """Return the mean, [n]."""
+        out = self.mean.packets[0].new_empty(self.turn.n, dtype=self.dtype)
+        self.write_(out)
+        return out
+
+    def write_(self, out: Tensor, kept: Tensor | None = None) -> None:
+        """Write the mean to `out` [n]; what stood there before goes to `kept`, if given."""
+        if kept is not None:
+            kernels.move_put_(kept, out, (), ())
+        else:
+            out.zero_()
+        self.turn.put_(out, self.mean.decoded())
+
+    def fits(self, times: int) -> bool:
+        """Return whether `times` the mean is finite everywhere."""
+        return self.mean.fits(times)

@@ -1,0 +1,105 @@
+"""Turns: which elements take part in a step where all ranks send the same ones, so that all of them have had a turn after some steps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sparsync.core import Span, spans
+from sparsync.selection.exclusive import BlockCyclic, rotations
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The elements of one turn: rows of each rank's region, and perhaps its tail. Taken, those of a region are adjacent, in rank order.
+
+    The parts of the regions are as long as `spans(length, P)`.
+    """
+
+    n: int
+    row: int
+    numbers: Sequence[Tensor]  # int64, which rows of the vector, for each region
+    tails: Sequence[Span]  # of each region
+
+    @property
+    def length(self) -> int:
+        """K, the number of elements."""
+        return sum(each.numel() * self.row for each in self.numbers) + sum(map(len, self.tails))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the elements of `x` [n] in this turn, [K], copied."""
+        out = x.new_empty(self.length)
+        for rows, numbers, rest, tail in self._parts(x, out):
+            torch.index_select(rows, 0, numbers, out=rest[: numbers.numel() * self.row].view(-1, self.row))
+            rest[numbers.numel() * self.row :] = tail
+        return out
+
+    def put_(self, x: Tensor, value: Tensor) -> None:
+        """Write `value` [K] to the elements of `x` [n] in this turn: the inverse of `of`."""
+        for rows, numbers, part, tail in self._parts(x, value):
+            rows.index_copy_(0, numbers, part[: numbers.numel() * self.row].view(-1, self.row))
+            tail.copy_(part[numbers.numel() * self.row :])
+
+    def _parts(self, x: Tensor, taken: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Return for each region the rows of `x`, which of them it has, its part of `taken`, and its tail in `x`."""
+        rows = x[: self.n // self.row * self.row].view(-1, self.row)
+        chunks = spans(taken.numel(), len(self.numbers))
+        for numbers, tail, chunk in zip(self.numbers, self.tails, chunks, strict=True):
+            yield rows, numbers, chunk.of(taken), tail.of(x)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a vector of n elements on P ranks, at most `every`: each element is in one of them.
+
+    The regions of the ranks are block-cyclic. A group of adjacent rows, one of each region, has its turn together, so that owners have
+    equally much to do and an element keeps its owner. The order of turns rotates by a pseudo-random amount, or a matrix whose rows fit
+    them would have whole columns in one turn.
+    """
+
+    n: int
+    P: int
+    every: int
+
+    @property
+    def regions(self) -> BlockCyclic:
+        """The region of each rank: whole rows, and a tail that is shorter, or empty."""
+        return BlockCyclic(self.n, self.P, 256)
+
+    @property
+    def count(self) -> int:
+        """The number of turns: `every`, where that leaves a row of each region for each turn."""
+        return max(1, min(self.every, self.regions.groups))
+
+    def length(self, step: int) -> int:
+        """Return K, the number of elements whose turn it is at `step`: at least one where there are any."""
+        regions, count, number = self.regions, self.count, step % self.count
+        # The tails count as one more group.
+        rounds, place = divmod(regions.groups, count)
+        first = rotations(rounds, count)
+        groups = rounds + ((number - first) % count < place)
+        tails = self.n - regions.groups * regions.row * self.P
+        return groups * regions.row * self.P + tails * ((first + place) % count == number)
+
+    def at(self, step: int, device: torch.device) -> Turn:
+        """Return the elements whose turn it is at `step`."""
+        return _turn(self, step % self.count, device)
+
+
+@lru_cache(maxsize=1024)
+def _turn(turns: Turns, number: int, device: torch.device) -> Turn:
+    regions, count = turns.regions, turns.count
+    rounds = torch.arange(regions.groups // count + 1, device=device)
+    groups = rounds * count + (number - rotations(rounds, count)) % count
+    whole = groups[groups < regions.groups]
+    has_tails = bool((groups == regions.groups).any())
+    numbers: list[Tensor] = []
+    tails: list[Span] = []
+    for p, length in enumerate(regions.lengths()):
+        starts = regions.rows(p, device).starts
+        numbers.append(starts[whole].long() // regions.row)
+        start = int(starts[-1])
+        tails.append(Span(start, start + (length - regions.groups * regions.row) * has_tails))
+    return Turn(turns.n, regions.row, numbers, tails)
