@@ -330,7 +330,7 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
     )
     ours = OURS if options.ours is None else tuple(options.ours.split(","))
     where = Outputs(options.out, options.page, options.part, options.csv)
-    frontier(study, where, options.jobs, ours, ["sparsync", *arguments])
+    frontier(study, where, options.jobs, ours, ["sparsync", *arguments], options.checkpoint_every)
 
 
 def _demo(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -255,6 +255,10 @@ def add_frontier_options(parser: argparse.ArgumentParser) -> None:
     add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
     add("--follow-rate", action="store_true", help="residuals follow the learning rate")
     add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
+    kept = (
+        "steps after which the state of a training is kept, for one that is stopped (default: about every ten minutes)"
+    )
+    add("--checkpoint-every", type=int, default=None, metavar="STEPS", help=kept)
     add("--ours", default=None, metavar="A,B", help="names of schemes that are marked as ours, not as published")
     add("--page", type=Path, default=None, metavar="FILE.md", help="a page in which one part is rewritten")
     add("--part", default=None, metavar="NAME", help="the part of the page (default: the name of the workload)")

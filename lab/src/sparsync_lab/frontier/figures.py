@@ -55,6 +55,7 @@ class MethodRow:
     rounds: float
     union: float
     end: Mean  # quality
+    error: float | None  # the largest over seeds of its standard error over the validation data, where the job knows it
     behind: tuple[
         tuple[int, Mean], ...
     ]  # after how many steps, and percent behind dense at its best rate, seed by seed
@@ -184,6 +185,7 @@ def _row(
         rounds=statistics.fmean(each.trained.rounds for each in trained),
         union=statistics.fmean(each.trained.union for each in trained),
         end=_mean([each.end for each in trained]),
+        error=max((error for each in trained if (error := each.trained.quality_error) is not None), default=None),
         behind=tuple(gaps),
         broken=_broken(trained),
     )

@@ -10,6 +10,7 @@ from typing import Any
 from sparsync_lab import json_lines
 from sparsync_lab.checked import checked
 from sparsync_lab.workloads.one_process import Trained
+from sparsync_lab.workloads.store import sha256
 
 FILE_NAME = "frontier.jsonl"
 
@@ -48,6 +49,11 @@ class Finished:
         return self.trained.nbytes * 8 / self.elements
 
 
+def unfinished_file(folder: Path, key: Key) -> Path:
+    """Return the file in `folder` that keeps the state of a training until it is finished."""
+    return folder / f"{sha256(described(asdict(key)).encode())[:32]}.pt"
+
+
 def described(content: Mapping[str, Any]) -> str:  # Any: JSON
     """Return the text that stands for a job or a method in keys."""
     return json.dumps(content, sort_keys=True)
@@ -72,6 +78,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:  # Any: numbers, texts, None
             "seed": each.key.seed,
             "rate": each.key.rate,
             "quality": each.end,
+            "quality_error": each.trained.quality_error,
             "parameters": each.elements,
             "bits": each.bits,
             "sent_bytes": each.trained.nbytes,

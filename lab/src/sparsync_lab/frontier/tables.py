@@ -83,6 +83,12 @@ def remarks(panels: Sequence[Panel]) -> list[str]:
         "exchanges that wait for each other. All three are means over ranks and steps.",
         "Rate: the best rate tried, times the job's; dense has its best rate, too.",
     ]
+    errors = [row.error for panel in panels for row in panel.rows if row.label == "dense" and row.error is not None]
+    if errors:
+        lines.append(
+            f"Standard error of dense's quality over the validation windows: {significant(max(errors), 2)} at most. All methods are "
+            "evaluated on the same windows, so their differences are more certain."
+        )
     if any(row.edge for panel in panels for row in panel.rows):
         lines.append("!: the best rate is the lowest or the highest tried; a better one may lie beyond it.")
     if any(map(_several, panels)):

@@ -114,6 +114,10 @@ class Workload(ABC):
     def quality(self, total: float, count: int) -> float:
         """Return the quality in `unit` from the sums and counts of all ranks."""
 
+    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
+        """Return the quality over all validation data, and its standard error over them; None where that is not known."""
+        return self.quality(*self.evaluate(model, 0, 1)), None
+
     def describe(self) -> dict[str, Any]:  # Any: nested dicts of numbers and strings, as JSON takes them
         """Return the configuration for the results file: the options, the number of parameters and the fingerprint of the data."""
         options = {key: value for key, value in vars(self).items() if isinstance(value, int | float | str)}

@@ -28,6 +28,9 @@ class Code(Gpt):
         require_positive(count=count)
         return total / count / math.log(2)
 
+    def _per_nat(self, quality: float) -> float:
+        return 1 / math.log(2)
+
     def _corpus(self) -> ByteText:
         return source_text(self.data)
 

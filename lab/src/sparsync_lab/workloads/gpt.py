@@ -157,6 +157,12 @@ class Gpt(Workload):
         """Return the perplexity per character; infinite for a model that has diverged."""
         return language.perplexity(total, count)
 
+    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
+        """Return the quality, and its standard error over the validation windows to first order."""
+        total, count, error = language.nats_and_error(model, self._corpus().held_out, self.context, self.windows)
+        quality = self.quality(total, count)
+        return quality, None if error is None else language.finite(error * self._per_nat(quality))
+
     def describe(self) -> dict[str, Any]:
         described = super().describe()
         source = described["options"].pop("data") or "package"
@@ -170,3 +176,7 @@ class Gpt(Workload):
         text = characters(self.data)
         counts = {"training": text.training.numel(), "held_out": text.held_out.numel()}
         return {"sha256": text.sha256, "characters": counts, "types": text.types}
+
+    def _per_nat(self, quality: float) -> float:
+        """Return the derivative of the quality by the mean negative log-likelihood."""
+        return quality

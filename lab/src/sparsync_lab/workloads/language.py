@@ -1,9 +1,10 @@
 """What all language models share: windows of a text, the loss of predicting each next item, and the perplexity of held-out text."""
 
 import math
+from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -40,16 +41,33 @@ def nats(
 
     The windows lie evenly over `text`. The sums of all ranks are exact, see `Workload.evaluate`.
     """
-    start = torch.linspace(0, text.numel() - length - 1, count, dtype=torch.float64).long()
     total, items = 0.0, 0
-    model = bare(model)
-    with evaluating(model):
-        for chunk in chunks(count, CHUNK, rank, ranks):
-            batch = windows(text, chunk.of(start), length)
-            lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
-            total += exactly_addable(lost)
-            items += lost.numel()
+    for lost in _lost(model, text, length, count, rank, ranks):
+        total += exactly_addable(lost.flatten())
+        items += lost.numel()
     return total, items
+
+
+def nats_and_error(
+    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int
+) -> tuple[float, int, float | None]:
+    """Return what `nats` does of all windows, and the standard error of the mean over items, see `standard_error`."""
+    lost = list(_lost(model, text, length, count, 0, 1))
+    total = sum(exactly_addable(each.flatten()) for each in lost)
+    return total, sum(each.numel() for each in lost), standard_error(torch.cat(lost).double().mean(1))
+
+
+def standard_error(x: Float[Tensor, " windows"]) -> float | None:
+    """Return the standard error of the mean of `x`, sd / sqrt(windows); None for less than two windows, or NaN or Inf in them.
+
+    That is how far the mean may be from that of the whole text the windows are a sample of.
+    """
+    return finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
+
+
+def finite(x: float) -> float | None:
+    """Return `x`, or None where it is NaN or infinite."""
+    return x if math.isfinite(x) else None
 
 
 def perplexity(total: float, count: int) -> float:
@@ -66,3 +84,16 @@ def require_windows(training: Tensor, held_out: Tensor, length: int, items: str)
             f"the text is too short for windows of {length} {items} and the one after: {training.numel()} {items} to train on and "
             f"{held_out.numel()} held out; choose a smaller window or more text"
         )
+
+
+def _lost(
+    model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int, rank: int, ranks: int
+) -> Iterator[Float[Tensor, "windows length"]]:
+    """Yield the negative log-likelihood of each item in this rank's share of the windows, chunk by chunk."""
+    start = torch.linspace(0, text.numel() - length - 1, count, dtype=torch.float64).long()
+    model = bare(model)
+    with evaluating(model):
+        for chunk in chunks(count, CHUNK, rank, ranks):
+            batch = windows(text, chunk.of(start), length)
+            lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
+            yield lost.view(-1, length)

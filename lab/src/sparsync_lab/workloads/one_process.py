@@ -7,12 +7,13 @@ steps each rank has its own weights and optimizer, and is a thread of a LocalWor
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
 from sparsync.comm.local import LocalComm
@@ -21,6 +22,7 @@ from sparsync.runtime.optimizers import ResidualUnits
 from sparsync_lab.workloads.base import Workload, loss_of
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
+from sparsync_lab.workloads.unfinished import State, Unfinished, restore, state_of
 
 KEY = "bucket0"  # of the one bucket; schemes that draw do so by their bucket's key
 
@@ -40,6 +42,8 @@ class LocalTraining(Protocol):
     def flush(self) -> list[Report]: ...
     def averaged(self) -> AbstractContextManager[None]: ...
     def stats(self) -> dict[str, int | float]: ...
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 def own_clip_factor_of(local: LocalTraining) -> float:
@@ -66,6 +70,43 @@ class Trained:
     exchanges: int | None = (
         None  # that changed the weights, of local steps and AdamW steps; None: of gradients, or not known
     )
+    quality_error: float | None = None  # standard error of the last quality over the validation data, where it is known
+
+
+@dataclass
+class Sent:
+    """What a rank has sent so far, as its reports add up."""
+
+    nbytes: float = 0
+    rounds: float = 0
+    messages: float = 0
+    union: float = 0
+
+    def add(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self.nbytes += report.cost.nbytes
+            self.rounds += report.cost.steps
+            self.messages += report.cost.messages
+            self.union += report.union
+
+
+class Evaluations:
+    """The quality after each number of steps in `at`."""
+
+    def __init__(self, workload: Workload, at: Collection[int]) -> None:
+        self.workload, self.at = workload, at
+        self.quality: list[tuple[int, float]] = []
+        self.error: float | None = None  # of the last one
+
+    def evaluate(self, model: nn.Module, step: int) -> None:
+        quality, self.error = self.workload.quality_and_error(model)
+        self.quality.append((step, quality))
+
+    def state_dict(self) -> State:
+        return {"quality": list(self.quality), "error": self.error}
+
+    def load_state_dict(self, state: State) -> None:
+        self.quality, self.error = list(state["quality"]), state["error"]
 
 
 def layout(model: nn.Module) -> tuple[ParameterSpan, ...]:
@@ -82,17 +123,19 @@ def train(
     reduce: Reduce,
     after: Callable[[int], None] = lambda step: None,
     scheme: Scheme | None = None,
+    begin: Callable[[Optimizer, LRScheduler], int] = lambda optimizer, schedule: 0,
 ) -> None:
     """Train `model` in place for all steps; `reduce` is called in each with the gradients of all ranks, `after` with the steps taken.
 
     Buffers are as under DistributedDataParallel: every rank's forward pass begins with those that rank 0's left in the step before. With
-    a `scheme` with its own momentum the optimizer is the one it was made for, and each rank clips its own gradient.
+    a `scheme` with its own momentum the optimizer is the one it was made for, and each rank clips its own gradient. `begin` is called
+    before the first step and returns how many steps were done before.
     """
     scheme = scheme or Dense()
     optimizer, schedule = optimizer_for(scheme, workload, model, steps)
     own_clip = own_clip_factor(ranks) if scheme.has_momentum else None
     spans = layout(model)
-    for step in range(steps):
+    for step in range(begin(optimizer, schedule), steps):
         gradients = _gradients(workload, model, seed, step, ranks, own_clip)
         mean = reduce(step, gradients, float(optimizer.param_groups[0]["lr"]))
         for each, parameter in zip(spans, trained_parameters(model), strict=True):
@@ -113,17 +156,39 @@ def train_with_scheme(
     ranks: int,
     evaluate_at: Collection[int],
     follow_rate: bool = False,
+    unfinished: Unfinished | None = None,
 ) -> Trained:
     """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
 
     The model is evaluated after each number of steps in `evaluate_at`. With `follow_rate`, and for a scheme that wants it, residuals
-    follow the learning rate, as with `attach(..., optimizer=optimizer)`.
+    follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues from what `unfinished` has kept.
     """
     model = workload.model(seed)
     schemes, spans = [make() for _ in range(ranks)], layout(model)
-    reports: list[list[Report]] = []  # by step and rank
-    quality: list[tuple[int, float]] = []
-    units = ResidualUnits()
+    sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
+    trains: list[tuple[Optimizer, LRScheduler]] = []
+
+    def begin(optimizer: Optimizer, schedule: LRScheduler) -> int:
+        trains.append((optimizer, schedule))
+        done, parts = unfinished.read() if unfinished else (0, [])
+        for state in parts:
+            restore(state, optimizer, schedule, model)
+            for scheme, saved in zip(schemes, state["schemes"], strict=True):
+                scheme.load_state_dict(saved)
+            sent[:] = [Sent(**each) for each in state["sent"]]
+            units.rates, units.highest = state["rates"], state["highest_rates"]
+            evaluations.load_state_dict(state["evaluations"])
+        return done
+
+    def state() -> State:
+        return {
+            **state_of(*trains[0], model),
+            "schemes": [scheme.state_dict() for scheme in schemes],
+            "sent": [asdict(each) for each in sent],
+            "rates": units.rates,
+            "highest_rates": units.highest,
+            "evaluations": evaluations.state_dict(),
+        }
 
     def reduce(step: int, gradients: list[Tensor], rate: float) -> Tensor:
         if follow_rate or schemes[0].follows_rate:
@@ -137,16 +202,18 @@ def train_with_scheme(
             return bucket.grad, report
 
         reduced = LocalWorld(ranks).run(body)
-        reports.append([report for _, report in reduced])
+        for each, (_, report) in zip(sent, reduced, strict=True):
+            each.add([report])
         return reduced[0][0]
 
     def after(step: int) -> None:
         if step in evaluate_at:
-            quality.append((step, workload.quality(*workload.evaluate(model, 0, 1))))
+            evaluations.evaluate(model, step)
+        if unfinished and step < steps and unfinished.due(step):
+            unfinished.keep(step, state())
 
-    train(workload, model, seed, steps, ranks, reduce, after, schemes[0])
-    by_rank = list(zip(*reports, strict=True))
-    return _trained(quality, by_rank, steps, spans[-1].span.stop)
+    train(workload, model, seed, steps, ranks, reduce, after, schemes[0], begin)
+    return _trained(evaluations, sent, steps, spans[-1].span.stop)
 
 
 def train_locally(
@@ -157,21 +224,28 @@ def train_locally(
     ranks: int,
     evaluate_at: Collection[int],
     exchange_last: bool = False,
+    unfinished: Unfinished | None = None,
 ) -> Trained:
     """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
 
     The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
-    was learnt since the last exchange is exchanged at the end, before the last evaluation.
+    was learnt since the last exchange is exchanged at the end, before the last evaluation. The training continues from what `unfinished`
+    has kept.
     """
-    quality: list[tuple[int, float]] = []
-    exchanges: list[int] = []
+    evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
+    done, parts = unfinished.read() if unfinished else (0, [])
+    if parts:
+        evaluations.load_state_dict(parts[0]["evaluations"])  # rank 0 evaluates
 
-    def body(comm: LocalComm) -> list[Report]:
+    def body(comm: LocalComm) -> Sent:
         model = workload.model(seed)
         optimizer, schedule = workload.optimizer(model, steps)
-        local = make(model, optimizer, comm)
-        reports: list[Report] = []
-        for step in range(steps):
+        local, sent = make(model, optimizer, comm), Sent()
+        for state in parts[comm.rank : comm.rank + 1]:
+            local.load_state_dict(state["handle"])
+            restore(state, optimizer, schedule)
+            sent = Sent(**state["sent"])
+        for step in range(done, steps):
             model.zero_grad(set_to_none=True)
             loss_of(workload, model, seed, step, comm.rank, ranks).backward()
             with naming(workload.job_class(), "clip", step, comm.rank, ranks):
@@ -179,33 +253,35 @@ def train_locally(
             if not local.replaces_optimizer:
                 optimizer.step()
             # After the step: the rate of this one has been used.
-            reports += local.step()
+            sent.add(local.step())
             schedule.step()
             if exchange_last and step + 1 == steps:
-                reports += local.flush()
+                sent.add(local.flush())
             if comm.rank == 0 and step + 1 in evaluate_at:
                 with local.averaged():
-                    quality.append((step + 1, workload.quality(*workload.evaluate(model, 0, 1))))
+                    evaluations.evaluate(model, step + 1)
+            if unfinished and step + 1 < steps and unfinished.due(step + 1):
+                own = {"handle": local.state_dict(), "sent": asdict(sent), "evaluations": evaluations.state_dict()}
+                unfinished.keep(step + 1, {**state_of(optimizer, schedule), **own}, comm.rank, ranks)
         exchanges.append(exchanged(local)["exchanges"])
-        return reports
+        return sent
 
     by_rank = LocalWorld(ranks).run(body)
-    trained = _trained(quality, by_rank, steps, layout(workload.model(seed))[-1].span.stop)
+    trained = _trained(evaluations, by_rank, steps, layout(workload.model(seed))[-1].span.stop)
     return replace(trained, exchanges=min(exchanges))
 
 
-def _trained(
-    quality: Iterable[tuple[int, float]], by_rank: Sequence[Sequence[Report]], steps: int, elements: int
-) -> Trained:
-    def mean(value: Callable[[Report], float]) -> float:
-        return statistics.fmean(sum(map(value, reports)) for reports in by_rank) / steps
+def _trained(evaluations: Evaluations, by_rank: Sequence[Sent], steps: int, elements: int) -> Trained:
+    def mean(value: Callable[[Sent], float]) -> float:
+        return statistics.fmean(map(value, by_rank)) / steps
 
     return Trained(
-        tuple(quality),
-        nbytes=mean(lambda report: report.cost.nbytes),
-        rounds=mean(lambda report: report.cost.steps),
-        messages=mean(lambda report: report.cost.messages),
-        union=mean(lambda report: report.union) / elements,
+        tuple(evaluations.quality),
+        nbytes=mean(lambda sent: sent.nbytes),
+        rounds=mean(lambda sent: sent.rounds),
+        messages=mean(lambda sent: sent.messages),
+        union=mean(lambda sent: sent.union) / elements,
+        quality_error=evaluations.error,
     )
 
 

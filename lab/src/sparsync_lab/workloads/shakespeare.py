@@ -101,6 +101,12 @@ class Shakespeare(Workload):
         """Return the perplexity, e to the mean negative log-likelihood; infinite for a model that has diverged."""
         return language.perplexity(total, count)
 
+    def quality_and_error(self, model: nn.Module) -> tuple[float, float | None]:
+        """Return the perplexity, and its standard error over the validation windows to first order."""
+        total, count, error = language.nats_and_error(model, self._corpus().held_out, self.length, self.windows)
+        quality = self.quality(total, count)
+        return quality, None if error is None else language.finite(error * quality)
+
     def describe(self) -> dict[str, Any]:
         words, described = self._corpus(), super().describe()
         source = described["options"].pop("data") or "package"
