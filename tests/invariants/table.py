@@ -43,7 +43,19 @@ LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests
 
 # Rows whose traffic follows from their settings; tests/test_plan.py compares the forms of the others, given the figures of a step.
 PLANNED = (
-    *("dense", "bf16", "float", "topk-0", "topk-1", "topk-int4", "topk-bfloat16", "two-shot", "quantized", "loco", "powersgd"),
+    *(
+        "dense",
+        "bf16",
+        "float",
+        "topk-0",
+        "topk-1",
+        "topk-int4",
+        "topk-bfloat16",
+        "two-shot",
+        "quantized",
+        "loco",
+        "powersgd",
+    ),
     *("sparse-loco", "demo", "same", "cltk", "gtopk", "spardl", "ring-pruning", "random-pruning"),
 )
 
