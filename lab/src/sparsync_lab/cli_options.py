@@ -230,7 +230,8 @@ def add_advise_options(parser: argparse.ArgumentParser) -> None:
 def add_frontier_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_workload_options(parser, default="gpt-tiny")
-    methods = f"{METHODS_HELP}; oracle: the limit of every selection, which sends nothing (default: {FRONTIER})"
+    further = "laprop: dense with LaProp in place of AdamW; oracle: the limit of every selection, which sends nothing"
+    methods = f"{METHODS_HELP}; {further} (default: {FRONTIER})"
     add("--schemes", default=FRONTIER, metavar="A,B:KEY=VALUE", help=methods)
     add("--density", type=float, default=0.01, help="share of elements that sparse schemes send (default: 0.01)")
     add("--skip", type=_count_or_share, default=None, help="for skipping schemes: ranks left out, or their share")

@@ -23,6 +23,7 @@ from sparsync_lab import workloads
 from sparsync_lab.compare.settings import CompareSettings, settings_from_json
 from sparsync_lab.labels import PHASES
 from sparsync_lab.netlab import interface_counters
+from sparsync_lab.rivals.laprop import LaProp
 from sparsync_lab.rivals.torch_ddp import TorchDDP
 from sparsync_lab.scheme_choice import SchemeChoice
 from sparsync_lab.workers.process import Emit, Place
@@ -319,5 +320,6 @@ def _interface_sent(place: Place) -> int:
 def _described(choice: SchemeChoice, workload: Workload) -> dict[str, Any]:  # Any: JSON
     scheme = choice.make()
     local = {} if choice.local is None else {choice.steps: choice.local}
-    trained_by = {"optimizer": made_for(scheme, workload)} if choice.local is None and scheme.has_momentum else {}
+    replaces = choice.local is None and (scheme.has_momentum or isinstance(scheme, LaProp))
+    trained_by = {"optimizer": made_for(scheme, workload)} if replaces else {}
     return {"name": choice.name, **choice.config, **local, **trained_by, "full": repr(scheme)}

@@ -39,7 +39,7 @@ class PulseLoCo(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._own: dict[str, nn.Parameter] = {}  # the weights by name
+        self._weights: dict[str, nn.Parameter] = {}  # the weights by name
 
     @classmethod
     def published(cls) -> Self:
@@ -48,7 +48,7 @@ class PulseLoCo(ErrorFeedbackScheme):
 
     def watch(self, model: nn.Module) -> None:
         """Compare with the weights of `model`, which are those after the local steps when a change is reduced."""
-        self._own = dict(model.named_parameters())
+        self._weights = dict(model.named_parameters())
 
     def planned(self, given: Given) -> Plan:
         """Return the plan with the counts of the figures "selected"; without them all elements are sent."""
@@ -64,12 +64,12 @@ class PulseLoCo(ErrorFeedbackScheme):
 
     def _begun(self, bucket: Bucket) -> Tensor:
         """Return the weights at which the local steps began, [n]: those of now and the change since."""
-        if missing := [entry.name for entry in bucket.layout if entry.name not in self._own]:
+        if missing := [entry.name for entry in bucket.layout if entry.name not in self._weights]:
             raise ValueError(
                 f"pulse_loco does not know the weights of {', '.join(missing)}, which it compares changes with; name it behind local "
                 "steps in a command of the lab, as local_steps(every=30:keep=0.0)/pulse_loco"
             )
-        own = torch.cat([self._own[entry.name].detach().flatten() for entry in bucket.layout])
+        own = torch.cat([self._weights[entry.name].detach().flatten() for entry in bucket.layout])
         return own.to(bucket.grad.dtype) + bucket.grad
 
 
