@@ -311,8 +311,10 @@ def test_frontier_rows_are_those_of_its_file(tmp_path: Path) -> None:
     from sparsync_lab.workloads.one_process import Trained
 
     key = Key(runs.described({"workload": "gpt"}), "{}", 4, 30, 0, 0.5)
-    trained = Trained(((15, 9.0), (30, math.inf)), nbytes=100.0, rounds=2.0, messages=6.0, union=0.5, exchanges=3)
+    quality = ((15, 9.0), (30, math.inf))
+    trained = Trained(quality, nbytes=100.0, rounds=2.0, messages=6.0, union=0.5, exchanges=3, quality_error=0.25)
     runs.append(tmp_path, Finished(key, 400, 1.5, trained), "topk")
     (row,) = sparsync_lab.read_results(tmp_path)
+    assert row["quality_error"] == 0.25
     assert (row["workload"], row["scheme"], row["rate"], row["quality"]) == ("gpt", "topk", 0.5, math.inf)
     assert (row["bits"], row["exchanges"], row["seed"]) == (2.0, 3, 0)

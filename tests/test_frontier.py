@@ -14,6 +14,7 @@ from helpers.third_party import LineFit
 from sparsync import Bucket, LocalWorld
 from sparsync_lab import cli
 from sparsync_lab.frontier import runs, study
+from sparsync_lab.frontier.command import Outputs, frontier
 from sparsync_lab.frontier.figures import OURS, Interval, interval, kind, panels
 from sparsync_lab.frontier.oracle import Oracle
 from sparsync_lab.frontier.picture import picture
@@ -149,6 +150,29 @@ def test_a_training_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         runs.append(tmp_path, finished, "label")
         assert runs.read(tmp_path)[finished.key] == finished
     assert all(json.loads(line) for line in (tmp_path / runs.FILE_NAME).read_text().splitlines())
+
+
+def test_a_training_that_was_written_without_an_error_is_read(tmp_path: Path) -> None:
+    finished = Finished(Key("job", "method", 4, 2, 0, 0.5), 9, 1.0, Trained(((2, 1.5),), 10.5, 3.0, 4.0, 0.25))
+    runs.append(tmp_path, finished, "label")
+    content = json.loads((tmp_path / runs.FILE_NAME).read_text())
+    del content["trained"]["quality_error"]
+    (tmp_path / runs.FILE_NAME).write_text(json.dumps(content) + "\n")
+    assert runs.read(tmp_path) == {finished.key: finished}
+
+
+def test_the_remarks_give_the_standard_error_of_dense(
+    tmp_path: Path, trainings: list[tuple[str, int, int, int, float]]
+) -> None:
+    asked = made("dense", rates=(1.0,), seeds=(0, 1))
+    finished = complete(asked, tmp_path, 1, print)
+    assert not any("tandard error" in line for line in remarks(panels(asked, finished, lower=True)))
+    known = {
+        key: replace(each, trained=replace(each.trained, quality_error=0.0125 * (1 + key.seed)))
+        for key, each in finished.items()
+    }
+    (line,) = (line for line in remarks(panels(asked, known, lower=True)) if "tandard error" in line)
+    assert "over the validation windows: 0.025 at most" in line
 
 
 def test_each_method_is_compared_with_dense_at_its_best_rate_seed_by_seed(
@@ -361,6 +385,11 @@ def test_a_part_of_a_page_is_replaced_and_the_rest_stays(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match="has no part 'c'; put the lines <!-- begin c -->"):
         replaced(page, "c", "new")
+
+
+def test_a_state_is_kept_after_a_step_or_more(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--checkpoint-every must be at least 1 step, got 0"):
+        frontier(made(), Outputs(tmp_path), 1, OURS, [], checkpoint_every=0)
 
 
 @pytest.mark.usefixtures("signal_handlers_are_put_back")

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import idx_files
 from helpers.idx_files import TRAINING_IMAGES
 from sparsync_lab import workloads
-from sparsync_lab.workloads import fashion_images
+from sparsync_lab.workloads import fashion_images, language
 from sparsync_lab.workloads.base import Batch, Workload, chunks, exactly_addable
+from sparsync_lab.workloads.byte_level import Code
 from sparsync_lab.workloads.fashion import Fashion
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.movielens import MovieLens
@@ -46,13 +47,25 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["shakespeare", "gpt", "resnet", "mlp", "movielens"])
-def workload(request: pytest.FixtureRequest, folder: Path, films: Path) -> Workload:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with C source of which a file is held out."""
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(120):
+        (folder / f"{number}.c").write_text(f"int f{number}(void) {{ return {number}; }}\n" * 4)
+    return folder
+
+
+@pytest.fixture(params=["shakespeare", "gpt", "code", "resnet", "mlp", "movielens"])
+def workload(request: pytest.FixtureRequest, folder: Path, films: Path, source: Path) -> Workload:
     # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":
         made: Workload = Shakespeare(vocabulary=500, width=16, batch_size=16, length=7, windows=45)
     elif request.param == "gpt":
         made = Gpt(width=16, layers=2, heads=2, context=7, batch_size=16, windows=45, learning_rate=0.02)
+    elif request.param == "code":
+        options: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 7, "windows": 45}
+        made = Code(**options, learning_rate=0.02, data=str(source))
     elif request.param == "movielens":
         made = MovieLens(width=8, batch_size=16, learning_rate=0.02, data=str(films))
     else:
@@ -455,6 +468,57 @@ def test_a_transformer_does_not_read_what_it_is_to_predict() -> None:
 )
 def test_the_transformers_have_the_size_they_are_named_after(name: str, least: float, most: float) -> None:
     assert least < weights(workloads.get(name).model(0)).numel() < most
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("code", 1.03), ("code-10m", 10.8), ("code-30m", 31.8), ("code-86m", 86.0)]
+)
+def test_the_models_of_code_have_the_size_they_are_named_after(name: str, millions: float, source: Path) -> None:
+    model = workloads.get(name, data=str(source)).model(0)
+    assert round(weights(model).numel() / 1e6, 2 if millions < 2 else 1) == millions
+
+
+def test_a_model_that_knows_nothing_needs_8_bits_per_byte(source: Path) -> None:
+    workload = Code(width=16, layers=1, context=7, windows=20, data=str(source))
+    model = workload.model(0)
+    nn.init.zeros_(model.embedding.weight)
+    assert workload.quality(*workload.evaluate(model, 0, 1)) == pytest.approx(8, rel=1e-6)
+    quality, error = workload.quality_and_error(model)
+    assert quality == pytest.approx(8, rel=1e-6)
+    assert error == pytest.approx(0, abs=1e-6)
+
+
+def test_the_standard_error_is_that_of_the_mean_over_windows() -> None:
+    # Deviations of 1 from 4: a variance of 4 / 3 over 3 degrees of freedom.
+    assert language.standard_error(torch.tensor([3.0, 5.0, 3.0, 5.0])) == pytest.approx(math.sqrt(4 / 3) / 2)
+    assert language.standard_error(torch.tensor([3.0])) is None
+    assert language.standard_error(torch.tensor([3.0, math.nan])) is None
+
+
+def test_a_quality_with_its_error_is_the_same_quality(workload: Workload) -> None:
+    model = workload.model(0)
+    quality, error = workload.quality_and_error(model)
+    assert quality == workload.quality(*workload.evaluate(model, 0, 1))
+    assert (error is not None) == isinstance(workload, Gpt | Shakespeare)
+
+
+@pytest.mark.parametrize("kind", [Gpt, Code])
+def test_an_error_is_in_the_units_of_the_quality(kind: type[Gpt], source: Path, play: Path) -> None:
+    workload = kind(width=16, layers=1, context=7, windows=20, data=str(source if kind is Code else play))
+    model, text = workload.model(0), workload._corpus().held_out
+    total, count, nats = language.nats_and_error(model, text, 7, 20)
+    assert nats is not None
+    _, error = workload.quality_and_error(model)
+    above, below = (workload.quality(total + sign * 1e-3 * count, count) for sign in (1, -1))
+    assert error == pytest.approx(nats * (above - below) / 2e-3, rel=1e-4)
+
+
+def test_an_error_of_a_quality_that_is_infinite_is_not_known(play: Path) -> None:
+    workload = Gpt(width=8, layers=1, context=7, windows=20, data=str(play))
+    model = workload.model(0)
+    nn.init.constant_(model.norm.bias, 1e6)
+    nn.init.normal_(model.embedding.weight)
+    assert workload.quality_and_error(model) == (math.inf, None)
 
 
 def test_only_matrices_decay() -> None:

@@ -6,7 +6,6 @@ path, is held out. The package changes over time, so its digest is not pinned: t
 
 import lzma
 import tarfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +16,7 @@ from urllib.parse import unquote
 from sparsync_lab.progress import progress
 from sparsync_lab.temporary import temporary_folder
 from sparsync_lab.workloads import byte_text
-from sparsync_lab.workloads.byte_text import ByteText
+from sparsync_lab.workloads.byte_text import PIECE, ByteText
 from sparsync_lab.workloads.fetching import output_of
 from sparsync_lab.workloads.store import DataMissingError, cache_folder
 
@@ -61,7 +60,7 @@ def deb_files(deb: IO[bytes], inner: str) -> dict[str, bytes]:
         deb.seek(size + size % 2, 1)
     else:
         raise ValueError("it is a Debian package without data.tar")
-    with _as_value_error(), tarfile.open(fileobj=deb, mode="r|*") as data:
+    with _unpacked(deb) as data:
         for member in data:
             if member.name.endswith(inner) and (packed := data.extractfile(member)):
                 return tar_files(packed)
@@ -71,11 +70,9 @@ def deb_files(deb: IO[bytes], inner: str) -> dict[str, bytes]:
 def tar_files(packed: IO[bytes]) -> dict[str, bytes]:
     """Return the C source in a packed tar archive with one folder at its top, by the paths within that. Raises ValueError as above."""
     found: dict[str, bytes] = {}
-    title = "preparing the C source of Linux, once: files"
     with (
-        _as_value_error(),
-        progress(title, announced=True) as shown,
-        tarfile.open(fileobj=packed, mode="r|*") as archive,
+        progress("preparing the C source of Linux, once: files", announced=True) as shown,
+        _unpacked(packed) as archive,
     ):
         for member in archive:
             _, _, name = member.name.partition("/")
@@ -124,9 +121,12 @@ def _fetched(folder: Path) -> Path:
 
 
 @contextmanager
-def _as_value_error() -> Iterator[None]:
-    """Turn the errors of an archive that breaks off or is none into ValueErrors."""
+def _unpacked(packed: IO[bytes]) -> Iterator[tarfile.TarFile]:
+    """Yield a tar archive that is packed by xz, to be read once in its order; a ValueError where it is not whole."""
     try:
-        yield
-    except (tarfile.TarError, lzma.LZMAError, EOFError, zlib.error) as error:
-        raise ValueError(f"it is no whole archive ({error})") from None
+        with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            yield archive
+            while stream.read(PIECE):  # to its end: tarfile takes one that breaks off between two files for whole
+                pass
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"it is no whole archive of tar and xz ({error})") from None

@@ -1,0 +1,241 @@
+"""Texts as bytes: which files, in which order, what is held out, the prepared file, and the packages they come in."""
+
+import io
+import lzma
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsync_lab.workloads import byte_text, linux_source, state_of_the_union
+from sparsync_lab.workloads.byte_level import Code, Prose
+from sparsync_lab.workloads.byte_text import ByteText, is_held_out, prepared, read, split
+from sparsync_lab.workloads.store import DataMissingError, cache_folder
+
+HELD_OUT = next(f"{number}.c" for number in range(1000) if is_held_out(f"{number}.c", 100))
+TREE = {  # of a source tree, below its top folder
+    "kernel/b.c": b"b",
+    "include/a.h": b"a\xff",
+    HELD_OUT: b"held out",
+    "kernel/b.txt": b"no source",
+    "drivers/c.c": b"left out",
+    "lib/drivers/d.c": b"d",
+}
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    linux_source.source_text.cache_clear()
+    state_of_the_union.addresses.cache_clear()
+    return cache_folder()
+
+
+def tar(files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:xz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
+    return out.getvalue()
+
+
+def source_tar() -> bytes:
+    tree = {f"linux-source-6.1/{name}": content for name, content in TREE.items()}
+    return tar(tree, {"linux-source-6.1/link.c": "kernel/b.c"})
+
+
+def deb(members: Mapping[str, bytes]) -> bytes:
+    """Return an ar archive."""
+    parts = [b"!<arch>\n"]
+    for name, content in members.items():
+        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n"
+        parts += [header.encode(), content, b"\n" * (len(content) % 2)]
+    return b"".join(parts)
+
+
+def package() -> bytes:
+    data = tar({"./usr/share/doc/copyright": b"all of it", "./usr/src/linux-source-6.1.tar.xz": source_tar()})
+    return deb({"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": data})
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def same(one: ByteText, other: ByteText) -> bool:
+    return torch.equal(one.training, other.training) and torch.equal(one.held_out, other.held_out)
+
+
+def test_files_follow_each_other_by_name_and_those_of_a_hash_are_held_out() -> None:
+    text = split({"b.c": b"bb", HELD_OUT: b"x\n", "a.c": b"a\n"}, "here", 100)
+    assert bytes(text.training.tolist()) == b"a\nbb"
+    assert bytes(text.held_out.tolist()) == b"x\n"
+    assert text.training.dtype == torch.uint8
+    assert text.described["files"] == {"training": 2, "held_out": 1}
+    assert text.described["bytes"] == {"training": 4, "held_out": 2}
+
+
+def test_a_hundredth_of_the_files_is_held_out_whatever_the_others_are() -> None:
+    held_out = [name for name in (f"{number}.c" for number in range(20_000)) if is_held_out(name, 100)]
+    # 200 expected, with a standard deviation of 14.
+    assert 150 < len(held_out) < 250
+
+
+def test_a_folder_an_installed_archive_and_a_debian_package_are_the_same_text(tmp_path: Path) -> None:
+    from_deb = linux_source.deb_files(io.BytesIO(package()), "linux-source-6.1.tar.xz")
+    assert sorted(from_deb) == sorted([HELD_OUT, "include/a.h", "kernel/b.c", "lib/drivers/d.c"])
+    assert linux_source.tar_files(io.BytesIO(source_tar())) == from_deb
+    folder = write(tmp_path / "tree", TREE)
+    (folder / "link.c").symlink_to(folder / "kernel" / "b.c")
+    text = linux_source.source_text(str(folder))
+    assert same(text, split(from_deb, "", 100))
+    assert bytes(text.training.tolist()) == b"a\xffbd"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\3\4", "no Debian package"),
+        (deb({"debian-binary": b"2.0\n"}), "without data.tar"),
+        (deb({"data.tar.xz": tar({"other": b""})}), "has no linux-source-6.1.tar.xz"),
+        (deb({"data.tar.xz": tar({"other": b"x" * 9000})[:-40]}), "no whole archive"),
+        (deb({"data.tar.xz": tar({"linux-source-6.1.tar.xz": source_tar()[:-90]})}), "no whole archive"),
+        (deb({"data.tar.zst": b"(\xb5/\xfd" + b"?" * 99}), "no whole archive"),
+    ],
+)
+def test_what_is_no_whole_package_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linux_source.deb_files(io.BytesIO(content), "linux-source-6.1.tar.xz")
+
+
+def test_a_text_is_prepared_once_mapped_afterwards_and_prepared_again_where_it_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "a.text"
+    files = {"a.c": b"a" * 5000, HELD_OUT: b"b"}
+    text = prepared(path, lambda: (files, "here 1.0"), 100)
+    in_memory = split(files, "", 100)
+    assert same(text, in_memory)
+    assert text.described["source"] == "here 1.0"
+    assert same(prepared(path, lambda: pytest.fail("prepared again"), 100), in_memory)
+    content = path.read_bytes()
+    for damaged in (content[:-1] + b"c", content[:-1], content + b"c", b"no header", b"[]\n", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"delete the file|no text that was prepared"):
+            read(path)
+        assert same(prepared(path, lambda: (files, "here 1.0"), 100), in_memory)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_installed_archive_is_prepared_and_its_version_told(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "linux-source-6.1.tar.xz"
+    installed.write_bytes(source_tar())
+    monkeypatch.setattr(linux_source, "INSTALLED", installed)
+    monkeypatch.setattr(linux_source, "output_of", lambda command, folder: "6.1.176-1")
+    described = Code(context=2).describe()["data"]
+    assert described["source"] == "linux-source-6.1 6.1.176-1"
+    assert described["bytes"] == {"training": 4, "held_out": 8}
+    # The prepared file serves elsewhere as --data, and is the same text with the same description.
+    (kept,) = empty_cache.iterdir()
+    assert Code(context=2, data=str(kept)).describe()["data"] == described
+
+
+def test_a_fetched_package_is_prepared_and_its_version_told(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def output_of(command: list[str], folder: Path) -> str:
+        (folder / "linux-source-6.1_1%3a6.1.9-1_all.deb").write_bytes(package())
+        return ""
+
+    monkeypatch.setattr(linux_source, "INSTALLED", tmp_path / "none" / linux_source.INSTALLED.name)
+    monkeypatch.setattr(linux_source, "output_of", output_of)
+    assert linux_source.source_text("").described["source"] == "linux-source-6.1 1:6.1.9-1"
+
+
+def test_jobs_on_other_texts_or_versions_describe_themselves_otherwise(tmp_path: Path) -> None:
+    for kind, suffix in ((Code, "c"), (Prose, "txt")):
+        folder = tmp_path / kind.__name__
+        write(folder, {f"a.{suffix}": b"one"})
+        before = kind(data=str(folder), context=2).describe()
+        write(folder, {f"a.{suffix}": b"two"})
+        linux_source.source_text.cache_clear()
+        state_of_the_union.addresses.cache_clear()
+        after = kind(data=str(folder), context=2).describe()
+        assert before["data"].pop("sha256") != after["data"].pop("sha256")
+        assert before == after
+
+
+def test_without_the_package_managers_the_errors_name_every_cure(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linux_source, "INSTALLED", tmp_path / "none" / linux_source.INSTALLED.name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for job, command in ((Code(), "apt-get"), (Prose(), "npm")):
+        with pytest.raises(DataMissingError) as caught:
+            job.prepare()
+        for cure in (f"{command} cannot be run", str(empty_cache), "--data FOLDER"):
+            assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "--data must name a folder"),
+        ({"a.md": b"x"}, r"has no \.(c or \.h|txt) file"),
+        ({"a.c": b"x" * 99, "a.txt": b"x" * 99}, "too short for windows of 64 bytes .* 0 held out"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, files: dict[str, bytes] | None, message: str) -> None:
+    if files is not None:
+        write(tmp_path / "text", files)
+    for kind in (Code, Prose):
+        with pytest.raises(ValueError, match=message):
+            kind(data=str(tmp_path / "text")).prepare()
+
+
+def test_a_file_that_is_no_prepared_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.text").write_bytes(lzma.compress(b"?"))
+    with pytest.raises(ValueError, match="no text that was prepared here"):
+        Code(data=str(tmp_path / "a.text")).prepare()
+
+
+def test_a_batch_is_of_numbers_that_an_embedding_takes(tmp_path: Path) -> None:
+    files = {"a.txt": bytes(range(256)), "b.txt": bytes(range(256))}
+    text = byte_text.split(files, "", 10**9)
+    assert text.training.numel() == 512
+    job = Prose(data=str(write(tmp_path, files)), context=8, batch_size=4)
+    batch = job.batch(0, 0, 0, 1)
+    assert batch.input.dtype == torch.int64
+    assert torch.equal((batch.input + 1) % 256, batch.target)
+
+
+@pytest.mark.slow
+def test_the_addresses_are_whole() -> None:
+    try:
+        described = Prose().describe()["data"]
+    except DataMissingError as error:
+        pytest.skip(str(error))
+    assert described["files"] == {"training": 221, "held_out": 12}
+    assert sum(described["bytes"].values()) == 10_761_413
+
+
+@pytest.mark.skipif(
+    not (cache_folder() / linux_source.PREPARED).is_file(), reason="the C source of Linux is not prepared"
+)
+@pytest.mark.slow
+def test_the_source_of_linux_has_a_hundredth_held_out() -> None:
+    described = Code().describe()["data"]
+    assert described["source"].startswith("linux-source-6.1 6.1.")
+    assert 2.5e8 < described["bytes"]["training"] < 3e8
+    assert 0.007 < described["bytes"]["held_out"] / described["bytes"]["training"] < 0.013
