@@ -54,7 +54,7 @@ def test_a_step_is_the_gradient_over_the_root_of_its_second_moments_then_momentu
 
 def test_one_rank_that_exchanges_all_of_its_adamw_steps_trains_as_laprop() -> None:
     workload = job(by_adamw)
-    whole = train_with_scheme(workload, LaProp, 0, 12, 1, {4, 8, 12})
+    whole = train_with_scheme(workload, lambda: LaProp(beta2=0.99), 0, 12, 1, {4, 8, 12})  # as steps have it by default
     steps = train_locally(
         workload, lambda model, optimizer, comm: AdamWSteps(model, optimizer, Dense(), comm=comm), 0, 12, 1, {4, 8, 12}
     )
