@@ -21,12 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Gradients, InTurn, OkTopk, Steps, TopK, TwoShot
+from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
 from sparsync.exchanges.rules import rules_of
 from sparsync.exchanges.training_loop import Scaled
+from sparsync.schemes import InTurn
 
 pytestmark = pytest.mark.distributed
 

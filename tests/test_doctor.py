@@ -15,8 +15,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Dense, Gradients, InTurn, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
-from sparsync.schemes import PerParameter, Quantized
+from sparsync import Dense, Gradients, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync.schemes import InTurn, PerParameter, Quantized
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
 from sparsync_lab.rivals.onebit_adam import OneBitAdam

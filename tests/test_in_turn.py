@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, InTurn, LocalWorld, MeteredComm, Report, Scheme, TwoShot
+from sparsync import Bucket, LocalWorld, MeteredComm, Report, Scheme, TwoShot
 from sparsync.comm.plan import Given
 from sparsync.core import Comm, generator, spans
+from sparsync.schemes import InTurn
 from sparsync.selection.turns import Turns
 from sparsync.wire import Values
 

@@ -30,7 +30,6 @@ from sparsync.exchanges.local_options import OuterSGD as OuterSGD
 from sparsync.feedback import Accumulator as Accumulator
 from sparsync.runtime.handle import Gradients as Gradients
 from sparsync.schemes.dense import Dense as Dense
-from sparsync.schemes.in_turn import InTurn as InTurn
 from sparsync.schemes.micro import MiCRO as MiCRO
 from sparsync.schemes.oktopk import OkTopk as OkTopk
 from sparsync.schemes.skip_reduce import SkipReduce as SkipReduce

@@ -26,8 +26,9 @@ class InTurn(ErrorFeedbackScheme):
 
     A rank sends about (P-1)/P * (bits up + bits down) * n / `every` bits in each step, whatever the gradients; nothing is selected, and no
     position travels. Every element is in the mean once in `every` steps, with all that has come in since. Errors of rounding stay in the
-    residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is `TwoShot` of density 1, whose elements lie
-    in another order. Buckets of fewer than `every` elements for each rank have fewer turns.
+    residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is
+    `TwoShot(1.0, values, values_down=values_down)`, whose elements lie in another order. Buckets of fewer than `every` elements for each
+    rank have fewer turns.
 
     Where any rank's gradient holds NaN or Inf, in its turn or not, or the mean overflows the gradient's type, it shows in the gradient of
     every rank, and residuals stay as they were.
