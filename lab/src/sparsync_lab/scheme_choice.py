@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from sparsync import Bucket, LocalWorld, Report, Scheme, schemes
+from sparsync import Bucket, LocalSteps, LocalWorld, OuterSGD, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
@@ -53,11 +53,19 @@ class SchemeChoice:
     ) -> Any:  # Any: as these classes take and are
         """Return new local steps or AdamW steps of `model` with a new scheme; `where`: communicator or group, timeout."""
         assert self.local is not None
+        return _class(self.steps)(model, optimizer, self.make(), **self._step_settings(), **where)
+
+    def exchange(self) -> LocalSteps | Steps | None:
+        """Return what `sparsync.attach` takes as `exchange`; None, its own choice, where no steps stand around the scheme."""
+        if self.local is None:
+            return None
+        return (LocalSteps if self.steps == "local_steps" else Steps)(**self._step_settings())
+
+    def _step_settings(self) -> dict[str, Any]:  # Any: numbers, texts and an outer optimizer
+        assert self.local is not None
         settings = {key: value for key, value in self.local.items() if key not in _OUTER}
         outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
-        if outer:
-            settings["outer"] = import_module("sparsync").OuterSGD(**outer)
-        return _class(self.steps)(model, optimizer, self.make(), **settings, **where)
+        return settings | ({"outer": OuterSGD(**outer)} if outer else {})
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether weights are unexchanged after `steps` local steps."""
