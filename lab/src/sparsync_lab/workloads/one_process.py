@@ -113,11 +113,12 @@ def train_with_scheme(
     ranks: int,
     evaluate_at: Collection[int],
     follow_rate: bool = False,
+    finished: Callable[[nn.Module], object] = lambda model: None,
 ) -> Trained:
     """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
 
-    The model is evaluated after each number of steps in `evaluate_at`. With `follow_rate`, and for a scheme that wants it, residuals
-    follow the learning rate, as with `attach(..., optimizer=optimizer)`.
+    The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. With `follow_rate`,
+    and for a scheme that wants it, residuals follow the learning rate, as with `attach(..., optimizer=optimizer)`.
     """
     model = workload.model(seed)
     schemes, spans = [make() for _ in range(ranks)], layout(model)
@@ -145,6 +146,7 @@ def train_with_scheme(
             quality.append((step, workload.quality(*workload.evaluate(model, 0, 1))))
 
     train(workload, model, seed, steps, ranks, reduce, after, schemes[0])
+    finished(model)
     by_rank = list(zip(*reports, strict=True))
     return _trained(quality, by_rank, steps, spans[-1].span.stop)
 
@@ -157,11 +159,13 @@ def train_locally(
     ranks: int,
     evaluate_at: Collection[int],
     exchange_last: bool = False,
+    finished: Callable[[nn.Module], object] = lambda model: None,
 ) -> Trained:
     """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
 
     The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
-    was learnt since the last exchange is exchanged at the end, before the last evaluation.
+    was learnt since the last exchange is exchanged at the end, before the last evaluation. `finished` is called with the model of rank 0
+    at the end, which has the common weights until it returns.
     """
     quality: list[tuple[int, float]] = []
     exchanges: list[int] = []
@@ -186,6 +190,9 @@ def train_locally(
             if comm.rank == 0 and step + 1 in evaluate_at:
                 with local.averaged():
                     quality.append((step + 1, workload.quality(*workload.evaluate(model, 0, 1))))
+        if comm.rank == 0:
+            with local.averaged():
+                finished(model)
         exchanges.append(exchanged(local)["exchanges"])
         return reports
 

