@@ -104,11 +104,8 @@ class _Training:
         """How much longer than the mean gradient the one may be that is clipped."""
         if isinstance(self.handle, sparsync.GradientReducer):
             return own_clip_factor(dist.get_world_size())
-        return self.handle.clip_factor if self.takes_local_steps else 1.0
-
-    @property
-    def takes_local_steps(self) -> bool:
-        return self.handle is not None and isinstance(self.handle.exchange, sparsync.LocalSteps)
+        local = self.handle is not None and isinstance(self.handle.exchange, sparsync.LocalSteps)
+        return self.handle.clip_factor if local else 1.0  # exchanged steps have divided their gradients
 
     def common_weights(self) -> AbstractContextManager[None]:
         """Have in the model what all ranks have in common."""
@@ -224,8 +221,10 @@ def _autocast(device: torch.device) -> torch.autocast:
 
 def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
     """Return what is exchanged, with all settings."""
-    exchange = sparsync.Gradients() if handle is None else handle.exchange
-    if isinstance(exchange, sparsync.Steps | sparsync.LocalSteps):
+    if handle is None:
+        return repr(sparsync.Gradients())
+    exchange = handle.exchange
+    if not isinstance(exchange, sparsync.Gradients):
         exchange = replace(exchange, keep=exchange.keep_for(handle.scheme))
     return repr(exchange)
 

@@ -160,20 +160,16 @@ def made(folder: Path) -> None:
         "--out",
         str(folder / "runs.jsonl"),
     ]
-    for scheme in (
-        [],
-        ["--scheme", SIGNS],
-        ["--scheme", SIGNS, "--gradients"],
-        ["--scheme", f"local_steps(every=4)/{SIGNS}"],
-    ):
+    local = f"local_steps(every=4)/{SIGNS}"
+    for more in ("", f"--scheme {SIGNS}", f"--scheme {SIGNS} --gradients", f"--scheme {local}", "--scheme demo"):
         with redirect_stdout(io.StringIO()):
-            example["main"]([*about, *scheme])
+            example["main"]([*about, *more.split()])
 
 
 @pytest.mark.distributed
 def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
     distributed.run(made, 2, folder=tmp_path)
-    dense, steps, gradients, local = records.read(tmp_path / "runs.jsonl")
+    dense, steps, gradients, local, demo = records.read(tmp_path / "runs.jsonl")
     assert (dense.scheme, dense.exchange, dense.tokens) == ("dense", "Gradients()", 6 * 16 * 32)
     assert dense.bytes == 6 * 4 * dense.job["parameters"]  # of a ring of two ranks
     assert dense.bits == 32
@@ -186,4 +182,5 @@ def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
         0,
         local.bytes,
     ]  # 3 steps exchange nothing; the last one exchanges the rest
-    assert len({run.loss for run in (dense, steps, gradients, local)}) == 4
+    assert (demo.optimizer, demo.exchange) == ("PlainSGD", "Gradients()")
+    assert len({run.loss for run in (dense, steps, gradients, local, demo)}) == 5
