@@ -104,8 +104,9 @@ class _Training:
         """How much longer than the mean gradient the one may be that is clipped."""
         if isinstance(self.handle, sparsync.GradientReducer):
             return own_clip_factor(dist.get_world_size())
-        local = self.handle is not None and isinstance(self.handle.exchange, sparsync.LocalSteps)
-        return self.handle.clip_factor if local else 1.0  # exchanged steps have divided their gradients
+        if self.handle is None or not isinstance(self.handle.exchange, sparsync.LocalSteps):
+            return 1.0  # exchanged steps have divided their gradients
+        return self.handle.clip_factor
 
     def common_weights(self) -> AbstractContextManager[None]:
         """Have in the model what all ranks have in common."""

@@ -10,7 +10,7 @@ from sparsync import Comm, Dense
 from sparsync_lab.scheme_choice import parse_schemes
 from sparsync_lab.workloads import one_process
 from sparsync_lab.workloads.gpt import Gpt
-from studies import downstream, parts
+from studies import downstream
 
 PLAY = "Who's there? Nay, answer me: stand, and unfold yourself. " * 40
 OPTIONS = argparse.Namespace(steps=2, tuned=1, seeds=2, again=2)
@@ -77,11 +77,3 @@ def test_a_finished_training_in_one_process_hands_over_the_common_weights(tmp_pa
         one_process.train_locally(job, local, *about, finished=keep),
     ]
     assert kept == [each.quality[-1][1] for each in trained]
-
-
-def test_the_page_has_a_row_for_each_method() -> None:
-    page = (parts.ROOT / downstream.PAGE).read_text("utf-8")
-    part = page.partition("<!-- begin downstream -->")[2].partition("<!-- end downstream -->")[0]
-    assert [line.split(" | ")[0] for line in part.splitlines() if line.startswith("| `")] == [
-        f"| `{each}`" for each in downstream.METHODS
-    ]
