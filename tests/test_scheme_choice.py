@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from sparsync import LocalWorld, TopK, TwoShot
+from sparsync import LocalSteps, LocalWorld, OuterSGD, Steps, TopK, TwoShot
 from sparsync_lab.recipes import recipes
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes, try_out
 
@@ -24,6 +24,14 @@ def test_a_scheme_without_local_steps_reduces_gradients() -> None:
     assert choice.make() == TopK(0.25, values="int8")
     assert not choice.leaves_rest(7)
     assert choice.described() == {"scheme": repr(TopK(0.25, values="int8"))}
+
+
+def test_steps_around_a_scheme_are_the_exchange_that_attach_takes() -> None:
+    assert one("topk").exchange() is None
+    assert one("steps(keep=0.25)/topk").exchange() == Steps(keep=0.25)
+    assert one("local_steps(every=4:keep=0.0:outer_rate=0.5)/topk").exchange() == LocalSteps(
+        every=4, keep=0.0, outer=OuterSGD(rate=0.5)
+    )
 
 
 def test_other_names_stand_for_schemes_where_a_command_says_so() -> None:

