@@ -171,7 +171,7 @@ def _pre_train(job: Gpt, decoder: Decoder, label: str, seed: int, steps: int) ->
             lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
             *about,
             choice.leaves_rest(steps),
-            keep,
+            finished=keep,
         )
     return 8 * trained.nbytes / parameter_count(decoder), trained.quality[-1][1]
 
