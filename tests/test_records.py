@@ -73,7 +73,7 @@ def test_three_runs_well_below_the_target_are_an_entry(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"track": "gpt-tine"}, "there is no track 'gpt-tine'"),
-        ({"track": "code-124m"}, "the loss of track code-124m is not fixed yet"),
+        ({"track": "code-86m"}, "the loss of track code-86m is not fixed yet"),
         ({"job": JOB | {"options": {"batch_size": 32, "context": 32}}}, "job.options.batch_size = 16, and not 32, is"),
         (
             {"job": JOB | {"data": {"sha256": "abd"}}},
