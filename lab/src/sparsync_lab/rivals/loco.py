@@ -33,8 +33,8 @@ class LoCo(ErrorFeedbackScheme):
     NaN or Inf on any rank shows on every rank as NaN in its block, and changes nothing else. A rollback adds what was written to the error.
     """
 
-    beta: float = 0.2  # share of a step's error in the average; as read from the paper
-    reset_every: int = 1024  # steps after which the average is cleared, on all ranks alike; the paper has 512, too
+    beta: float = 0.2  # share of a step's error in the average
+    reset_every: int = 1024  # steps after which the average is cleared, on all ranks alike
     values: Values = "int4"  # to owners
     values_down: Values = "bfloat16"  # to all
     residuals: Residuals = "float32"
