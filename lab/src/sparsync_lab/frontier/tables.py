@@ -14,7 +14,6 @@ _LESS = (
     "\nrate",
     "\noptimizer",
     "\nkind",
-    "message\nrounds",
     *(_LOSS.format(unit) for metric, unit in LOSSES.items() if unit != metric),
 )  # of the columns, where there is little room
 
