@@ -45,8 +45,8 @@ class Steps(StepOptions):
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
             serve from the next one on; the first 8 steps all measure, the very first one for itself.
-        beta2: in [0, 1), of the second moments. None: the optimizer's, and at least 0.99, because a rank's own gradients are noisier than
-            their mean.
+        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
+            mean; for Muon, which has none, 0.95.
         decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
             some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent.
         bucket_mb: megabytes of a bucket.
@@ -78,7 +78,9 @@ class Steps(StepOptions):
         return self.keep
 
     def beta2_for(self, rule: Rule) -> float:
-        return max(rule.beta2, _LONGEST_BETA2) if self.beta2 is None else self.beta2
+        if self.beta2 is not None:
+            return self.beta2
+        return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
 
     def decay_for(self, scheme: Scheme) -> float:
         if self.decay is None:
