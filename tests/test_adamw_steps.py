@@ -19,6 +19,7 @@ from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipR
 from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, generator
+from sparsync.exchanges.rules import MuonRule
 from sparsync.schemes import ExDyna, PerParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
@@ -1233,6 +1234,17 @@ def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
 
     ((moments, residuals),) = LocalWorld(1).run(body)
     assert (moments, residuals) == (found[0], {found[1]})
+
+
+def test_muon_keeps_its_own_memory_of_second_moments_unless_it_is_told() -> None:
+    rule = MuonRule(0.1, 0.0, 0.95, True, (3.4445, -4.7750, 2.0315), 5, None)
+    assert (Steps().beta2_for(rule), Steps(beta2=0.5).beta2_for(rule)) == (0.95, 0.5)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("beta2", 1.0), ("beta2", -0.1), ("decay", 1.5), ("decay", -0.5)])
+def test_memories_out_of_range_are_refused_with_their_value(setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{setting} must be in .*, got {value}"):
+        Steps(**{setting: value})
 
 
 def test_what_waits_is_forgotten_by_the_share_of_decay() -> None:
