@@ -20,7 +20,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import Comm, generator
 from sparsync.exchanges.rules import MuonRule
-from sparsync.schemes import ExDyna, PerParameter
+from sparsync.schemes import ExDyna, PerParameter, Quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped on all ranks")
 P, BLOCK, EVERY = 4, 8, 2
@@ -381,9 +381,8 @@ def test_weights_that_are_loaded_after_the_steps_were_made_are_those_that_are_tr
             made = model()
             made.load_state_dict(pretrained())
             optimizer = torch.optim.AdamW(groups(made, (0.25, 0.25), (0.0, 0.0)), betas=(0.9, 0.95))
-            steps = AdamWSteps(
-                made, optimizer, TwoShot(0.25, values="sign"), comm=comm, keep=0.5, block=BLOCK, measure_every=EVERY
-            )
+            given: dict[str, Any] = {"keep": 0.5, "block": BLOCK, "measure_every": EVERY, "beta2": 0.95, "decay": 1.0}
+            steps = AdamWSteps(made, optimizer, TwoShot(0.25, values="sign"), comm=comm, **given)
         assert torch.equal(common(steps), loaded)
         return [*train(steps, range(5)), flat(steps.model.parameters())]
 
@@ -1215,25 +1214,28 @@ def test_buckets_that_were_reduced_before_one_that_overflows_return_to_the_resid
         (lambda: TwoShot(density=1.0, values="sign"), 0.95, None, (0.99, 1.0)),
         (lambda: TwoShot(density=0.25), 0.999, None, (0.999, 0.97)),
         (lambda: TwoShot(density=0.01, density_down=0.04), 0.95, None, (0.99, 0.99)),
-        (lambda: PerParameter(TopK(0.25), {"0.*": TopK(0.01)}), 0.95, None, (0.99, 0.99)),
+        (lambda: PerParameter(TopK(0.25), {"0.*": TopK(0.01)}), 0.95, None, (0.99, 0.97, 0.99)),
+        (lambda: PerParameter(TopK(0.01), {"0.*": Quantized("sign")}), 0.95, None, (0.99, 0.99, 1.0)),
         (lambda: TwoShot(density=0.25), 0.95, 0.5, (0.99, 0.5)),
         (lambda: TwoShot(density=0.25, decay=0.9), 0.95, None, (0.99, 0.9)),
     ],
 )
 def test_moments_remember_and_residuals_forget_by_rule_unless_they_are_told(
-    scheme: Callable[[], Scheme], beta2: float, decay: float | None, found: tuple[float, float]
+    scheme: Callable[[], Scheme], beta2: float, decay: float | None, found: tuple[float, ...]
 ) -> None:
-    def body(comm: LocalComm) -> tuple[float, set[float]]:
+    def body(comm: LocalComm) -> tuple[float, ...]:
         made = model()
         optimizer = torch.optim.AdamW(made.parameters(), betas=(0.9, beta2))
         mine = scheme()
-        steps = AdamWSteps(made, optimizer, mine, comm=comm, decay=decay)
         inside: list[Any] = mine.inner_schemes or [mine]
+        steps = AdamWSteps(made, optimizer, mine, comm=comm, decay=decay)
         assert isinstance(steps.exchange, Steps)
-        return steps.exchange.beta2_for(steps._groups.rules[0]), {each.feedback.decay for each in inside}
+        memories = steps.exchange.beta2_for(steps._groups.rules[0]), *(each.feedback.decay for each in inside)
+        steps.close()  # what another handle finds
+        assert [each.feedback.decay for each in inside] == [each.decay for each in inside]
+        return memories
 
-    ((moments, residuals),) = LocalWorld(1).run(body)
-    assert (moments, residuals) == (found[0], {found[1]})
+    assert LocalWorld(1).run(body) == [found]
 
 
 def test_muon_keeps_its_own_memory_of_second_moments_unless_it_is_told() -> None:
@@ -1243,8 +1245,9 @@ def test_muon_keeps_its_own_memory_of_second_moments_unless_it_is_told() -> None
 
 @pytest.mark.parametrize(("setting", "value"), [("beta2", 1.0), ("beta2", -0.1), ("decay", 1.5), ("decay", -0.5)])
 def test_memories_out_of_range_are_refused_with_their_value(setting: str, value: float) -> None:
+    given: dict[str, Any] = {setting: value}
     with pytest.raises(ValueError, match=f"{setting} must be in .*, got {value}"):
-        Steps(**{setting: value})
+        Steps(**given)
 
 
 def test_what_waits_is_forgotten_by_the_share_of_decay() -> None:
@@ -1257,8 +1260,21 @@ def test_what_waits_is_forgotten_by_the_share_of_decay() -> None:
         for gradient in ([8.0, 4.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]):
             made.weight.grad = torch.tensor([gradient])
             steps.step()
-        return scheme.state_dict()["residual"]["weight"]
+        waits, before = scheme.state_dict()["residual"]["weight"], common(steps)
+        steps.flush()
+        assert torch.equal(before - common(steps), waits)  # at the end nothing is forgotten
+        return waits
 
     # The first steps are 1 for every element; one is sent in each of the two.
     (residual,) = LocalWorld(1).run(body)
     assert sorted(residual.tolist()) == pytest.approx([0.0, 0.0, 0.5, 0.5], rel=1e-6)
+
+
+def test_a_decay_that_no_residual_takes_is_refused() -> None:
+    def body(comm: LocalComm) -> None:
+        for scheme in (Dense(), TwoShot(decay=0.9)):
+            made = model()
+            with pytest.raises(ValueError, match=r"decay=0\.5 is for residuals of schemes that have none of their own"):
+                AdamWSteps(made, torch.optim.AdamW(made.parameters()), scheme, comm=comm, decay=0.5)
+
+    LocalWorld(1).run(body)

@@ -191,3 +191,10 @@ def test_settings_are_checked_and_told() -> None:
         InTurn().reduce_scatter_form()
     text = "InTurn(every=4, values='sign', values_down='int3', residuals='float32', decay=1.0)"
     assert InTurn().config_fingerprint() == text
+
+
+@pytest.mark.parametrize(("stride", "every"), [(2, 2), (2, 4), (4, 4), (3, 6), (16, 16)])
+def test_a_bucket_that_is_reduced_in_every_nth_step_has_all_turns(stride: int, every: int) -> None:
+    turns = Turns(4096, 2, every)
+    seen = {turns.number(step) for step in range(0, 40 * stride * every, stride)}
+    assert seen == set(range(turns.count)) and turns.count == every

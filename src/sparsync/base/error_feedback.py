@@ -230,9 +230,10 @@ class ErrorFeedbackScheme(Scheme):
         """Here: the field `density`, and 1 without one."""
         return float(getattr(self, "density", 1.0))
 
-    def forget(self, decay: float) -> None:
+    def forget(self, decay: float) -> bool:
         if self.decay == 1.0:
             self.feedback.decay = decay
+        return self.decay == 1.0
 
     def rescale_residual(self, factors: Mapping[str, float]) -> None:
         self.feedback.rescale(factors)

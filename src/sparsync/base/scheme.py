@@ -116,8 +116,8 @@ class Scheme(ABC):
 
     @property
     def share_sent(self) -> float:
-        """Which share of the elements a rank sends in a step: 1 where all, of several inner schemes that of the one that sends least."""
-        return min((each.share_sent for each in self.inner_schemes), default=1.0)
+        """Which share of the elements a rank sends in a step. Of a scheme without inner schemes; here: all."""
+        return 1.0
 
     @property
     def has_momentum(self) -> bool:
@@ -139,10 +139,12 @@ class Scheme(ABC):
         for each in self.inner_schemes:
             each.rescale_residual(factors)
 
-    def forget(self, decay: float) -> None:
-        """Let only the share `decay` of the residual join the next gradient, where the scheme's own setting has all of it join."""
-        for each in self.inner_schemes:
-            each.forget(decay)
+    def forget(self, decay: float) -> bool:
+        """Let only the share `decay` of the residual join the next gradient; return whether it does, here: no, for there is none.
+
+        A scheme whose own setting is another one than 1 keeps that. Inner schemes are asked one by one.
+        """
+        return False
 
     def hold_residual(self) -> None:
         """Copy the residual before a step, for `weigh_step`."""

@@ -14,7 +14,8 @@ ratio: of the squares of the mean gradient to those of the local one in earlier 
 variance of the mean one, so without the ratio steps would be too short. With one rank it is 1.
 
 Differs from AdamW, even with one rank or when everything is sent: each gradient is divided by the second moments and multiplied by the
-rate of its own step, while AdamW applies those of the last step to the momentum. With beta1 = 0 there is no difference.
+rate of its own step, while AdamW applies those of the last step to the momentum: it is LaProp (arXiv 2002.04839). And beta2 is at least
+0.99. With beta1 = 0 and the same beta2 there is no difference. Where elements are left out, the residual forgets a little in each step.
 Frozen second moments with a compressed momentum are 1-bit Adam's (arXiv 2102.02888); the estimated ratio and own weights are ours.
 """
 
@@ -48,11 +49,12 @@ class AdamWSteps(ExchangedSteps, options=Steps):
         optimizer: a torch.optim.AdamW of all trained parameters, an Adam without weight decay, or several with a torch.optim.Muon. Settings
             are read from it, and compared between ranks, in each step, so schedules work. Its state is not used.
         scheme: None is that of the environment variable SPARSYNC_SCHEME, or `Dense()`, as for `sparsync.attach`.
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
-            0.5 where it sends all of them.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
+            and with Muon, else 0.5.
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
             serve from the next one on; the first 8 steps all measure, the very first one for itself.
+        beta2, decay: memories of second moments and of residuals, see `Steps`.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
         group: the ranks; None is the default group.

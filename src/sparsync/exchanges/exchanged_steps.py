@@ -5,6 +5,7 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -40,15 +41,16 @@ class Steps(StepOptions):
     For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
 
     Args:
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out,
-            0.5 where it sends all of them.
+        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
+            and with Muon, else 0.5.
         block: adjacent elements with one ratio.
         measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
             serve from the next one on; the first 8 steps all measure, the very first one for itself.
         beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
             mean; for Muon, which has none, 0.95.
         decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
-            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent.
+            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
+            `decay` comes first; `flush` forgets nothing.
         bucket_mb: megabytes of a bucket.
         check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
     """
@@ -72,9 +74,10 @@ class Steps(StepOptions):
         if self.measure_every < 1:
             raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
 
-    def keep_for(self, scheme: Scheme) -> float:
+    def keep_for(self, scheme: Scheme, muon: bool = False) -> float:
+        """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
         if self.keep is None:
-            return 0.2 if scheme.leaves_out else 0.5
+            return 0.2 if scheme.leaves_out or muon else 0.5
         return self.keep
 
     def beta2_for(self, rule: Rule) -> float:
@@ -83,6 +86,7 @@ class Steps(StepOptions):
         return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
 
     def decay_for(self, scheme: Scheme) -> float:
+        """Return `decay`, or what suits a scheme that has no inner ones."""
         if self.decay is None:
             return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
         return self.decay
@@ -186,7 +190,14 @@ class ExchangedSteps(StepMethod):
         self._groups = ParameterGroups(self.optimizers, replica.owned)
         super().__init__(replica, self.optimizers, scheme, options, group, comm, timeout_s)
         self.exchange = options
-        self._scheme.forget(options.decay_for(self._scheme))
+        self._keep = options.keep_for(self._scheme, any(isinstance(rule, MuonRule) for rule in self._groups.rules))
+        # When this handle has gone, another one may take the scheme.
+        weakref.finalize(self, _remember_all, self._scheme).atexit = False
+        if not _forget(self._scheme, options) and options.decay not in (None, 1.0):
+            raise ValueError(
+                f"decay={options.decay} is for residuals of schemes that have none of their own, and {self._scheme.name} has its own, or "
+                "no residual; leave decay out, or set it in the scheme"
+            )
         common = [each.common for each in self._weights.buckets]
         self._keys = [each.key for each in self._weights.buckets]
         self._ratios = BlockRatios(common, options.block, options.measure_every)
@@ -247,6 +258,7 @@ class ExchangedSteps(StepMethod):
 
     def close(self) -> None:
         """Give back connections and threads, and the optimizer its own `step`; see Handle."""
+        _remember_all(self._scheme)
         self._taken.release()
         self._divisor.release()
         super().close()
@@ -342,10 +354,14 @@ class ExchangedSteps(StepMethod):
         if not self._scheme.has_residual:
             return []
         self._idle = frozenset(name for name, each in self._weights.trained.items() if not each.requires_grad)
-        with self._connection.step():
-            common = [each.common for each in self._weights.buckets]
-            done = _Reduced()
-            self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
+        _remember_all(self._scheme)
+        try:
+            with self._connection.step():
+                common = [each.common for each in self._weights.buckets]
+                done = _Reduced()
+                self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
+        finally:
+            _forget(self._scheme, self.exchange)
         self._count(done.reports)
         with self._applying():
             for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
@@ -543,6 +559,22 @@ class ExchangedSteps(StepMethod):
                 f"step {self._step} was skipped on all ranks: {found}; `stats()` counts these steps",
                 stacklevel=4,
             )
+
+
+def _innermost(scheme: Scheme) -> list[Scheme]:
+    """Return the schemes that have no inner ones, of those inside `scheme`, or itself."""
+    return [one for each in scheme.inner_schemes for one in _innermost(each)] or [scheme]
+
+
+def _forget(scheme: Scheme, options: Steps) -> bool:
+    """Have the residuals of `scheme` forget as `options` say; return whether any does so."""
+    takes = [each.forget(options.decay_for(each)) for each in _innermost(scheme)]
+    return any(takes)
+
+
+def _remember_all(scheme: Scheme) -> None:
+    for each in _innermost(scheme):
+        each.forget(1.0)
 
 
 def _finite(buckets: Sequence[WeightBucket], idle: Collection[str]) -> bool:

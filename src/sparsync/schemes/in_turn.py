@@ -25,10 +25,9 @@ class InTurn(ErrorFeedbackScheme):
     """Write the mean of an `every`-th of the elements, other ones in each of `every` steps, rounded on the way to owners and to all.
 
     A rank sends about (P-1)/P * (bits up + bits down) * n / `every` bits in each step, whatever the gradients; nothing is selected, and no
-    position travels. Every element is in the mean once in `every` steps, with all that has come in since. Errors of rounding stay in the
-    residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is
-    `TwoShot(1.0, values, values_down=values_down)`, whose elements lie in another order. Buckets of fewer than `every` elements for each
-    rank have fewer turns.
+    position travels. Every element is in the mean once in each round of `every` steps, with all that has come in since. Errors of rounding
+    stay in the residuals of the sender and of the owner, who is the same in each turn. With `every=1` it is `TwoShot` of density 1, whose
+    elements lie in another order. Buckets of fewer than `every` elements for each rank have fewer turns.
 
     Where any rank's gradient holds NaN or Inf, in its turn or not, or the mean overflows the gradient's type, it shows in the gradient of
     every rank, and residuals stay as they were.
@@ -45,6 +44,7 @@ class InTurn(ErrorFeedbackScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._known: dict[tuple[Turns, int, torch.device], Turn] = {}
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {self.every!r}")
         check_values(self.values)
@@ -56,7 +56,7 @@ class InTurn(ErrorFeedbackScheme):
         return 1 / self.every
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:
-        turn, summed = self._turns(bucket.grad.numel(), comm.size).at(bucket.step, acc.residual.device), acc.values
+        turn, summed = self._turn(bucket, comm), acc.values
         with phase("select"):
             values = turn.of(summed)  # [K]
             if not acc.finite:
@@ -80,7 +80,10 @@ class InTurn(ErrorFeedbackScheme):
         )
 
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
-        """Return this rank's residual, [n]; in its own region, where it holds what rounding dropped of all ranks' sums, a P-th of it."""
+        """Return this rank's residual, [n]; in its own region, where it holds what rounding dropped of all ranks' sums, a P-th of it.
+
+        What waits there of its own gradients for their turn is divided, too: the residual does not tell the two apart.
+        """
         return share_of_rows(*self.unsent_in_rows(bucket, comm), comm.size)
 
     def unsent_in_rows(self, bucket: Bucket, comm: Comm) -> tuple[Tensor, Rows | None]:
@@ -91,6 +94,13 @@ class InTurn(ErrorFeedbackScheme):
 
     def _turns(self, n: int, P: int) -> Turns:
         return Turns(n, P, self.every)
+
+    def _turn(self, bucket: Bucket, comm: Comm) -> Turn:
+        turns, device = self._turns(bucket.grad.numel(), comm.size), bucket.grad.device
+        key = turns, turns.number(bucket.step), device
+        if key not in self._known:
+            self._known[key] = turns.at(key[1], device)
+        return self._known[key]
 
     @property
     def _codecs(self) -> tuple[ValueCodec, ValueCodec]:

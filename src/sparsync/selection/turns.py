@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,7 +55,8 @@ class Turns:
 
     The regions of the ranks are block-cyclic. A group of adjacent rows, one of each region, has its turn together, so that owners have
     equally much to do and an element keeps its owner. The order of turns rotates by a pseudo-random amount, or a matrix whose rows fit
-    them would have whole columns in one turn.
+    them would have whole columns in one turn. So it does from round to round of steps, or a bucket that is reduced in every second step
+    would have the same turns again and again. An element waits for its turn at most 2 `count` - 1 steps.
     """
 
     n: int
@@ -73,9 +73,13 @@ class Turns:
         """The number of turns: `every`, where that leaves a row of each region for each turn."""
         return max(1, min(self.every, self.regions.groups))
 
+    def number(self, step: int) -> int:
+        """Return which turn it is at `step`."""
+        return (step + rotations(step // self.count, self.count)) % self.count
+
     def length(self, step: int) -> int:
         """Return K, the number of elements whose turn it is at `step`: at least one where there are any."""
-        regions, count, number = self.regions, self.count, step % self.count
+        regions, count, number = self.regions, self.count, self.number(step)
         # The tails count as one more group.
         rounds, place = divmod(regions.groups, count)
         first = rotations(rounds, count)
@@ -83,23 +87,18 @@ class Turns:
         tails = self.n - regions.groups * regions.row * self.P
         return groups * regions.row * self.P + tails * ((first + place) % count == number)
 
-    def at(self, step: int, device: torch.device) -> Turn:
-        """Return the elements whose turn it is at `step`."""
-        return _turn(self, step % self.count, device)
-
-
-@lru_cache(maxsize=1024)
-def _turn(turns: Turns, number: int, device: torch.device) -> Turn:
-    regions, count = turns.regions, turns.count
-    rounds = torch.arange(regions.groups // count + 1, device=device)
-    groups = rounds * count + (number - rotations(rounds, count)) % count
-    whole = groups[groups < regions.groups]
-    has_tails = bool((groups == regions.groups).any())
-    numbers: list[Tensor] = []
-    tails: list[Span] = []
-    for p, length in enumerate(regions.lengths()):
-        starts = regions.rows(p, device).starts
-        numbers.append(starts[whole].long() // regions.row)
-        start = int(starts[-1])
-        tails.append(Span(start, start + (length - regions.groups * regions.row) * has_tails))
-    return Turn(turns.n, regions.row, numbers, tails)
+    def at(self, number: int, device: torch.device) -> Turn:
+        """Return the elements of a turn."""
+        regions, count = self.regions, self.count
+        rounds = torch.arange(regions.groups // count + 1, device=device)
+        groups = rounds * count + (number - rotations(rounds, count)) % count
+        whole = groups[groups < regions.groups]
+        has_tails = bool((groups == regions.groups).any())
+        numbers: list[Tensor] = []
+        tails: list[Span] = []
+        for p, length in enumerate(regions.lengths()):
+            starts = regions.rows(p, device).starts
+            numbers.append(starts[whole].long() // regions.row)
+            start = int(starts[-1])
+            tails.append(Span(start, start + (length - regions.groups * regions.row) * has_tails))
+        return Turn(self.n, regions.row, numbers, tails)
