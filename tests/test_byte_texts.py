@@ -1,6 +1,7 @@
 """Texts as bytes: which files, in which order, what is held out, the prepared file, and the packages they come in."""
 
 import io
+import json
 import lzma
 import tarfile
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from sparsync_lab.workloads import byte_text, linux_source, state_of_the_union
 from sparsync_lab.workloads.byte_level import Code, Prose
 from sparsync_lab.workloads.byte_text import ByteText, is_held_out, prepared, read, split
-from sparsync_lab.workloads.store import DataMissingError, cache_folder
+from sparsync_lab.workloads.store import DataMissingError, cache_folder, sha256
 
 HELD_OUT = next(f"{number}.c" for number in range(1000) if is_held_out(f"{number}.c", 100))
 TREE = {  # of a source tree, below its top folder
@@ -77,6 +78,15 @@ def same(one: ByteText, other: ByteText) -> bool:
     return torch.equal(one.training, other.training) and torch.equal(one.held_out, other.held_out)
 
 
+def with_own_digest(content: bytes) -> bytes:
+    """Return a prepared text with the digest that its header should have."""
+    line, text = content.split(b"\n", 1)
+    header = json.loads(line)
+    del header[byte_text.OWN_DIGEST]
+    own = sha256(json.dumps(header, sort_keys=True).encode())
+    return json.dumps({**header, byte_text.OWN_DIGEST: own}).encode() + b"\n" + text
+
+
 def test_files_follow_each_other_by_name_and_those_of_a_hash_are_held_out() -> None:
     text = split({"b.c": b"bb", HELD_OUT: b"x\n", "a.c": b"a\n"}, "here", 100)
     assert bytes(text.training.tolist()) == b"a\nbb"
@@ -128,7 +138,14 @@ def test_a_text_is_prepared_once_mapped_afterwards_and_prepared_again_where_it_i
     assert text.described["source"] == "here 1.0"
     assert same(prepared(path, lambda: pytest.fail("prepared again"), 100), in_memory)
     content = path.read_bytes()
-    for damaged in (content[:-1] + b"c", content[:-1], content + b"c", b"no header", b"[]\n", b""):
+    moved = content.replace(b'"training": 5000, "held_out": 1}', b'"training": 5001, "held_out": 0}')
+    counted = content.replace(b'"training": 1, "held_out": 1}', b'"training": 2, "held_out": 0}')
+    too_long = content.replace(b'"training": 5000', b'"training": 9000')
+    for damaged in (
+        *(content[:-1] + b"c", content[:-1], content + b"c", b"no header", b"[]\n", b""),
+        *(moved, counted, too_long, with_own_digest(too_long)),
+    ):
+        assert damaged != content
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"delete the file|no text that was prepared"):
             read(path)

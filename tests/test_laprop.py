@@ -40,7 +40,8 @@ def by_adamw(model: nn.Module) -> Optimizer:
 
 def test_a_step_is_the_gradient_over_the_root_of_its_second_moments_then_momentum() -> None:
     weight, still = nn.Parameter(torch.tensor([1.0, 1.0])), nn.Parameter(torch.ones(1))
-    optimizer = LaPropOptimizer(AdamW([weight, still], lr=0.5, betas=(0.5, 0.75), eps=1e-30, weight_decay=0.25))
+    inner = AdamW([weight, still], lr=0.5, betas=(0.5, 0.875), eps=1e-30, weight_decay=0.25)
+    optimizer = LaPropOptimizer(inner, beta2=0.75)
     weight.grad = torch.tensor([4.0, -2.0])
     optimizer.step()  # v = g^2 / 4; m = rate sign(g) / 2, and corrected the rate
     assert weight.tolist() == [0.875 - 0.5, 0.875 + 0.5]
@@ -54,7 +55,7 @@ def test_a_step_is_the_gradient_over_the_root_of_its_second_moments_then_momentu
 
 def test_one_rank_that_exchanges_all_of_its_adamw_steps_trains_as_laprop() -> None:
     workload = job(by_adamw)
-    whole = train_with_scheme(workload, lambda: LaProp(beta2=0.99), 0, 12, 1, {4, 8, 12})  # as steps have it by default
+    whole = train_with_scheme(workload, LaProp, 0, 12, 1, {4, 8, 12})
     steps = train_locally(
         workload, lambda model, optimizer, comm: AdamWSteps(model, optimizer, Dense(), comm=comm), 0, 12, 1, {4, 8, 12}
     )
@@ -71,13 +72,13 @@ def test_the_mean_gradient_of_all_ranks_is_clipped_and_divided() -> None:
     assert (four.nbytes, four.rounds) == (dense.nbytes, dense.rounds)
 
 
-def test_beta2_is_the_jobs_unless_it_is_given() -> None:
-    workload = job(by_adamw)
-
-    def end(beta2: float | None) -> float:
+def test_beta2_is_that_of_steps_the_jobs_and_at_least_99_percent_unless_it_is_given() -> None:
+    def end(beta2: float | None, jobs: float) -> float:
+        workload = job(lambda model: AdamW(model.parameters(), lr=0.0625, betas=(0.75, jobs)))
         return train_with_scheme(workload, lambda: LaProp(beta2=beta2), 0, 8, 2, {8}).quality[-1][1]
 
-    assert end(None) == end(0.875) != end(0.5)
+    assert end(None, 0.875) == end(0.99, 0.875) != end(0.875, 0.875)
+    assert end(None, 0.999) == end(0.999, 0.875) != end(0.99, 0.999)
     with pytest.raises(ValueError, match=r"beta2 must be in \[0, 1\), got 1.0"):
         LaProp(beta2=1.0)
 
@@ -116,7 +117,8 @@ def test_it_is_a_baseline_by_its_name_with_its_setting() -> None:
     [plain, other] = parse_schemes("laprop,laprop:beta2=0.99", 0.01)
     assert [each.make() for each in (plain, other)] == [LaProp(), LaProp(beta2=0.99)]
     assert [kind(each, OURS) for each in (plain, other)] == ["baseline"] * 2
-    assert plain.described() != other.described() != parse_schemes("dense", 0.01)[0].described()
+    assert plain.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2='at least 0.99')"}
+    assert other.described() == {"scheme": "LaProp(wire='gradient', form='native', beta2=0.99)"}
 
 
 def test_an_optimizer_keeps_its_schedule() -> None:

@@ -69,6 +69,23 @@ def test_steps_have_the_name_of_what_attach_takes_and_an_older_one() -> None:
     try_out(new, 2)
 
 
+def test_steps_are_described_with_what_their_defaults_are() -> None:
+    def described(text: str) -> dict[str, Any]:
+        return one(text).described()["adamw_steps"]
+
+    for scheme in ("two_shot:density=1.0:values=sign", "two_shot:density=0.012:values=sign"):
+        found, made = described(f"steps/{scheme}"), one(scheme).make()
+        assert found["keep"] == Steps().keep_for(made)
+        assert found["decay"] == Steps().decay_for(made)
+        assert found["beta2"] == "at least 0.99"
+        assert described(f"steps(keep={found['keep']}:decay={found['decay']})/{scheme}") == found
+    given = described("steps(keep=1.0:decay=0.5:beta2=0.75)/topk")
+    assert (given["keep"], given["decay"], given["beta2"]) == (1.0, 0.5, 0.75)
+    whole = SchemeChoice("", "topk", {"density": 0.25}, {"bucket_mb": 25}, "adamw_steps")
+    assert whole.described() == one("steps/topk").described()  # 25 is 25.0, in JSON too
+    assert isinstance(whole.described()["adamw_steps"]["bucket_mb"], float)
+
+
 def test_a_file_may_be_called_as_steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "steps.py").write_text("from sparsync import TopK\n")
     monkeypatch.chdir(tmp_path)

@@ -13,13 +13,13 @@ from torch.optim import SGD
 from helpers.third_party import LineFit
 from sparsync_lab.frontier import study
 from sparsync_lab.frontier.runs import Key, unfinished_file
-from sparsync_lab.frontier.study import FrontierStudy, complete
+from sparsync_lab.frontier.study import FrontierStudy, complete, train
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.workloads.base import Batch
 from sparsync_lab.workloads.gpt import Gpt
 from sparsync_lab.workloads.muon import Several
 from sparsync_lab.workloads.one_process import Trained
-from sparsync_lab.workloads.unfinished import Unfinished
+from sparsync_lab.workloads.unfinished import StateFileError, Unfinished
 
 STEPS = 7
 
@@ -108,10 +108,43 @@ def test_the_state_is_written_when_the_last_rank_has_given_its_own(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_none_is_an_error_with_its_cure(tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_bytes(b"half of it")
-    with pytest.raises(ValueError, match=r"a\.pt is no state of a training .*; delete it"):
-        Unfinished(tmp_path / "a.pt").read()
+LINE_FIT = "helpers.third_party:LineFit"
+BEHIND_DENSE = ("topk:density=0.1", "local_steps(every=2)/topk:density=0.1")
+
+
+def kept_as(tmp_path: Path, scheme: str, write: Callable[[Path], object]) -> Callable[[], object]:
+    """Return a training by a method that may fail, after `write` got the file of its state."""
+    (choice,) = parse_schemes(scheme, 0.1, None)
+    write(tmp_path / "a.pt")
+    return lambda: train(LINE_FIT, {}, choice, Key("", "", 2, 6, 0, 1.0), Unfinished(tmp_path / "a.pt", 2))
+
+
+@pytest.mark.parametrize("scheme", BEHIND_DENSE)
+def test_a_state_that_cannot_be_read_or_used_is_no_failure_of_the_method(tmp_path: Path, scheme: str) -> None:
+    damaged = kept_as(tmp_path, scheme, lambda file: file.write_bytes(b"half of it"))
+    with pytest.raises(
+        StateFileError, match=r"a\.pt cannot be read as the state of a training .*; make it readable, or del"
+    ):
+        damaged()
+    other = {"step": 2, "ranks": [{"evaluations": {"quality": [], "error": None}}] * 2}
+    of_another = kept_as(tmp_path, scheme, lambda file: torch.save(other, file))
+    with pytest.raises(StateFileError, match=r"a\.pt does not fit its training \(KeyError.*; delete it"):
+        of_another()
+
+
+@pytest.mark.parametrize("scheme", BEHIND_DENSE)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
+def test_a_state_that_cannot_be_written_is_no_failure_of_the_method(
+    tmp_path: Path, scheme: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(
+        StateFileError, match=r"cannot write the state .*a\.pt: .*(No space|unexpected pos).*; make room"
+    ):
+        kept_as(tmp_path, scheme, lambda file: None)()
 
 
 def test_several_optimizers_continue_and_one_schedule_still_sets_their_rates() -> None:

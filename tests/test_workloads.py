@@ -52,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with C source of which a file is held out."""
     folder = tmp_path_factory.mktemp("source")
     for number in range(120):
-        (folder / f"{number}.c").write_text(f"int f{number}(void) {{ return {number}; }}\n" * 4)
+        (folder / f"{number}.c").write_text(f"int f{number}(void) {{ return {number}; }}\n" * 10)
     return folder
 
 
@@ -493,6 +493,13 @@ def test_the_standard_error_is_that_of_the_mean_over_windows() -> None:
     assert language.standard_error(torch.tensor([3.0, 5.0, 3.0, 5.0])) == pytest.approx(math.sqrt(4 / 3) / 2)
     assert language.standard_error(torch.tensor([3.0])) is None
     assert language.standard_error(torch.tensor([3.0, math.nan])) is None
+
+
+def test_windows_that_overlap_have_no_standard_error() -> None:
+    model = nn.Embedding(4, 4)
+    errors = [language.nats_and_error(model, torch.arange(n) % 4, 3, 4)[2] for n in (13, 12)]
+    assert errors[0] is not None  # 4 windows of 3, and the one before
+    assert errors[1] is None
 
 
 def test_a_quality_with_its_error_is_the_same_quality(workload: Workload) -> None:

@@ -22,7 +22,7 @@ from sparsync.base.scheme_text import STEPS, by_key, made, parsed
 from sparsync.comm.local import LocalComm
 from sparsync_lab.labels import AROUND
 from sparsync_lab.recipes import RECIPES
-from sparsync_lab.rivals.laprop import in_place_of_adamw
+from sparsync_lab.rivals.laprop import beta2_described, in_place_of_adamw
 from sparsync_lab.rivals.pulse_loco import PulseLoCo
 
 # Names of what only the lab can train with: elsewhere the one would be `dense`, and the other does not know the weights.
@@ -96,15 +96,27 @@ class SchemeChoice:
     def described(self) -> dict[str, Any]:  # Any: JSON
         """Return everything that decides what the method does: the scheme with all settings, and those of local steps, defaults too.
 
-        How often steps compare the weights of the ranks decides nothing.
+        Of a default that depends on the scheme this is its value, of one that depends on the job its rule. How often steps compare the
+        weights of the ranks decides nothing.
         """
-        full = {"scheme": repr(self.make())}
+        scheme = self.make()
+        full = {"scheme": repr(scheme)}
         if self.local is None:
             return full
         known = inspect.signature(_class(self.steps)).parameters.values()
         plain = {each.name: each.default for each in known if isinstance(each.default, int | float | str)}
-        decisive = {name: value for name, value in (plain | self.local).items() if name != "check_weights_every"}
-        return full | {self.steps: decisive}
+        decisive = plain | self.local | ({} if self.steps == "local_steps" else self._resolved(scheme))
+        decisive = {
+            name: float(value) if isinstance(plain.get(name), float) else value for name, value in decisive.items()
+        }
+        return full | {self.steps: {name: value for name, value in decisive.items() if name != "check_weights_every"}}
+
+    def _resolved(self, scheme: Scheme) -> dict[str, float | str]:
+        """Return what the settings of Steps are that are None by default."""
+        assert self.local is not None
+        options = Steps(**{name: self.local[name] for name in ("keep", "decay", "beta2") if name in self.local})
+        keep, decay = float(options.keep_for(scheme)), float(options.decay_for(scheme))
+        return {"keep": keep, "decay": decay, "beta2": beta2_described(options.beta2)}
 
 
 def parse_schemes(

@@ -223,7 +223,8 @@ def train(
 ) -> Finished:
     """Do one training on one thread. One that breaks off counts as failed, but for dense, without which there is no study.
 
-    It continues from what `unfinished` has kept of it. `seconds` are those since then.
+    It continues from what `unfinished` has kept of it. `seconds` are those since then. Raises JobError where a method of the job fails,
+    or the file of `unfinished` cannot be used.
     """
     torch.set_num_threads(1)
     began = time.perf_counter()

@@ -8,7 +8,7 @@ It is what `steps(...)/SCHEME` would do if it compressed nothing and every rank 
 uncompressed limit of exchanging AdamW's steps, as dense is that of exchanging gradients.
 
 Here the rate of a step stays with its gradient, as with exchanged steps; without a schedule that is the paper's rule. Weights decay as by
-AdamW.
+AdamW. As with exchanged steps, beta2 is at least 0.99 unless it is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch.optim import Adam, Optimizer
 
-from sparsync import Dense
+from sparsync import Dense, Steps
+from sparsync.exchanges.rules import AdamWRule
 
 
 @dataclass
 class LaProp(Dense):
     """Write the mean gradient, as `dense`, and train with LaProp in place of the job's AdamW (arXiv 2002.04839)."""
 
-    beta2: float | None = None  # of the second moments; None: that of the job's AdamW
+    beta2: float | None = (
+        None  # of the second moments; None: as exchanged steps have it, that of the job's AdamW and at least 0.99
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,11 +36,15 @@ class LaProp(Dense):
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must be in [0, 1), got {self.beta2}")
 
+    def __repr__(self) -> str:
+        """Return all settings, and the rule where there is no beta2."""
+        return f"LaProp(wire={self.wire!r}, form={self.form!r}, beta2={beta2_described(self.beta2)!r})"
+
 
 class LaPropOptimizer(Optimizer):
     """LaProp in the place of `optimizer`, an AdamW, whose groups it takes over, so that the job's schedule sets its rates.
 
-    Settings are read from the groups in each step; `beta2`, unless None, stands in for theirs. Raises ValueError for an optimizer that is
+    Settings are read from the groups in each step; `beta2` is as in LaProp. Raises ValueError for an optimizer that is
     no AdamW, nor an Adam without weight decay.
     """
 
@@ -62,7 +69,7 @@ class LaPropOptimizer(Optimizer):
         vars(self._job)["_opt_called"] = True
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            beta2 = beta2 if self._beta2 is None else self._beta2
+            beta2 = beta2_of_steps(self._beta2, beta2)
             for parameter in group["params"]:
                 g, state = parameter.grad, self.state[parameter]
                 if g is None:
@@ -75,6 +82,16 @@ class LaPropOptimizer(Optimizer):
                 root = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
                 m.mul_(beta1).addcdiv_(g, root, value=(1 - beta1) * group["lr"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m, alpha=1 / (1 - beta1**t))
+
+
+def beta2_of_steps(given: float | None, adamw: float) -> float:
+    """Return the beta2 of `steps(beta2=given)/SCHEME` with an AdamW whose own is `adamw`."""
+    return Steps(beta2=given).beta2_for(AdamWRule(rate=0.0, decay=0.0, beta1=0.0, beta2=adamw, eps=1.0))
+
+
+def beta2_described(given: float | None) -> float | str:
+    """Return what decides the beta2 of exchanged steps with any AdamW: the number, or the rule."""
+    return f"at least {beta2_of_steps(None, 0.0)}" if given is None else float(given)
 
 
 def in_place_of_adamw(optimizer: Optimizer, beta2: float | None = None) -> Optimizer:

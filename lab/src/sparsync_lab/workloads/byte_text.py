@@ -13,11 +13,12 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from sparsync.base import regular_file
-from sparsync_lab.workloads.store import written
+from sparsync_lab.workloads.store import sha256, written
 
 LONGEST_HEADER = 10_000  # bytes
 PIECE = 1 << 20  # bytes read at a time
 PARTS = ("training", "held_out")  # in this order in the file
+OWN_DIGEST = "header_sha256"  # in the header: the digest of the rest of it
 
 
 @dataclass(frozen=True)
@@ -60,22 +61,31 @@ def prepared(path: Path, found: Callable[[], tuple[Mapping[str, bytes], str]], o
         with suppress(ValueError):
             return read(path)
     header, parts = _header_and_parts(*found(), one_of)
-    written(path, [json.dumps(header).encode() + b"\n", *parts])
+    written(path, [json.dumps({**header, OWN_DIGEST: _digest_of(header)}).encode() + b"\n", *parts])
     return read(path)
 
 
 def read(path: Path) -> ByteText:
-    """Return a prepared text, mapped from its file, after its digest was compared. Raises ValueError where it is none, or damaged."""
+    """Return a prepared text, mapped from its file, after both its digests and its length were compared.
+
+    Raises ValueError where it is none, or damaged.
+    """
     with regular_file.opened(path) as file:
         line = file.readline(LONGEST_HEADER)
         try:
             header = json.loads(line)
-            size, expected = sum(header["bytes"].values()), header["sha256"]
+            own = header.pop(OWN_DIGEST)
+            size, expected = sum(header["bytes"][part] for part in PARTS), header["sha256"]
         except (ValueError, TypeError, LookupError, AttributeError):
             raise ValueError(f"{path} is no text that was prepared here: its first line does not describe it") from None
-        digest = hashlib.sha256()
+        if _digest_of(header) != own:
+            raise ValueError(f"the first line of {path} is not as it was written; delete the file")
+        digest, found = hashlib.sha256(), 0
         while piece := file.read(PIECE):
             digest.update(piece)
+            found += len(piece)
+    if found != size:
+        raise ValueError(f"the text in {path} has {found} bytes, expected {size}; delete the file")
     if digest.hexdigest() != expected:
         raise ValueError(f"the text in {path} has SHA-256 {digest.hexdigest()}, expected {expected}; delete the file")
     whole = torch.from_file(str(path), shared=False, size=len(line) + size, dtype=torch.uint8)
@@ -93,6 +103,11 @@ def _header_and_parts(files: Mapping[str, bytes], source: str, one_of: int) -> t
     sizes = {part: sum(len(files[name]) for name in names[part]) for part in PARTS}
     counts = {part: len(names[part]) for part in PARTS}
     return {"source": source, "sha256": digest.hexdigest(), "files": counts, "bytes": sizes}, parts
+
+
+def _digest_of(header: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a header without its own digest."""
+    return sha256(json.dumps(header, sort_keys=True).encode())
 
 
 def _cut(whole: UInt8[Tensor, " n"], header: Mapping[str, Any]) -> ByteText:

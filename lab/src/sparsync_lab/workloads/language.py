@@ -51,16 +51,21 @@ def nats(
 def nats_and_error(
     model: nn.Module, text: Integer[Tensor, " n"], length: int, count: int
 ) -> tuple[float, int, float | None]:
-    """Return what `nats` does of all windows, and the standard error of the mean over items, see `standard_error`."""
+    """Return what `nats` does of all windows, and the standard error of the mean over items, see `standard_error`.
+
+    It is None where windows overlap, because they are more than the text has room for: their means are not independent then.
+    """
     lost = list(_lost(model, text, length, count, 0, 1))
     total = sum(exactly_addable(each.flatten()) for each in lost)
-    return total, sum(each.numel() for each in lost), standard_error(torch.cat(lost).double().mean(1))
+    apart = count * length < text.numel()  # the first item of the text is never predicted
+    error = standard_error(torch.cat(lost).double().mean(1)) if apart else None
+    return total, sum(each.numel() for each in lost), error
 
 
 def standard_error(x: Float[Tensor, " windows"]) -> float | None:
     """Return the standard error of the mean of `x`, sd / sqrt(windows); None for less than two windows, or NaN or Inf in them.
 
-    That is how far the mean may be from that of the whole text the windows are a sample of.
+    That is how far the mean may be from that of the whole text the windows are a sample of. Windows must not overlap.
     """
     return finite(float(x.std()) / math.sqrt(len(x))) if len(x) > 1 else None
 

@@ -98,7 +98,7 @@ def _found() -> tuple[dict[str, bytes], str]:
                 return deb_files(deb, INSTALLED.name), f"{PACKAGE} {unquote(fetched.name.split('_')[1])}"
     except (RuntimeError, ValueError) as error:
         raise DataMissingError(
-            f"the C source of Linux could not be had: {error}\n"
+            f"the C source of Linux is not available: {error}\n"
             "Any of these helps:\n"
             f"  apt-get install {PACKAGE}   (Debian 12, 139 MB);\n"
             f"  let apt-get reach a mirror of Debian 12, then try again (139 MB, once);\n"

@@ -173,14 +173,19 @@ def train_with_scheme(
     def begin(optimizer: Optimizer, schedule: LRScheduler) -> int:
         trains.append((optimizer, schedule))
         done, parts = unfinished.read() if unfinished else (0, [])
-        for state in parts:
-            restore(state, optimizer, schedule, model)
-            for scheme, saved in zip(schemes, state["schemes"], strict=True):
-                scheme.load_state_dict(saved)
-            sent[:] = [Sent(**each) for each in state["sent"]]
-            units.rates, units.highest = state["rates"], state["highest_rates"]
-            evaluations.load_state_dict(state["evaluations"])
+        if unfinished and parts:
+            with unfinished.restoring():
+                for state in parts:
+                    load(state)
         return done
+
+    def load(state: State) -> None:
+        restore(state, *trains[0], model)
+        for scheme, saved in zip(schemes, state["schemes"], strict=True):
+            scheme.load_state_dict(saved)
+        sent[:] = [Sent(**each) for each in state["sent"]]
+        units.rates, units.highest = state["rates"], state["highest_rates"]
+        evaluations.load_state_dict(state["evaluations"])
 
     def state() -> State:
         return {
@@ -238,17 +243,20 @@ def train_locally(
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
     done, parts = unfinished.read() if unfinished else (0, [])
-    if parts:
-        evaluations.load_state_dict(parts[0]["evaluations"])  # rank 0 evaluates
+    if unfinished and parts:
+        with unfinished.restoring():
+            evaluations.load_state_dict(parts[0]["evaluations"])  # rank 0 evaluates
 
     def body(comm: LocalComm) -> Sent:
         model = workload.model(seed)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
-        for state in parts[comm.rank : comm.rank + 1]:
-            local.load_state_dict(state["handle"])
-            restore(state, optimizer, schedule)
-            sent = Sent(**state["sent"])
+        if unfinished and parts:
+            with unfinished.restoring():
+                state = parts[comm.rank]
+                local.load_state_dict(state["handle"])
+                restore(state, optimizer, schedule)
+                sent = Sent(**state["sent"])
         for step in range(done, steps):
             model.zero_grad(set_to_none=True)
             loss_of(workload, model, seed, step, comm.rank, ranks).backward()

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from sparsync_lab.workloads.job_errors import JobError
+
 EVERY_S = 600.0
 
 State = dict[str, Any]  # Any: nested dicts and lists of tensors, numbers and texts, as weights_only loads them
+
+
+class StateFileError(JobError):
+    """The file with the state of a training cannot be read, used or written. It ends a study: the method has not failed."""
 
 
 class Unfinished:
@@ -31,15 +39,28 @@ class Unfinished:
     def read(self) -> tuple[int, list[State]]:
         """Return after how many steps the training was stopped, and the state of each rank; 0 and none where there is no file.
 
-        Raises ValueError where the file cannot be read.
+        Raises StateFileError where the file cannot be read.
         """
-        if not self.file.is_file():
-            return 0, []
         try:
+            if not self.file.is_file():
+                return 0, []
             state = torch.load(self.file, weights_only=True)
             return state["step"], state["ranks"]
         except Exception as error:  # torch raises many kinds
-            raise ValueError(f"{self.file} is no state of a training ({error!r}); delete it") from error
+            raise StateFileError(
+                f"{self.file} cannot be read as the state of a training ({error!r}); make it readable, or delete it to begin that training "
+                "again"
+            ) from error
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turn what is raised while a state that was read is loaded into a StateFileError."""
+        try:
+            yield
+        except Exception as error:
+            raise StateFileError(
+                f"{self.file} does not fit its training ({error!r}); delete it to begin that training again"
+            ) from error
 
     def due(self, step: int) -> bool:
         """Return whether the state after `step` steps is to be kept: the same for all ranks, whenever each of them asks."""
@@ -54,7 +75,7 @@ class Unfinished:
     def keep(self, step: int, state: State, rank: int = 0, ranks: int = 1) -> None:
         """Keep the state of one rank after `step` steps. The last of the ranks writes those of all, in place of earlier ones.
 
-        Tensors must not change afterwards. Raises RuntimeError where the file cannot be written.
+        Tensors must not change afterwards. Raises StateFileError where the file cannot be written.
         """
         parts = self._parts.setdefault(step, {})
         parts[rank] = state
@@ -69,9 +90,9 @@ class Unfinished:
                 out.flush()
                 os.fsync(out.fileno())
             partial.replace(self.file)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot write {self.file}: {error.strerror}; choose another folder with --out"
+        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk
+            raise StateFileError(
+                f"cannot write the state of a training to {self.file}: {error}; make room there, or choose another folder with --out"
             ) from error
 
     def remove(self) -> None:
