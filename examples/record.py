@@ -1,7 +1,7 @@
 """Train a job of the laboratory with plain DDP and `attach`, and append steps, bytes and losses to a file: a run for docs/records.md.
 
-Run: torchrun --nproc-per-node 4 examples/record.py --job gpt-tiny --steps 1000 --rate 1.4 \
-  --scheme two_shot:density=0.03:values=sign:density_down=0.13 --seed 0 --out runs.jsonl
+Run: torchrun --nproc-per-node 4 examples/record.py --job gpt-tiny --steps 1000 --rate 2.86 \
+  --scheme two_shot:density=0.03:values=sign:density_down=0.12 --seed 0 --out runs.jsonl
 One process per rank, by NCCL with a GPU each, otherwise by gloo. Without --scheme the gradients are reduced by DDP itself.
 """
 
@@ -9,7 +9,7 @@ import argparse
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import sparsync
+from sparsync.exchanges.rules import rules_of
 from sparsync_lab import environment, json_lines, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.workloads.base import Workload, loss_of, parameter_count
-from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
+from sparsync_lab.workloads.own_momentum import made_for, optimizer_for, own_clip_factor
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,6 +55,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         required=True,
         help="a language model of the laboratory, such as gpt-tiny: see `sparsync compare --help`",
     )
+    add("--track", help="of docs/records.md, where the job is one of its own such as gpt-muon-tiny (default: the job)")
     add("--steps", type=int, required=True, help="how many optimizer steps; the schedule ends with them")
     add(
         "--scheme", help="SCHEME:KEY=VALUE, or with steps around it: local_steps(every=16)/SCHEME (default: DDP itself)"
@@ -64,7 +66,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--evaluations", type=int, default=10, help="points of the loss curve, the last one at the end (default: 10)")
     add("--who", default="", help="your name, for the table")
     add("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file that the row is appended to")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 1 <= options.evaluations <= options.steps:
+        parser.error(f"--evaluations must be from 1 to --steps, {options.steps}, got {options.evaluations}")
+    return options
 
 
 def _choice(text: str | None) -> SchemeChoice | None:
@@ -116,7 +121,7 @@ class _Training:
         """Return the bytes that this rank has sent since the last call, or in a step of DDP's."""
         if self.handle is None:
             return self.ddp_bytes
-        return sum(report.sent.nbytes for report in self.handle.take_reports() if report.sent is not None)
+        return sum((report.sent or report.cost).nbytes for report in self.handle.take_reports())
 
 
 def _training(
@@ -158,13 +163,13 @@ def _trained(
                 )
     job, first = workloads.get(options.job), workload.batch(options.seed, 0, 0, 1)
     return {
-        "track": options.job,
+        "track": options.track or options.job,
         "job": job.describe(),
         "scheme": options.scheme or "dense",
         "settings": "" if choice is None else choice.make().config_fingerprint(),
         "exchange": _exchange(training.handle),
         "ranks": dist.get_world_size(),
-        "optimizer": type(training.optimizer).__name__,
+        "optimizer": made_for(sparsync.Dense() if choice is None else choice.make(), job),
         "rate": options.rate,
         "schedule": "the job's",
         "seed": options.seed,
@@ -196,8 +201,11 @@ def _step(workload: Workload, training: _Training, seed: int, step: int, device:
 
 
 def _evaluated(workload: Workload, training: _Training, sent: float, device: torch.device) -> tuple[float, float]:
-    """Return the mean loss of the validation, in nats, and the mean over ranks of the bytes sent. Collective."""
-    with training.common_weights(), _autocast(device):
+    """Return the mean loss of the validation, in nats, and the mean over ranks of the bytes sent. Collective.
+
+    It is evaluated in float32 on any device.
+    """
+    with training.common_weights():
         total, count = workload.evaluate(_ReadsAnywhere(training.model), dist.get_rank(), dist.get_world_size())
     summed = torch.tensor([total, count, sent], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
@@ -221,13 +229,15 @@ def _autocast(device: torch.device) -> torch.autocast:
 
 
 def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
-    """Return what is exchanged, with all settings."""
-    if handle is None:
-        return repr(sparsync.Gradients())
-    exchange = handle.exchange
-    if not isinstance(exchange, sparsync.Gradients):
-        exchange = replace(exchange, keep=exchange.keep_for(handle.scheme))
-    return repr(exchange)
+    """Return what is exchanged, with the values of all settings: also of those that follow from the scheme and the optimizer."""
+    exchange = sparsync.Gradients() if handle is None else handle.exchange
+    if isinstance(exchange, sparsync.Gradients):
+        return repr(exchange)
+    settings = {**exchange.described(), "keep": exchange.keep_for(handle.scheme)}
+    if isinstance(exchange, sparsync.Steps):
+        betas = sorted({exchange.beta2_for(rule) for rule in rules_of(handle.optimizers)})
+        settings |= {"beta2": betas[0] if len(betas) == 1 else betas, "decay": exchange.decay_for(handle.scheme)}
+    return f"{type(exchange).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 if __name__ == "__main__":
