@@ -230,9 +230,9 @@ def _autocast(device: torch.device) -> torch.autocast:
 
 def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
     """Return what is exchanged, with the values of all settings: also of those that follow from the scheme and the optimizer."""
-    exchange = sparsync.Gradients() if handle is None else handle.exchange
-    if isinstance(exchange, sparsync.Gradients):
-        return repr(exchange)
+    if handle is None or isinstance(handle.exchange, sparsync.Gradients):
+        return repr(sparsync.Gradients() if handle is None else handle.exchange)
+    exchange = handle.exchange
     settings = {**exchange.described(), "keep": exchange.keep_for(handle.scheme)}
     if isinstance(exchange, sparsync.Steps):
         betas = sorted({exchange.beta2_for(rule) for rule in rules_of(handle.optimizers)})

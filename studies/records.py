@@ -19,10 +19,56 @@ from studies import parts
 
 PAGE, PART, ROWS = "docs/records.md", "records", "docs/records.jsonl"
 FEWEST_SEEDS, LEVEL = 3, 0.01
-TARGETS: dict[str, float | None] = {  # track -> the fixed validation loss, in nats per item; None: not fixed yet
-    "gpt-tiny": 2.12,
-    "gpt": 1.83,
-    "code-86m": None,
+FREE = {"learning_rate", "weight_decay", "clip_norm", "optimizer_name"}  # options of a job that its track leaves free
+SHAKESPEARE = {
+    "sha256": "93d1b7634835a511cfcbf25f9e9ee80d53c07420e39b7e937c623ece2e93ecdf",
+    "characters": {"training": 4_804_378, "held_out": 252_861},
+    "types": 84,
+}
+
+
+@dataclass(frozen=True)
+class Track:
+    """What the runs of a track have in common."""
+
+    loss: float | None  # to reach in validation, nats per item: see docs/records.md on its choice; None: not fixed yet
+    tokens: int  # of a step, over all ranks
+    job: dict[str, Any]  # Any: JSON, as `Workload.describe`. Without data: those of the track's first run
+
+
+TRACKS = {
+    "gpt-tiny": Track(
+        loss=2.01,
+        tokens=512,
+        job={
+            "workload": "gpt",
+            "metric": "perplexity",
+            "options": {"width": 64, "layers": 2, "heads": 4, "context": 32, "batch_size": 16, "windows": 320},
+            "parameters": 107_584,
+            "data": SHAKESPEARE,
+        },
+    ),
+    "gpt": Track(
+        loss=1.83,
+        tokens=1024,
+        job={
+            "workload": "gpt",
+            "metric": "perplexity",
+            "options": {"width": 128, "layers": 5, "heads": 4, "context": 64, "batch_size": 16, "windows": 320},
+            "parameters": 1_010_688,
+            "data": SHAKESPEARE,
+        },
+    ),
+    "code-86m": Track(  # its data change with the version of a package
+        loss=None,
+        tokens=32_768,
+        job={
+            "workload": "code",
+            "metric": "bits per byte",
+            "options": {"width": 768, "layers": 12, "heads": 12, "context": 1024, "batch_size": 32, "windows": 64},
+            "parameters": 86_039_040,
+        },
+    ),
 }
 
 
@@ -31,7 +77,7 @@ class Run(Checked):
     """One training, a line of docs/records.jsonl, as `examples/record.py` writes it."""
 
     track: str
-    job: dict[str, Any]  # Any: JSON; the architecture, the data and the batch, which a track fixes
+    job: dict[str, Any]  # Any: JSON, as `Workload.describe`; what its track fixes, and the optimizer's options
     scheme: str
     settings: str  # all of the scheme's; empty: the all-reduce of DDP itself
     exchange: str
@@ -56,8 +102,9 @@ class Run(Checked):
     @property
     def entry(self) -> tuple[str | int | float, ...]:
         """What the runs of one entry have in common: all but the seed and what came out."""
-        what = (self.track, self.ranks, self.steps, self.scheme, self.settings, self.exchange)
-        return (*what, self.optimizer, self.rate, self.schedule, self.who)
+        what = (self.track, self.ranks, self.steps, self.scheme, self.settings, self.exchange, self.precision)
+        options = json.dumps(self.job["options"], sort_keys=True)
+        return (*what, options, self.optimizer, self.rate, self.schedule, self.who)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,7 +125,7 @@ def read(path: Path) -> list[Run]:
         try:
             run: Run = checked(Run, json.loads(line))
             _check(run, next((each for each in found if each.track == run.track), run))
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from None
         if any((each.entry, each.seed) == (run.entry, run.seed) for each in found):
             raise ValueError(f"{where}: {run.scheme} has two runs with seed {run.seed}; give each run another seed")
@@ -87,7 +134,7 @@ def read(path: Path) -> list[Run]:
 
 
 def tables(runs: Iterable[Run]) -> str:
-    """Return a table for each track, the fewest bytes first. Raises ValueError for an entry whose runs do not show that it is a record."""
+    """Return a table for each track, by ranks, the fewest bytes first. Raises ValueError for an entry that its runs do not show."""
     entries: dict[tuple[Any, ...], list[Run]] = {}  # Any: as Run.entry
     for run in runs:
         entries.setdefault(run.entry, []).append(run)
@@ -95,17 +142,17 @@ def tables(runs: Iterable[Run]) -> str:
     for own in entries.values():
         _check_entry(own)
         by_track.setdefault(own[0].track, []).append(own)
-    return "\n\n".join(_table(track, by_track.get(track, [])) for track in TARGETS)
+    return "\n\n".join(_table(track, by_track.get(track, [])) for track in TRACKS)
 
 
 def p_value(losses: Sequence[float], target: float) -> float:
     """Return the probability of a mean as low as that of `losses`, or lower, if their expectation were `target`: a one-sided t test.
 
-    For losses that are all the same it is 0 below the target, and 1 elsewhere.
+    For losses that are all the same it is 1: their spread is not known.
     """
     mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
     if deviation == 0:
-        return 0.0 if mean < target else 1.0
+        return 1.0
     return (1 - _within((target - mean) / (deviation / math.sqrt(len(losses))), len(losses) - 1)) / 2
 
 
@@ -122,33 +169,45 @@ def _within(t: float, freedom: int) -> float:
 
 def _check(run: Run, first: Run) -> None:
     """Raise ValueError for a run that breaks a rule; `first` is the first one of its track."""
-    if run.track not in TARGETS:
-        raise ValueError(f"there is no track {run.track!r}; tracks are {', '.join(TARGETS)}")
-    if TARGETS[run.track] is None:
+    if run.track not in TRACKS:
+        raise ValueError(f"there is no track {run.track!r}; tracks are {', '.join(TRACKS)}")
+    track = TRACKS[run.track]
+    if track.loss is None:
         raise ValueError(f"the loss of track {run.track} is not fixed yet; it takes no runs")
-    if different := _different(run.job, first.job):
+    if different := _different(run.job, {"data": first.job.get("data"), **track.job}):
         raise ValueError(
-            f"{different} is fixed on track {run.track}; only the exchange, the rate and the schedule are free"
+            f"{different} is fixed on track {run.track}; free are the exchange, the optimizer, its rates and their schedule"
         )
-    each_step = first.tokens / first.steps
-    for name, value, expected in (
-        ("tokens", run.tokens, each_step * run.steps),
-        ("bits", run.bits, 8 * run.bytes / run.steps / run.job["parameters"]),
-    ):
-        if not math.isclose(value, expected, rel_tol=1e-6):
-            raise ValueError(f"{name} must be {expected:g} after {run.steps} steps, got {value:g}")
-    steps = [each for each, *_ in run.curve]
-    if not steps or steps != sorted(set(steps)) or run.curve[-1] != (run.steps, run.loss, run.bytes):
-        raise ValueError(f"curve must ascend, and end with {[run.steps, run.loss, run.bytes]}, got {run.curve[-1:]}")
+    for name, value, least in (("ranks", run.ranks, 2), ("steps", run.steps, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not run.bytes > 0:
+        raise ValueError(f"bytes must be above 0, got {run.bytes:g}")
+    parameters = track.job["parameters"]
+    expected = {"tokens": track.tokens * run.steps, "bits": 8 * run.bytes / run.steps / parameters}
+    if not run.settings:  # DDP by itself
+        expected["bytes"] = 2 * (run.ranks - 1) / run.ranks * 4 * parameters * run.steps
+    for name, value in expected.items():
+        if not math.isclose(getattr(run, name), value, rel_tol=1e-6):
+            raise ValueError(f"{name} must be {value:g} after {run.steps} steps, got {getattr(run, name):g}")
+    _check_curve(run)
     try:
-        date.fromisoformat(run.date)
+        if date.fromisoformat(run.date).isoformat() != run.date:
+            raise ValueError
     except ValueError:
         raise ValueError(f"date must be as 2026-01-31, got {run.date!r}") from None
 
 
+def _check_curve(run: Run) -> None:
+    steps, sent = [each for each, *_ in run.curve], [each for *_, each in run.curve]
+    ascend = steps == sorted(set(steps)) and sent == sorted(sent) and min((*steps, *sent), default=-1) >= 0
+    if not ascend or run.curve[-1] != (run.steps, run.loss, run.bytes):
+        raise ValueError(f"curve must ascend, and end with {[run.steps, run.loss, run.bytes]}, got {run.curve[-1:]}")
+
+
 def _different(job: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "job") -> str:  # Any: JSON
-    """Return the first thing that is not as fixed, with both values; "" where all is. The place of the data may differ."""
-    for key in sorted({*job, *fixed} - {"source"}):
+    """Return the first thing that is not as fixed, with both values; "" where all is. The place of the data may differ, and FREE."""
+    for key in sorted({*job, *fixed} - {"source"} - FREE):
         mine, given = job.get(key), fixed.get(key)
         if isinstance(mine, dict) and isinstance(given, dict):
             if found := _different(mine, given, f"{place}.{key}"):
@@ -160,10 +219,14 @@ def _different(job: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "j
 
 def _check_entry(runs: Sequence[Run]) -> None:
     """Raise ValueError unless enough runs show that the mean loss is below the target of their track."""
-    first, target, losses = runs[0], TARGETS[runs[0].track], [run.loss for run in runs]
+    first, target, losses = runs[0], TRACKS[runs[0].track].loss, [run.loss for run in runs]
     what = f"{first.track}, {first.scheme}, {first.steps} steps"
     if len(runs) < FEWEST_SEEDS:
         raise ValueError(f"{what}: at least {FEWEST_SEEDS} seeds are needed, got {len(runs)}")
+    if len(set(losses)) < len(losses):
+        raise ValueError(
+            f"{what}: two runs have the same loss to the last digit, so one is a copy; train with each seed"
+        )
     assert target is not None  # as `read` has checked
     mean, p = statistics.fmean(losses), p_value(losses, target)
     if not p < LEVEL:
@@ -174,7 +237,7 @@ def _check_entry(runs: Sequence[Run]) -> None:
 
 
 def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
-    target = TARGETS[track]
+    target = TRACKS[track].loss
     title = f"### {track}\n\n"
     if target is None:
         return f"{title}The loss of this track is not fixed yet."
@@ -183,6 +246,7 @@ def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
         return f"{title}No entries yet."
     heads = (
         "method",
+        "precision",
         "ranks",
         "steps",
         "bits per parameter per step",
@@ -193,11 +257,13 @@ def _table(track: str, entries: Sequence[Sequence[Run]]) -> str:
         "who",
         "date",
     )
-    return title + parts.table(heads, map(_line, sorted(entries, key=lambda runs: _mean(runs, "bytes"))))
+    return title + parts.table(
+        heads, map(_line, sorted(entries, key=lambda runs: (runs[0].ranks, _mean(runs, "bytes"))))
+    )
 
 
 def _line(runs: Sequence[Run]) -> list[str]:
-    first, target = runs[0], TARGETS[runs[0].track]
+    first, target = runs[0], TRACKS[runs[0].track].loss
     assert target is not None
     p = p_value([run.loss for run in runs], target)
     exchange = first.exchange.partition("(")[0].lower()
@@ -211,7 +277,8 @@ def _line(runs: Sequence[Run]) -> list[str]:
         str(len(runs)),
     ]
     who = first.who.replace("|", "\\|")
-    return [method, str(first.ranks), str(first.steps), *figures, f"{p:.1g}", who, max(run.date for run in runs)]
+    conditions = [first.precision, str(first.ranks), str(first.steps)]
+    return [method, *conditions, *figures, f"{p:.1g}", who, max(run.date for run in runs)]
 
 
 def _mean(runs: Sequence[Run], name: str) -> float:
