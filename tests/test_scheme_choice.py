@@ -73,12 +73,15 @@ def test_steps_are_described_with_what_their_defaults_are() -> None:
     def described(text: str) -> dict[str, Any]:
         return one(text).described()["adamw_steps"]
 
-    for scheme in ("two_shot:density=1.0:values=sign", "two_shot:density=0.012:values=sign"):
-        found, made = described(f"steps/{scheme}"), one(scheme).make()
-        assert found["keep"] == Steps().keep_for(made)
-        assert found["decay"] == Steps().decay_for(made)
-        assert found["beta2"] == "at least 0.99"
-        assert described(f"steps(keep={found['keep']}:decay={found['decay']})/{scheme}") == found
+    found, made = (
+        described("steps/two_shot:density=0.012:values=sign"),
+        one("two_shot:density=0.012:values=sign").make(),
+    )
+    assert found["keep"] == Steps().keep_for(made)
+    assert found["decay"] == Steps().decay_for(made)
+    assert found["beta2"] == "at least 0.99"
+    assert described(f"steps(keep={found['keep']}:decay={found['decay']})/two_shot:density=0.012:values=sign") == found
+    assert described("steps/two_shot:density=1.0:values=sign")["keep"] == "0.5, with Muon 0.2"
     given = described("steps(keep=1.0:decay=0.5:beta2=0.75)/topk")
     assert (given["keep"], given["decay"], given["beta2"]) == (1.0, 0.5, 0.75)
     whole = SchemeChoice("", "topk", {"density": 0.25}, {"bucket_mb": 25}, "adamw_steps")

@@ -115,8 +115,12 @@ class SchemeChoice:
         """Return what the settings of Steps are that are None by default."""
         assert self.local is not None
         options = Steps(**{name: self.local[name] for name in ("keep", "decay", "beta2") if name in self.local})
-        keep, decay = float(options.keep_for(scheme)), float(options.decay_for(scheme))
-        return {"keep": keep, "decay": decay, "beta2": beta2_described(options.beta2)}
+        keep, with_muon = float(options.keep_for(scheme)), float(options.keep_for(scheme, muon=True))
+        return {
+            "keep": keep if keep == with_muon else f"{keep}, with Muon {with_muon}",
+            "decay": float(options.decay_for(scheme)),
+            "beta2": beta2_described(options.beta2),
+        }
 
 
 def parse_schemes(
