@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import sparsync
-from sparsync.exchanges.rules import rules_of
+from sparsync.exchanges.rules import MuonRule, rules_of
 from sparsync_lab import environment, json_lines, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
 from sparsync_lab.workloads.base import Workload, loss_of, parameter_count
@@ -235,7 +235,9 @@ def _exchange(handle: Any) -> str:  # Any: one of the handles of attach
     exchange = handle.exchange
     settings = {**exchange.described(), "keep": exchange.keep_for(handle.scheme)}
     if isinstance(exchange, sparsync.Steps):
-        betas = sorted({exchange.beta2_for(rule) for rule in rules_of(handle.optimizers)})
+        rules = rules_of(handle.optimizers)
+        betas = sorted({exchange.beta2_for(rule) for rule in rules})
+        settings["keep"] = exchange.keep_for(handle.scheme, any(isinstance(rule, MuonRule) for rule in rules))
         settings |= {"beta2": betas[0] if len(betas) == 1 else betas, "decay": exchange.decay_for(handle.scheme)}
     return f"{type(exchange).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 

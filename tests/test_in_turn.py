@@ -1,36 +1,20 @@
 """InTurn: values worked out by hand, whose turn it is, what waits where, and the bytes, which are known beforehand."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsync import Bucket, LocalWorld, MeteredComm, Report, Scheme, TwoShot
+from helpers.reducing import reduced
+from sparsync import Bucket, LocalWorld, TwoShot
 from sparsync.comm.plan import Given
-from sparsync.core import Comm, generator, spans
+from sparsync.core import generator, spans
 from sparsync.schemes import InTurn
 from sparsync.selection.turns import Turns
 from sparsync.wire import Values
 
 CPU = torch.device("cpu")
-
-
-def reduce(schemes: Sequence[Scheme], given: list[Tensor], step: int) -> tuple[Tensor, list[Report], list[Tensor]]:
-    """Return the mean, which all ranks have, the reports and the residuals; the bytes counted are those of the reports."""
-
-    def body(comm: Comm) -> tuple[Tensor, Report]:
-        metered = MeteredComm(comm)
-        bucket = Bucket("w", given[comm.rank].clone(), step)
-        report = schemes[comm.rank].reduce(bucket, metered)
-        assert metered.take()[0] == report.cost
-        return bucket.grad, report
-
-    found = LocalWorld(len(schemes)).run(body)
-    assert all(torch.equal(mean, found[0][0]) for mean, _ in found) or found[0][0].isnan().any()
-    residuals = [scheme.state_dict()["residual"]["w"] for scheme in schemes]
-    return found[0][0], [report for _, report in found], residuals
 
 
 def integers(P: int, n: int, step: int = 0) -> list[Tensor]:
@@ -42,14 +26,14 @@ def test_two_ranks_by_hand() -> None:
     """Elements 0, 6 are rank 0's and 1, 7 rank 1's in the first turn; 3, 4 and 2, 5 in the second."""
     schemes = [InTurn(every=2, values="sign", values_down="float32") for _ in range(2)]
     given = [torch.tensor([8.0, 4, 1, 1, 1, 1, 0, -12]), torch.tensor([2.0, 16, 1, 1, 1, 1, -6, 0])]
-    mean, reports, residuals = reduce(schemes, given, 0)
+    mean, reports, residuals = reduced(schemes, given, 0)
     # To rank 1 as signs, 4 and -12 are 8 and -8; to rank 0, 2 and -6 are 4 and -4. Owners add their own as they are.
     assert mean.tolist() == [(8 + 4) / 2, (16 + 8) / 2, 0, 0, 0, 0, (0 - 4) / 2, (0 - 8) / 2]
     assert residuals[0].tolist() == [0, 4 - 8, 1, 1, 1, 1, 0, -12 + 8]
     assert residuals[1].tolist() == [2 - 4, 0, 1, 1, 1, 1, -6 + 4, 0]
     assert [(report.selected, report.union) for report in reports] == [(4, 4)] * 2
     # Now the others: what waited, and what comes in.
-    mean, _, residuals = reduce(schemes, [torch.full((8,), 2.0), torch.zeros(8)], 1)
+    mean, _, residuals = reduced(schemes, [torch.full((8,), 2.0), torch.zeros(8)], 1)
     assert mean.tolist() == [0, 0, 2, 2, 2, 2, 0, 0]
     assert residuals[0].tolist() == [2, -2, 0, 0, 0, 0, 2, -2]
     assert residuals[1].tolist() == [-2, 0, 0, 0, 0, 0, -2, 0]
@@ -93,7 +77,7 @@ def test_nothing_is_lost(n: int, P: int, every: int, values: Any) -> None:  # An
     for step in range(every + 1):
         given = integers(P, n, step)
         came_in += torch.stack(given).sum(0)
-        mean, _, residuals = reduce(schemes, given, step)
+        mean, _, residuals = reduced(schemes, given, step)
         kept = torch.stack(residuals).sum(0)
         assert torch.equal(P * mean + kept, came_in)
         came_in = kept
@@ -104,7 +88,7 @@ def test_exact_values_are_all_delivered_after_every_steps(n: int, P: int, every:
     schemes, first = [InTurn(every, "float32", "float32") for _ in range(P)], integers(P, n)
     written, residuals = torch.zeros(n, dtype=torch.float64), first
     for step in range(every):
-        mean, _, residuals = reduce(schemes, first if step == 0 else [torch.zeros_like(each) for each in first], step)
+        mean, _, residuals = reduced(schemes, first if step == 0 else [torch.zeros_like(each) for each in first], step)
         written += mean
     assert torch.equal(written, torch.stack(first).sum(0) / P)
     assert not any(residual.any() for residual in residuals)
@@ -117,8 +101,8 @@ def test_with_one_turn_it_is_two_shot_of_all_elements(P: int) -> None:
     for values, values_down, grads in cases:
         schemes = [InTurn(1, values, values_down) for _ in range(P)]
         others = [TwoShot(1.0, values, values_down=values_down) for _ in range(P)]
-        mean, reports, residuals = reduce(schemes, grads, 0)
-        wanted, costs, errors = reduce(others, grads, 0)
+        mean, reports, residuals = reduced(schemes, grads, 0)
+        wanted, costs, errors = reduced(others, grads, 0)
         assert torch.equal(mean, wanted)
         assert torch.equal(torch.stack(residuals).sum(0), torch.stack(errors).sum(0))
         assert [report.cost for report in reports] == [report.cost for report in costs]
@@ -129,11 +113,11 @@ def test_with_one_turn_it_is_two_shot_of_all_elements(P: int) -> None:
 @pytest.mark.parametrize("step", [2, 3])
 def test_what_is_not_finite_shows_on_all_ranks_whoever_has_the_turn(step: int, number: float) -> None:
     schemes = [InTurn(2) for _ in range(4)]
-    reduce(schemes, integers(4, 100), 0)
-    *_, before = reduce(schemes, integers(4, 100, 1), 1)
+    reduced(schemes, integers(4, 100), 0)
+    *_, before = reduced(schemes, integers(4, 100, 1), 1)
     given = integers(4, 100, 2)
     given[3][7] = number
-    mean, reports, residuals = reduce(schemes, given, step)
+    mean, reports, residuals = reduced(schemes, given, step)
     assert mean.isnan().any()
     assert all(report.details["overflow"] for report in reports)
     assert all(torch.equal(*pair) for pair in zip(residuals, before, strict=True))
@@ -142,8 +126,8 @@ def test_what_is_not_finite_shows_on_all_ranks_whoever_has_the_turn(step: int, n
 @pytest.mark.parametrize(("n", "P", "every"), SIZES)
 def test_what_an_owner_holds_for_all_ranks_is_shared_out(n: int, P: int, every: int) -> None:
     schemes = [InTurn(every) for _ in range(P)]
-    reduce(schemes, integers(P, n), 0)
-    *_, residuals = reduce(schemes, integers(P, n, 1), 1)
+    reduced(schemes, integers(P, n), 0)
+    *_, residuals = reduced(schemes, integers(P, n, 1), 1)
     bucket = Bucket("w", torch.zeros(n, dtype=torch.float64), 3)
     shares = LocalWorld(P).run(lambda comm: schemes[comm.rank].unsent(bucket, comm))
     regions = Turns(n, P, every).regions
@@ -157,7 +141,7 @@ def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None: 
     P, n, sent = 4, 100_000, 0
     schemes = [InTurn(every, values_down=down) for _ in range(P)]
     for step in range(every):
-        _, reports, _ = reduce(schemes, [torch.randn(n)] * P, step)
+        _, reports, _ = reduced(schemes, [torch.randn(n)] * P, step)
         form = schemes[0].plan(Given(n, P, step=step)).cost()
         assert (form.steps, form.messages) == (2, 6)
         assert max(report.cost.nbytes for report in reports) <= form.nbytes <= 1.01 * reports[0].cost.nbytes
@@ -168,13 +152,13 @@ def test_bits_are_known_beforehand(every: int, down: Any, bits: float) -> None: 
 def test_a_resumed_run_goes_on_with_the_turn_of_its_step() -> None:
     schemes = [InTurn(3) for _ in range(2)]
     for step in range(4):
-        reduce(schemes, integers(2, 500, step), step)
+        reduced(schemes, integers(2, 500, step), step)
     others = [InTurn(3) for _ in range(2)]
     for scheme, other in zip(schemes, others, strict=True):
         other.load_state_dict(scheme.state_dict())
     for step in range(4, 7):
-        mean, _, residuals = reduce(schemes, integers(2, 500, step), step)
-        again, _, others_residuals = reduce(others, integers(2, 500, step), step)
+        mean, _, residuals = reduced(schemes, integers(2, 500, step), step)
+        again, _, others_residuals = reduced(others, integers(2, 500, step), step)
         assert torch.equal(mean, again)
         assert all(torch.equal(*pair) for pair in zip(residuals, others_residuals, strict=True))
 

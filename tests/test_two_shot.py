@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.reducing import reduced
 from sparsync import Bucket, LocalWorld, MeteredComm, Report, TwoShot
 from sparsync.core import Comm, Divisor, count_for, generator, spans
 from sparsync.schemes import two_shot
@@ -19,22 +20,6 @@ def gradients(P: int, n: int, step: int = 0) -> list[Tensor]:
     """Layers of different scale, with heavy tails."""
     scale = torch.linspace(0, 3, n).exp()
     return [scale * torch.randn(n, generator=generator(rank, "two-shot", step)) ** 3 for rank in range(P)]
-
-
-def reduce(schemes: list[TwoShot], given: list[Tensor], step: int = 0) -> tuple[Tensor, list[Report], list[Tensor]]:
-    """Return the mean, which all ranks have, the reports and the residuals; the bytes counted are those of the reports."""
-
-    def body(comm: Comm) -> tuple[Tensor, Report]:
-        metered = MeteredComm(comm)
-        bucket = Bucket("w", given[comm.rank].clone(), step)
-        report = schemes[comm.rank].reduce(bucket, metered)
-        assert metered.take()[0] == report.cost
-        return bucket.grad, report
-
-    found = LocalWorld(len(schemes)).run(body)
-    assert all(torch.equal(mean, found[0][0]) for mean, _ in found)
-    residuals = [scheme.state_dict()["residual"]["w"] for scheme in schemes]
-    return found[0][0], [report for _, report in found], residuals
 
 
 def restated(residuals: list[Tensor], given: list[Tensor], scheme: TwoShot) -> tuple[Tensor, list[Tensor]]:
@@ -79,7 +64,7 @@ def check_rule(schemes: list[TwoShot], n: int) -> None:
     residuals = [torch.zeros(n) for _ in schemes]
     for step in range(3):
         given = gradients(len(schemes), n, step)
-        mean, _, found = reduce(schemes, given, step)
+        mean, _, found = reduced(schemes, given, step)
         wanted, residuals = restated(residuals, given, schemes[0])
         assert torch.equal(mean, wanted)
         assert all(torch.equal(x, y) for x, y in zip(found, residuals, strict=True))
@@ -101,7 +86,7 @@ def test_the_way_down_has_its_density_and_values(P: int, config: dict[str, Any])
 
 def test_all_elements_in_other_values_on_the_way_down_are_a_quantized_all_reduce() -> None:
     given = gradients(4, 999)
-    mean, reports, residuals = reduce([TwoShot(1.0, "sign", values_down="float32") for _ in range(4)], given)
+    mean, reports, residuals = reduced([TwoShot(1.0, "sign", values_down="float32") for _ in range(4)], given)
     up = ValueCodec("sign")
 
     def sent(x: Tensor) -> Tensor:
@@ -120,7 +105,7 @@ def test_all_elements_in_other_values_on_the_way_down_are_a_quantized_all_reduce
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_settings_of_the_way_down_that_are_those_of_the_way_up_change_nothing(density: float) -> None:
     makes = partial(TwoShot, density, "int4"), partial(TwoShot, density, "int4", density, "int4")
-    plain, named = (reduce([make() for _ in range(4)], gradients(4, 999)) for make in makes)
+    plain, named = (reduced([make() for _ in range(4)], gradients(4, 999)) for make in makes)
     assert torch.equal(plain[0], named[0])
     assert plain[1] == named[1]
 
@@ -135,7 +120,7 @@ def test_a_way_down_that_is_left_out_is_not_in_the_fingerprint() -> None:
 @pytest.mark.parametrize("config", DOWN[:3])
 def test_unsent_counts_every_residual_once_whatever_goes_down(config: dict[str, Any]) -> None:
     schemes = [TwoShot(**config) for _ in range(4)]
-    check_shares(schemes, reduce(schemes, gradients(4, 1000))[2], 1000)
+    check_shares(schemes, reduced(schemes, gradients(4, 1000))[2], 1000)
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
@@ -143,7 +128,7 @@ def test_has_two_exchanges_whose_bytes_depend_on_neither_gradients_nor_divisor(d
     costs = []
     for given in (gradients(4, 4000), [torch.zeros(4000) for _ in range(4)]):
         for divide_by in get_args(Divisor):
-            _, reports, _ = reduce([TwoShot(density, divide_by=divide_by) for _ in range(4)], given)
+            _, reports, _ = reduced([TwoShot(density, divide_by=divide_by) for _ in range(4)], given)
             costs.append([report.cost for report in reports])
     assert all(each == costs[0] for each in costs)
     # An all-to-all and an all-gather.
@@ -151,14 +136,14 @@ def test_has_two_exchanges_whose_bytes_depend_on_neither_gradients_nor_divisor(d
 
 
 def test_loads_owners_alike_whatever_the_layers_scale() -> None:
-    _, reports, _ = reduce([TwoShot() for _ in range(4)], gradients(4, 100_000))
+    _, reports, _ = reduced([TwoShot() for _ in range(4)], gradients(4, 100_000))
     sent = [report.cost.nbytes for report in reports]
     assert max(sent) <= 1.001 * min(sent)
 
 
 def test_bits_at_the_default_density() -> None:
     n = 100_000
-    _, reports, _ = reduce([TwoShot() for _ in range(4)], gradients(4, n))
+    _, reports, _ = reduced([TwoShot() for _ in range(4)], gradients(4, n))
     assert reports[0].cost.nbytes * 8 / n < 0.8
 
 
@@ -166,7 +151,7 @@ def test_unsent_counts_every_residual_once() -> None:
     """An owner holds for all ranks: each rank adds its own part and a P-th of its region's."""
     P, n = 4, 1000
     schemes, given = [TwoShot() for _ in range(P)], gradients(P, n)
-    check_shares(schemes, reduce(schemes, given)[2], n)
+    check_shares(schemes, reduced(schemes, given)[2], n)
 
 
 def check_shares(schemes: list[TwoShot], residuals: list[Tensor], n: int) -> None:
@@ -200,7 +185,7 @@ def test_what_one_rank_alone_sends_is_divided_by_it_and_the_owner(divide_by: Div
     P, n = 4, 128  # a row of 32 elements for each owner, of which one is sent
     given = [torch.zeros(n) for _ in range(P)]
     given[1][BlockCyclic(n, P).positions(0, torch.tensor([5]))] = 8.0
-    mean, _, residuals = reduce([TwoShot(1 / 32, "float32", divide_by=divide_by) for _ in range(P)], given)
+    mean, _, residuals = reduced([TwoShot(1 / 32, "float32", divide_by=divide_by) for _ in range(P)], given)
     assert mean[mean != 0].tolist() == [written]
     assert not any(residual.any() for residual in residuals)
 

@@ -33,7 +33,9 @@ class InTurn(ErrorFeedbackScheme):
     every rank, and residuals stay as they were.
     """
 
-    every: int = 4  # steps until an element is sent again; more: fewer bytes, and older gradients in them
+    every: int = (
+        4  # steps of a round, in which each element is sent once; more: fewer bytes, and older gradients in them
+    )
     values: Values = "sign"  # how values travel to owners; what rounding drops stays in the residuals
     values_down: Values = "int3"  # how the owners' sums travel to all; an error here is in the mean itself, so finer
     residuals: Residuals = "float32"  # "bfloat16" halves the memory of residuals and loses what it rounds

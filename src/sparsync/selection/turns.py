@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsync.core import Span, spans
-from sparsync.selection.exclusive import BlockCyclic, rotations
+from sparsync.selection.exclusive import BlockCyclic, put_rows_, rotations, take_rows
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,19 @@ class Turn:
     def of(self, x: Tensor) -> Tensor:
         """Return the elements of `x` [n] in this turn, [K], copied."""
         out = x.new_empty(self.length)
-        for rows, numbers, rest, tail in self._parts(x, out):
-            torch.index_select(rows, 0, numbers, out=rest[: numbers.numel() * self.row].view(-1, self.row))
-            rest[numbers.numel() * self.row :] = tail
+        for numbers, tail, part in self._parts(out):
+            take_rows(x, self.row, numbers, tail, part)
         return out
 
     def put_(self, x: Tensor, value: Tensor) -> None:
         """Write `value` [K] to the elements of `x` [n] in this turn: the inverse of `of`."""
-        for rows, numbers, part, tail in self._parts(x, value):
-            rows.index_copy_(0, numbers, part[: numbers.numel() * self.row].view(-1, self.row))
-            tail.copy_(part[numbers.numel() * self.row :])
+        for numbers, tail, part in self._parts(value):
+            put_rows_(x, self.row, numbers, tail, part)
 
-    def _parts(self, x: Tensor, taken: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return for each region the rows of `x`, which of them it has, its part of `taken`, and its tail in `x`."""
-        rows = x[: self.n // self.row * self.row].view(-1, self.row)
+    def _parts(self, taken: Tensor) -> Iterator[tuple[Tensor, Span, Tensor]]:
+        """Return for each region which rows it has, its tail, and its part of `taken`."""
         chunks = spans(taken.numel(), len(self.numbers))
-        for numbers, tail, chunk in zip(self.numbers, self.tails, chunks, strict=True):
-            yield rows, numbers, chunk.of(taken), tail.of(x)
+        return zip(self.numbers, self.tails, (chunk.of(taken) for chunk in chunks), strict=True)
 
 
 @dataclass(frozen=True)
