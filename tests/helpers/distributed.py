@@ -35,6 +35,7 @@ from sparsync.core import add_note
 TESTS = Path(__file__).parents[1]
 HANG_S = 300.0  # longer than anything takes that does not hang, also on a machine that does much else
 GRACE_S = 3.0  # after the first failure, for the other ranks to tell theirs
+LINGER_S = 2.0  # how long a rank that is done keeps its sockets open: gloo has connected here before the peer knows that it has, too
 
 
 def run(
@@ -172,6 +173,7 @@ def _body(rank: int, P: int, folder: Path, payload: bytes, within_s: float, conn
             connection.send_bytes(_packed((False, traceback.format_exc())))
         else:
             connection.send_bytes(_packed((True, value)))
+            time.sleep(LINGER_S)  # `run` ends this process as soon as all ranks are done
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
 
