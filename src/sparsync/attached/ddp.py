@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
-from sparsync.core import Bucket, laid_out
+from sparsync.core import Bucket, Comm, laid_out
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
-from sparsync.runtime.findings import given_or_default, optimizers, patterns, warn_of
+from sparsync.runtime.findings import given_or_default, optimizers, patterns, sparse_embeddings, warn_of
 from sparsync.runtime.handle import Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
-from sparsync.runtime.ownership import check_free, check_undriven
+from sparsync.runtime.ownership import check_free, check_undriven, module_of
 from sparsync.runtime.parameter_names import named_parameters, plain_name, trained
 from sparsync.runtime.state_checks import check_alike
 from sparsync.schemes.dense import Dense
@@ -170,6 +170,26 @@ class DdpHandle(AttachedHandle):
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
         self._joining.want([(str(key), [str(name) for name in names]) for key, names in state.get("buckets", [])])
+
+    def _regrouped(self, comm: Comm) -> None:
+        if (hook := self._hook()) is not None:
+            hook.group = None
+        self._want_by_type()
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        super().follow(state)
+        self._want_by_type()
+
+    def _want_by_type(self) -> None:
+        """Have the next step reduce one bucket for each type: ranks that join have other buckets of DDP than those that have stepped."""
+        module, names = module_of(self.scheme), dict[str, list[str]]()
+        if module is None:
+            return
+        whole = {id(each.weight) for _, each in sparse_embeddings(module)}
+        for name, each in trained(module):
+            if id(each) not in whole and name not in self._ignored:
+                names.setdefault(f"{str(each.dtype).removeprefix('torch.')}/{each.device.type}", []).append(name)
+        self._joining.want(list(names.items()), always=True)
 
     def _use(self, scheme: Scheme) -> None:
         # A class that overrides `reduce` gets every bucket there.

@@ -43,9 +43,12 @@ class Joining:
         self._submitted: Layout = []  # of this step, so far
         self.layout: Layout = before.layout if before is not None else []  # of the last step that was submitted whole
 
-    def want(self, layout: Layout) -> None:
-        """Reduce these buckets in the next step, if they have its parameters and each is of one type."""
-        self._wanted = layout if layout != self.layout else []
+    def want(self, layout: Layout, always: bool = False) -> None:
+        """Reduce these buckets in the next step, if they have its parameters and each is of one type.
+
+        Unless `always`, DDP's own buckets do where the last step had these.
+        """
+        self._wanted = layout if always or layout != self.layout else []
 
     def begin_step(self, prepare: Prepare) -> None:
         """Forget what a failed step left; `prepare` runs before the first reduction of the new step."""

@@ -150,6 +150,11 @@ class GroupComm:
         abort_on_interrupt(comm)
         return comm
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a rank waits for the others; 0 where that is the process group's own matter."""
+        return self._timeout_s
+
     def reconnect(self, fingerprint: str = "", cure: str = "") -> "GroupComm":
         """Return a communicator on fresh connections between the same ranks. Collective over them. Raises as `private`.
 

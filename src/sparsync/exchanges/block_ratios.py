@@ -61,6 +61,10 @@ class BlockRatios:
             self.of_mean[i].lerp_(mean.to(weights), weights)
             self.of_own[i].lerp_(own, weights)
 
+    def regrouped(self, step: int) -> None:
+        """Have the `FIRST` steps from `step` on measure, and weigh more than what other ranks have found before."""
+        self.measured, self.measure_until = min(self.measured, FIRST), step + FIRST
+
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
         own, mean = (sum(float(each.sum()) for each in squares) for squares in (self.of_own, self.of_mean))

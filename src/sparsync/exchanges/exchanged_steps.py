@@ -205,6 +205,7 @@ class ExchangedSteps(StepMethod):
         self._counts = {key: dict.fromkeys(self._weights.trained, 0) for key in self.counts}
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
+        self._applied = -1  # the last step that was applied, or skipped
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
@@ -324,6 +325,7 @@ class ExchangedSteps(StepMethod):
             for place in range(len(to_apply)):
                 self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
+        self._applied = self._step
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)
@@ -399,6 +401,29 @@ class ExchangedSteps(StepMethod):
         own = states[self.place[0] % len(states)][self.integration]
         return {**super().resized(states), self.integration: {**own, "ratio": {}, "own": {}, "idle": {}}}
 
+    @property
+    def done(self) -> int:
+        """The number of steps that were applied, or skipped on all ranks."""
+        return self._applied + 1
+
+    def _regrouped(self, comm: Comm) -> None:
+        super()._regrouped(comm)
+        self._applied = self._step
+        # A step that failed may have counted before it did, and is taken again.
+        self._counts = {
+            key: {name: min(t, self.done) for name, t in each.items()} for key, each in self._counts.items()
+        }
+        self._groups.recount()
+        self._check_own()
+        self._ratios.regrouped(self._step + 1)
+        self._write_own()
+        self._divisor.next_step(self.clip_factor)
+
+    def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+        theirs, mine = state[self.integration], own[self.integration]
+        kept = {key: mine[key] for key in ("square", "seen")} if own["step"] >= 0 else {}
+        return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
+
     def _check(self, state: State) -> None:
         super()._check(state)
         like = dict(self._weights.common())
@@ -410,6 +435,7 @@ class ExchangedSteps(StepMethod):
         saved, ratios = state[self.integration], self._ratios
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
+        self._applied = self._step
         for key, vectors in self._vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)

@@ -248,6 +248,11 @@ class Exchanger:
             each.own = [bucket.own() for bucket in each.buckets]
         self.buffers.recover()
 
+    def regrouped(self, comm: Comm) -> None:
+        """Exchange with other ranks from here on."""
+        self._comm = comm
+        self.measured = ClipFactor(comm.size, self.measured.own, self.measured.mean)
+
     def _apply_to_common(self, exchange: PendingExchange) -> None:
         if self.outer is not None:
             self.outer.step(exchange)

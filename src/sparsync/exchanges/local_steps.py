@@ -210,6 +210,39 @@ class LocalTraining(StepMethod, options=LocalSteps):
         more = {"optimizers": saved[self.place[0] % len(saved)]["optimizers"]}
         return {**super().resized(states), self.integration: {**merged(saved), **more}}
 
+    @property
+    def done(self) -> int:
+        """The number of steps that this rank has taken."""
+        return self._step + 1
+
+    @property
+    def exchanged(self) -> int:
+        """The number of exchanges that were applied, of all fragments."""
+        return sum(self._exchanger.applied)
+
+    def _regrouped(self, comm: Comm) -> None:
+        super()._regrouped(comm)
+        self._failed = True  # the next exchange compares the weights
+        self._exchanger.regrouped(comm)
+
+    def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
+        theirs, mine = state[self.integration], own[self.integration]
+        kept = {"optimizers": mine["optimizers"]} if own["step"] >= 0 else {}
+        return {**super()._following(state, own), self.integration: {**theirs, "start": {}, "own": {}, **kept}}
+
+    def held_back(self) -> dict[str, Any]:  # Any: as Handle
+        """Return what this rank has not sent, and what it has learnt since the last exchange."""
+        self._check_own()
+        buckets = self._weights.buckets
+        return {**super().held_back(), "learnt": self._weights.saved(each.start - each.own() for each in buckets)}
+
+    def take_over(self, held: State) -> None:
+        """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
+        self._check_own()
+        super().take_over(held)
+        for bucket, learnt in zip(self._weights.buckets, self._weights.from_saved(held["learnt"]), strict=True):
+            bucket.start = bucket.start + learnt
+
     def _check(self, state: State) -> None:
         super()._check(state)
         saved, path = state[self.integration], f"state[{self.integration!r}]"

@@ -228,6 +228,9 @@ class StepMethod(Handle):
             self._shown.show(common=False)
         self._adopt()
 
+    def _regrouped(self, comm: Comm) -> None:
+        self._comm = comm
+
     def _may_show(self) -> bool:
         return not self._averaging
 

@@ -210,6 +210,7 @@ class Connection:
         self._numbers: dict[str, int] = {}  # of buckets by key, for their lanes; the same on all ranks
         self.use(scheme)
         self._broken = self._shut = False
+        self.lost = False  # the last failure was a lost connection: another rank has failed, or is gone
         self._reduced = -1  # the last step of which every bucket was reduced
         self._step: int | None = None  # the one under way, of which no bucket has failed
         self.partly_applied = False  # this rank has a part of a step: no state to continue from
@@ -381,6 +382,29 @@ class Connection:
         """Make `step` the last one that was reduced, because a checkpoint of it was loaded."""
         self._reduced, self._step, self.partly_applied = step, None, False
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a rank waits for the others; 0 where it never waits."""
+        return self._group.timeout_s if isinstance(self._group, GroupComm) else 0.0
+
+    def regroup(self, group: Comm, step: int) -> None:
+        """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
+        if isinstance(self._group, GroupComm) and self._group.group is not None:
+            with suppress(Exception):  # the process group may be gone already
+                abort(self._group.group)
+                self._group.close()
+        self._group = group
+        self._broken = self.lost = False
+        self._failed = True
+        self._numbers.clear()
+        self._compared = None
+        self._scheme.reset_shared_state()
+        self.continue_after(step)
+
+    def note(self, error: BaseException) -> None:
+        """Note why a step failed."""
+        self.lost = isinstance(error, ConnectionLostError)
+
     def close_partly_applied(self, cause: BaseException) -> None:
         """Close because this rank has applied a step in part: all ranks raise until a checkpoint is loaded."""
         self.partly_applied = True
@@ -452,6 +476,7 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Close after `error`; if that is a lost connection, add what the other ranks report to its message."""
+        self.note(error)
         others = self.close(error)
         if isinstance(error, ConnectionLostError):
             error.args = (f"{error}{others}",)
@@ -473,6 +498,7 @@ class Connection:
             work()
             return ""
         except caught as error:
+            self.note(error)
             cause, known = described(error), is_known(error)
         # After the except clause, where the error's traceback keeps the connections open.
         return self.closed_after(cause, known)

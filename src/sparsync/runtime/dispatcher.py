@@ -310,6 +310,7 @@ class Dispatcher:
     def _note(self, task: "_Task", error: BaseException) -> None:
         """Note why a bucket failed, if it is the first one, and end the waits of the others."""
         if self._cause is None:
+            self._connection.note(error)
             self._cause = task, described(error), is_known(error)
         self._connection.abort()
 

@@ -302,6 +302,59 @@ class Handle:
         scheme = _resized_scheme([each["scheme"] for each in states], rank, ranks)
         return {**states[0], **self._place, "scheme": scheme}
 
+    def regroup(
+        self, group: dist.ProcessGroup | None = None, *, step: int | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Exchange with the ranks of `group` from the next step on, after ranks have gone or come. Collective over them.
+
+        None: the default group. The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the
+        same on all ranks; None: that of this handle. What differs in the weights shows in the next step. See `sparsync.elastic`, which
+        calls this, and what one of them lacks others send it.
+        Raises RuntimeError where a rank does not come, or has another scheme or model, and where an error has left a step applied in part.
+        """
+        self._check_attached()
+        if self._connection.partly_applied:
+            raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
+        with suppress(RuntimeError):  # of a thread that has ended
+            self._flush()
+        described = getattr(self.exchange, "described", dict)()
+        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
+        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
+        lines = [f"{type(self.exchange).__name__}({settings})", self._scheme.config_fingerprint(), *layout]
+        timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
+        comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
+        self._step = self._step if step is None else step
+        self._connection.regroup(comm, self._step)
+        self._place = {"rank": comm.rank, "ranks": comm.size}
+        self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
+        self._regrouped(comm)
+
+    def _regrouped(self, comm: Comm) -> None:
+        """Take what depends on the ranks from `comm`."""
+
+    def follow(self, state: Mapping[str, Any]) -> None:  # Any: as state_dict
+        """Continue where another rank of the same group is, of which `state` is what `shared_state` returned. What is held back stays."""
+        self.load_state_dict(self._following(state, self.state_dict()))
+
+    def shared_state(self) -> dict[str, Any]:  # Any: as state_dict
+        """Return this rank's state without what it holds back: what a rank that joins needs. See `follow`."""
+        state = self.state_dict()
+        return {**state, "scheme": _with_residual(state["scheme"], None)}
+
+    def _following(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `state`, that of another rank, with what is this rank's own, which is in `own`."""
+        return {**state, **self._place, "scheme": _with_residual(state["scheme"], own["scheme"])}
+
+    def held_back(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
+        """Return what this rank has not sent, for a rank that takes it over."""
+        self._settle()
+        return {"scheme": self._scheme.state_dict()}
+
+    def take_over(self, held: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict
+        """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
+        self._settle()
+        self._scheme.load_state_dict(_resized_scheme([self._scheme.state_dict(), held["scheme"]], 0, 1))
+
     def _residual_sizes(self) -> dict[str, int]:
         """Return how many elements of each parameter this rank's state has, by name, where that is known."""
         return {name: math.prod(shape) for name, shape in self.layout().items()}
@@ -408,6 +461,17 @@ def _resized_scheme(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) 
         inner = [each["schemes"][key] for each in states]
         state["schemes"] = {**state["schemes"], key: _resized_scheme(inner, rank, ranks)}
     return state
+
+
+def _with_residual(state: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:  # Any: as state_dict
+    """Return the state of a scheme with what is held back in `own`, of the same scheme; None: with nothing."""
+    found = {key: value for key, value in state.items() if key != "own"}
+    for key in PER_RANK:
+        if key in found:
+            found[key] = {} if own is None else own[key]
+    for key, inner in state.get("schemes", {}).items():
+        found["schemes"] = {**found["schemes"], key: _with_residual(inner, own and own["schemes"][key])}
+    return found
 
 
 @contextmanager

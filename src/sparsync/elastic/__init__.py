@@ -1,0 +1,7 @@
+"""Training that goes on while ranks die, freeze, leave and join: `Run`."""
+
+from sparsync.elastic.members import Epoch as Epoch
+from sparsync.elastic.run import Lost as Lost
+from sparsync.elastic.run import Run as Run
+
+__all__ = ["Epoch", "Lost", "Run"]

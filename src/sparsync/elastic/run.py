@@ -1,0 +1,486 @@
+"""A run of training that survives its ranks."""
+
+import io
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from sparsync.comm.group import ConnectionLostError
+from sparsync.comm.interrupts import abort
+from sparsync.comm.meeting import StoreSilentError
+from sparsync.elastic.members import Epoch, Members, Note
+from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.runtime.findings import is_fsdp2
+from sparsync.runtime.handle import Handle
+from sparsync.runtime.parameter_names import inside_wrappers
+
+_LOG = logging.getLogger("sparsync")
+_PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
+_MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
+
+
+class Saved(Protocol):
+    """What has a state to send to ranks that join, such as a learning-rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # Any: as torch's
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What is missing in the weights for good. Everything else that ranks have not sent waits in their residuals."""
+
+    member: str
+    step: int  # steps that were done by then
+    what: str
+
+
+@dataclass(eq=False)
+class _Trained:
+    """A model and its handle, and what else a rank that joins needs."""
+
+    model: nn.Module
+    handle: Handle
+    optimizers: Sequence[Optimizer]
+    more: Sequence[Saved]
+    steps: int = 0  # of the optimizers, where gradients are exchanged
+
+    def count(self, *_: object) -> None:
+        self.steps += 1
+
+    @property
+    def position(self) -> int:
+        """How many updates, which all ranks share, this one has applied."""
+        return self.handle.exchanged if isinstance(self.handle, LocalTraining) else self.done
+
+    @property
+    def done(self) -> int:
+        """The steps that were taken."""
+        return self.handle.done if isinstance(self.handle, (ExchangedSteps, LocalTraining)) else self.steps
+
+    @property
+    def lag(self) -> int:
+        """How many steps one rank may be ahead of another."""
+        return self.handle.options.every if isinstance(self.handle, LocalTraining) else 1
+
+    def state(self) -> dict[str, Any]:
+        """Return what a rank that joins needs, or one that has missed a step."""
+        stepping = isinstance(self.handle, (ExchangedSteps, LocalTraining))
+        return {
+            "handle": self.handle.shared_state(),
+            "model": {} if stepping else _bare(self.model).state_dict(),
+            "optimizers": []
+            if isinstance(self.handle, LocalTraining)
+            else [each.state_dict() for each in self.optimizers],
+            "more": [each.state_dict() for each in self.more],
+            "steps": self.steps,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where the rank of this state is."""
+        if state["model"]:
+            _bare(self.model).load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=False):
+            optimizer.load_state_dict(saved)
+        for each, saved in zip(self.more, state["more"], strict=True):
+            each.load_state_dict(saved)
+        self.steps = state["steps"]
+        self.handle.follow(state["handle"])
+
+
+class Run:
+    """A training that goes on while ranks die, freeze, leave and join, without a restart and without a checkpoint.
+
+    All ranks meet over a store, a small process of its own: `python -m sparsync.elastic --port 29400`. Until `steps` begins, a rank is in a
+    world of its own, in which the model is wrapped and attached as always; then the ranks meet, and those that come later get the weights,
+    the optimizer's state and the step from one that is there. torch's default process group is always that of the present ranks.
+
+        run = elastic.Run("10.0.0.1:29400", ranks=4)
+        handle = sparsync.attach(model, scheme, optimizer=optimizer)
+        run.add(model, handle, optimizer, schedule)
+        for step in run.steps(10_000):
+            with run.attempt():
+                optimizer.zero_grad()
+                loss_of(model, batch(step, run.rank, run.size)).backward()
+                optimizer.step()
+                schedule.step()
+
+    A step in which a rank is lost is taken again by those that are left, unless it was applied already; `steps` yields its number once
+    more. What a lost rank had not sent is lost, and listed in `lost`. A rank that was frozen or cut off joins again when it finds that the
+    others went on without it, and keeps what it has not sent. The mean is over those that are there.
+    Who does not reach the store cannot go on after a loss, so of the parts of a divided network only the one with the store does.
+    A failure is noticed within `timeout_s`, and by a closed connection at once.
+
+    Args:
+        address: "host:port" of the store. None: that of the environment variables MASTER_ADDR and MASTER_PORT.
+        ranks: how many the first meeting waits for.
+        least: the fewest that go on; with fewer the others wait for more.
+        name: of the run, where several use one store.
+        timeout_s: seconds that a rank waits for the others before they count as lost.
+        wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
+        backend: of the process groups.
+        on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
+
+    Raises:
+        ValueError: for an address that is none, and for numbers out of range.
+        RuntimeError: where torch.distributed is initialised already.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        ranks: int = 1,
+        least: int = 1,
+        name: str = "run",
+        timeout_s: float = 30.0,
+        wait_s: float = 300.0,
+        backend: str = "gloo",
+        on_change: Callable[["Run"], None] | None = None,
+    ) -> None:
+        host, port = _address(address)
+        if not 1 <= least <= ranks:
+            raise ValueError(f"least must be in [1, ranks={ranks}], got {least}")
+        if timeout_s <= 0 or wait_s <= 0:
+            raise ValueError(f"timeout_s and wait_s must be above 0 seconds, got {timeout_s} and {wait_s}")
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
+            )
+        self.member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.on_change, self._backend, self._timeout_s = on_change, backend, timeout_s
+        self._members = Members(
+            host, port, name, self.member, ranks=ranks, least=least, timeout_s=timeout_s, wait_s=wait_s
+        )
+        self._trained: list[_Trained] = []
+        self._lost: list[Lost] = []
+        self._leaves = self._left = self._failed = False
+        self.changes: list[float] = []  # seconds that each meeting took, with transfers
+        store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present members."""
+        return self._members.current
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among the present ones; it may change from step to step."""
+        return self.epoch.rank(self.member) if self.member in self.epoch.members else 0
+
+    @property
+    def size(self) -> int:
+        """The number of present ranks."""
+        return max(1, len(self.epoch.members))
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are done: that of the next one."""
+        return self._trained[0].done if self._trained else 0
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What is missing in the weights for good, as far as this rank has seen."""
+        return list(self._lost)
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left."""
+        return self._left
+
+    def add(
+        self,
+        model: nn.Module,
+        handle: Handle,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *more: Saved,
+    ) -> None:
+        """Train `model`, bare or wrapped by DistributedDataParallel, which `handle` of `sparsync.attach` is of. Before `steps`.
+
+        `more` has what a rank that joins needs besides, such as a learning-rate schedule. Raises TypeError for FSDP2, whose mesh cannot
+        change, and ValueError for local steps with a delay.
+        """
+        if is_fsdp2(inside_wrappers(model)):
+            raise TypeError(
+                "a run cannot change the mesh of an FSDP2 model; wrap it by DistributedDataParallel, or leave it bare"
+            )
+        if isinstance(handle, LocalTraining) and handle.options.delay:
+            raise ValueError(
+                f"a run takes local steps without a delay, got delay={handle.options.delay}: what is on its way when a rank is lost would "
+                "be applied on some ranks only; pass delay=0"
+            )
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        trained = _Trained(model, handle, optimizers, more)
+        if not isinstance(handle, (ExchangedSteps, LocalTraining)):
+            optimizers[0].register_step_post_hook(trained.count)
+        self._trained.append(trained)
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield the number of the next step until this many are done, or this rank has left: after a loss the same number again.
+
+        Meets the other ranks first. Between two steps it lets others join and leave. Call `attempt` around each step.
+        """
+        if not self._trained:
+            raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
+        if not self.epoch.members:
+            self._change(joins=True)
+            self._members.watch()
+        while not self._left:
+            if self._failed or self._is_due():
+                self._change()
+            elif self.step < until:
+                self._ask()
+                if not self._left:
+                    yield self.step
+            elif self._all_done():
+                return
+
+    def attempt(self) -> "_Attempt":
+        """Return a context for one step, which ends without an error where another rank is lost: `steps` then meets the others."""
+        return _Attempt(self)
+
+    def leave(self) -> None:
+        """Have this rank hand what it has not sent to another one, and go, a few steps from now: `steps` then ends."""
+        self._leaves = True
+
+    def leave_on(self, *signals: int) -> None:
+        """Have this rank leave when the process gets one of these signals, such as SIGTERM, which spot machines send."""
+        for each in signals or (signal.SIGTERM,):
+            signal.signal(each, lambda *_: self.leave())
+
+    def close(self) -> None:
+        """Close the handles, the process group and the connections to the store."""
+        for each in self._trained:
+            each.handle.close()
+        self._members.close()
+        _end_world()
+
+    def _fails_with(self, error: BaseException) -> bool:
+        """Return whether `error` says that another rank is lost; then the next step begins with a meeting."""
+        lost = any(each.handle._connection.lost for each in self._trained) or _is_loss(error)
+        if lost:
+            _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
+            self._failed = True
+        return lost
+
+    def _is_due(self) -> bool:
+        return self._members.stop_at is not None and self.step >= self._members.stop_at
+
+    def _ask(self) -> None:
+        """Call a meeting where somebody wants to join or to leave."""
+        members = self._members
+        if self._leaves and self.size == 1 and not members.asked_for:
+            _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
+            members.end()
+            self._left = True
+        elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
+            members.stop_before(self.step + _MARGIN * max(each.lag for each in self._trained))
+
+    def _all_done(self) -> bool:
+        """Return whether all have taken the last step; False where one of them has called a meeting instead."""
+        self._members.say("done")
+        if self._members.wait_for("done", self.epoch.members):
+            self._members.end()
+            return True
+        self._failed = True
+        return False
+
+    def _change(self, joins: bool = False) -> None:
+        """Meet the others, and go on with those that are there; again where one of these is lost meanwhile."""
+        began, whole = time.monotonic(), not (joins or self._failed)
+        while True:
+            joins = self._meet(joins, whole)
+            if self._left:
+                return
+            try:
+                self._gather(self.epoch)
+                break
+            except Exception as error:
+                if not _is_loss(error):
+                    raise
+                _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
+            whole = False
+        self._failed = False
+        self.changes.append(time.monotonic() - began)
+        self._members.look()
+        if self.on_change is not None:
+            self.on_change(self)
+
+    def _meet(self, joins: bool, whole: bool) -> bool:
+        """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
+        if not whole:
+            _end_world()  # others that wait for this rank learn of it
+        members, before = self._members, self._members.current
+        note = Note([each.position for each in self._trained], self.step, whole, self._leaves)
+        epoch = members.join(note) if joins else members.meet(note, self._cut)
+        if whole:
+            self._hand_over(epoch, before)
+        if self.member in epoch.leaving:
+            self._left = True
+            return False
+        self._note_lost(epoch, before)
+        if self.member not in epoch.members:
+            _end_world()
+            members.join(Note(note.position, note.step, False))
+        return False
+
+    def _cut(self) -> None:
+        """Close the connections, so that others that wait for this rank learn that it does not come."""
+        for each in self._trained:
+            each.handle._connection.abort()
+        _end_world()
+
+    def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
+        for each in epoch.gone:
+            self._lost.append(Lost(each, epoch.step, "what this rank had not sent, unless it comes back"))
+        for each in epoch.behind:
+            if each in before.members:
+                self._lost.append(
+                    Lost(
+                        each,
+                        epoch.step,
+                        "got the weights of others; of a step that it lacked, what it sent waits still",
+                    )
+                )
+
+    def _hand_over(self, epoch: Epoch, before: Epoch) -> None:
+        """Send what a rank that leaves has not sent to its heir, over the connections of the epoch before."""
+        for member, heir in epoch.leaving.items():
+            try:
+                if self.member == member:
+                    _send([each.handle.held_back() for each in self._trained], before.rank(heir))
+                elif self.member == heir:
+                    for each, held in zip(self._trained, _received(before.rank(member)), strict=True):
+                        each.handle.take_over(held)
+            except RuntimeError as error:
+                if not _is_loss(error):
+                    raise
+                self._lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
+
+    def _gather(self, epoch: Epoch) -> None:
+        """Make the process group of an epoch, and send the state to those that lack it."""
+        _end_world()
+        dist.init_process_group(
+            self._backend,
+            store=self._members.store_of(epoch),
+            rank=epoch.rank(self.member),
+            world_size=len(epoch.members),
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        behind = self.member in epoch.behind
+        for each in self._trained:
+            if isinstance(each.model, DistributedDataParallel):
+                # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
+                each.model._update_process_group(dist.group.WORLD)
+            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self._timeout_s)
+        for receiver, source in epoch.behind.items():
+            if self.member == source:
+                _send([each.state() for each in self._trained], epoch.rank(receiver))
+            elif self.member == receiver:
+                for each, state in zip(self._trained, _received(epoch.rank(source)), strict=True):
+                    each.load(state)
+        if epoch.behind:
+            if behind:
+                self._members.say("ready")
+            if not self._members.wait_for("ready", list(epoch.behind)):
+                raise ConnectionLostError("a rank was lost while others got the weights")
+
+
+class _Attempt:
+    """One step; see `Run.attempt`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, Exception) and self._run._fails_with(error)
+
+
+def _address(address: str | None) -> tuple[str, int]:
+    """Return host and port."""
+    if address is None:
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync.elastic"
+        )
+    return host, int(port)
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, says that another rank cannot be reached."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, StoreSilentError):
+            return False  # without the store nobody knows who goes on
+        if isinstance(seen, ConnectionLostError):
+            return True
+        if isinstance(seen, RuntimeError) and ("gloo/" in str(seen) or "Gloo " in str(seen) or "[Rank" in str(seen)):
+            return True  # of torch's own collectives
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _end_world() -> None:
+    """Close the default process group, if there is one."""
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        assert group is not None
+        with suppress(RuntimeError):
+            abort(group)
+        dist.destroy_process_group()
+
+
+def _send(what: object, to: int) -> None:
+    """Send an object of tensors, numbers and text to a rank of the default group."""
+    buffer = io.BytesIO()
+    torch.save(what, buffer)
+    whole = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    dist.send(torch.tensor([whole.numel()]), to)
+    for piece in whole.split(_PIECE):
+        dist.send(piece, to)
+
+
+def _received(source: int) -> Any:  # Any: what was sent
+    """Return what `_send` sends."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source)
+    whole = torch.empty(int(length), dtype=torch.uint8)
+    for piece in whole.split(_PIECE):
+        dist.recv(piece, source)
+    return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
