@@ -24,7 +24,7 @@ from sparsync.comm.announcement import (
 from sparsync.comm.channels import Channels, Waits
 from sparsync.comm.interrupts import abort, abort_on_interrupt, was_interrupted
 from sparsync.comm.lane import Lane
-from sparsync.comm.meeting import GRACE_S, Meeting, StoreSilentError, asked, within
+from sparsync.comm.meeting import GRACE_S, Meeting, RanksMissingError, StoreSilentError, asked, within
 from sparsync.core import digest
 
 
@@ -140,7 +140,7 @@ class GroupComm:
             made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
             others = _reports(meeting, name, "", min(REPORTS_S, timeout_s))
-            raise RuntimeError(
+            raise RanksMissingError(
                 f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}{others and f' ({others})'}"
             ) from error
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number

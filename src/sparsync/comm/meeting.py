@@ -23,6 +23,10 @@ STAY_S = 0.5  # how long rank 0 waits for the other ranks to have read the repor
 GRACE_S = 1.0  # how much longer than its timeout a call of the store may take before the store counts as silent
 
 
+class RanksMissingError(RuntimeError):
+    """Not all ranks of a group have come to connect, or they cannot reach each other."""
+
+
 class StoreSilentError(RuntimeError):
     """The store of a process group does not answer: its process hangs, is gone, or cannot be reached."""
 
@@ -109,7 +113,7 @@ class Meeting:
         missing = [str(other) for other, note in enumerate(notes) if note is None or note.round != number]
         if missing or not _all_at(notes, number):
             absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "all ranks at once"
-            raise RuntimeError(
+            raise RanksMissingError(
                 f"rank {self.rank} of {self.size}: {absent} did not come to make a private group within {timeout_s:g} s; "
                 "all ranks of the group must take part, e.g. call attach"
             )

@@ -26,6 +26,7 @@ PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 POLL_S = 0.02  # between two looks at the others' notes, at first
 SLOWEST_POLL_S = 0.2
 ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
+FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 
@@ -167,6 +168,8 @@ class Members:
         while True:
             if (text := self._read(self._key("decided", number))) is not None:
                 return self._advanced(Epoch.read(text))
+            if (now := self._elsewhere(last)) is not None:
+                return self._advanced(now)
             waited = time.monotonic() - began
             if self.own in last.members or not last.members:
                 lines = self._do(lambda store: self._lines(store, number))
@@ -181,8 +184,6 @@ class Members:
                     note = replace(note, whole=False)
                     line = _Line(self.own, False, note)
                     self._do(lambda store, line=line: self._add_line(store, number, line))
-            elif (now := self._read(self._key("epoch"))) is not None and Epoch.read(now).number > number:
-                return self._advanced(Epoch.read(now))  # this meeting was over when this process came
             elif waited > self._wait_s:
                 raise RuntimeError(
                     f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
@@ -208,14 +209,17 @@ class Members:
         self._do(self._ring)
         self._look(self._do)
 
-    def wait_for(self, what: str, of: Sequence[str], more_s: float = 0.0) -> bool:
+    def wait_for(self, what: str, of: Sequence[str]) -> bool:
         """Wait until all of these have said `what` in this epoch, and return True.
 
-        False where somebody has called a meeting before, or after the timeout and `more_s` seconds.
+        False where somebody has called a meeting before, or where nothing was said, nor `moved` told, for the timeout.
         """
-        number, pause, deadline = self.current.number, POLL_S, time.monotonic() + self.timeout_s + more_s
+        number, pause, deadline, moved = self.current.number, POLL_S, time.monotonic() + self.timeout_s, 0
         keys = [self._key(what, number, each) for each in of]
         while not self._do(lambda store: store.check(keys)):
+            now = self._do(lambda store: store.add(self._key("moved", number), 0))
+            if now != moved:
+                moved, deadline = now, time.monotonic() + self.timeout_s
             if self.called or time.monotonic() > deadline:
                 return False
             time.sleep(pause)
@@ -225,6 +229,10 @@ class Members:
     def say(self, what: str) -> None:
         """Tell the other members `what` in this epoch."""
         self._do(lambda store: store.set(self._key(what, self.current.number, self.own), "1"))
+
+    def moved(self) -> None:
+        """Tell those that wait for this member that it is not stuck."""
+        self._do(lambda store: store.add(self._key("moved", self.current.number), 1))
 
     def end(self) -> None:
         """Note that all have taken the last step."""
@@ -259,7 +267,7 @@ class Members:
                 raise RuntimeError(
                     f"{len(notes)} of {self._ranks} ranks have come within {self._wait_s:g} s; start the others, or pass ranks={len(notes)}"
                 )
-            return len(notes) >= self._ranks
+            return len(notes) >= self._ranks and waited > FIRST_S
         missing = [each for each in last.members if each not in notes]
         patience_s = self.timeout_s if any(each in alive for each in missing) else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
@@ -271,6 +279,14 @@ class Members:
                 f"{len(notes)} ranks are left after {self._wait_s:g} s, and at least {self._least} are to go on (least={self._least})"
             )
         return False
+
+    def _elsewhere(self, last: Epoch) -> Epoch | None:
+        """Return the epoch that is written down, where it does not follow from `last`: others have gone on, or the store has forgotten."""
+        text = self._read(self._key("epoch"))
+        found = None if text is None else Epoch.read(text)
+        if found is None or found.number < max(1, last.number) or found.text == last.text:
+            return None
+        return found
 
     def _advanced(self, epoch: Epoch) -> Epoch:
         self.current = epoch

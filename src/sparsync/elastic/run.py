@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.interrupts import abort
-from sparsync.comm.meeting import StoreSilentError
+from sparsync.comm.meeting import RanksMissingError, StoreSilentError
 from sparsync.elastic.members import Epoch, Members, Note
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
@@ -402,7 +402,7 @@ class Run:
             if self.member == source:
                 _send([each.state() for each in self._trained], epoch.rank(receiver))
             elif self.member == receiver:
-                for each, state in zip(self._trained, _received(epoch.rank(source)), strict=True):
+                for each, state in zip(self._trained, _received(epoch.rank(source), self._members.moved), strict=True):
                     each.load(state)
         if epoch.behind:
             if behind:
@@ -444,7 +444,7 @@ def _is_loss(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, StoreSilentError):
             return False  # without the store nobody knows who goes on
-        if isinstance(seen, ConnectionLostError):
+        if isinstance(seen, (ConnectionLostError, RanksMissingError, dist.DistError)):
             return True
         if isinstance(seen, RuntimeError) and ("gloo/" in str(seen) or "Gloo " in str(seen) or "[Rank" in str(seen)):
             return True  # of torch's own collectives
@@ -472,13 +472,14 @@ def _send(what: object, to: int) -> None:
         dist.send(piece, to)
 
 
-def _received(source: int) -> Any:  # Any: what was sent
-    """Return what `_send` sends."""
+def _received(source: int, moved: Callable[[], None] = lambda: None) -> Any:  # Any: what was sent
+    """Return what `_send` sends; `moved` is called after each part."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, source)
     whole = torch.empty(int(length), dtype=torch.uint8)
     for piece in whole.split(_PIECE):
         dist.recv(piece, source)
+        moved()
     return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
 
 

@@ -419,9 +419,18 @@ class ExchangedSteps(StepMethod):
         self._write_own()
         self._divisor.next_step(self.clip_factor)
 
+    def shared_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        """Return this rank's state without what it holds back, and before the first step without vectors of zeros. See `follow`."""
+        state = super().shared_state()
+        left_out = self.vectors if self._step < 0 else ()
+        own = {key: value for key, value in state[self.integration].items() if key not in left_out}
+        return {**state, self.integration: own}
+
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
-        kept = {key: mine[key] for key in ("square", "seen")} if own["step"] >= 0 else {}
+        kept = {key: mine[key] for key in self.vectors if key not in theirs}
+        if own["step"] >= 0:
+            kept |= {key: mine[key] for key in ("square", "seen")}
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
     def _check(self, state: State) -> None:

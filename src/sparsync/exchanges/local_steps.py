@@ -225,6 +225,10 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._failed = True  # the next exchange compares the weights
         self._exchanger.regrouped(comm)
 
+    def follow(self, state: State) -> None:
+        super().follow(state)
+        self._failed = True
+
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
         kept = {"optimizers": mine["optimizers"]} if own["step"] >= 0 else {}
