@@ -5,6 +5,7 @@ each writes a note, and the first that finds all notes there, or has waited long
 proposal, by compare-and-set, so there is one next epoch and no second half that goes on: whoever does not reach the store stays behind.
 """
 
+import atexit
 import json
 import threading
 import time
@@ -147,9 +148,11 @@ class Members:
         if self._watching is None:
             self._watching = threading.Thread(target=self._watch, name="sparsync-members", daemon=True)
             self._watching.start()
+            atexit.register(self.close)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
 
     def close(self) -> None:
         """End the thread."""
+        atexit.unregister(self.close)
         self._shut.set()
         with suppress(StoreSilentError):
             self._ring(self._store or self._connected())
@@ -326,6 +329,7 @@ class Members:
                     self._write_epoch(store)
                     heard = store.add(self._key("rings"), 0)
                     self._look(lambda call, store=store: call(store))
+                    continue  # it may have been told to end before it began to listen
                 store.wait([self._key("bell", str(heard + 1))], timedelta(seconds=WATCH_S))
                 heard += 1
                 self._look(lambda call, store=store: call(store))

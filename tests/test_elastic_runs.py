@@ -1,0 +1,438 @@
+"""Runs that go on while ranks die, freeze, leave and join: who meets whom, and that replicas stay the same and nothing is lost unsaid."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sparsync
+from helpers.distributed import run as run_on
+from sparsync import elastic
+from sparsync.comm.meeting import StoreSilentError
+from sparsync.elastic import Epoch, members
+from sparsync.elastic.members import Members, Note, TCPStore, proposed
+
+
+def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
+    return Note([position], position if step is None else step, whole, leaves)
+
+
+def test_the_first_meeting_takes_the_state_of_the_first_that_came() -> None:
+    notes = {"b": note(0), "a": note(0), "c": note(0)}
+    assert proposed(Epoch(), notes, ["b", "a", "c"]) == Epoch(1, ("b", "a", "c"), {"a": "b", "c": "b"}, {}, (), 0)
+
+
+def test_ranks_that_are_left_keep_their_order_and_the_lost_one_is_named() -> None:
+    last = Epoch(4, ("a", "b", "c", "d"))
+    notes = {each: note(whole=False) for each in ("d", "a", "c")}
+    assert proposed(last, notes, []) == Epoch(5, ("a", "c", "d"), {}, {}, ("b",), 3)
+
+
+def test_the_step_that_anybody_has_applied_counts_and_the_others_get_it() -> None:
+    last = Epoch(4, ("a", "b", "c"))
+    notes = {"a": note(3, False), "b": note(4, False), "c": note(3, False)}
+    assert proposed(last, notes, []) == Epoch(5, ("a", "b", "c"), {"a": "b", "c": "b"}, {}, (), 4)
+
+
+def test_several_that_join_get_the_state_from_several() -> None:
+    notes = {each: note(3) for each in "ab"} | {each: note(0) for each in "xyz"}
+    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y", "z"])
+    assert (made.members, made.behind) == (("a", "b", "x", "y", "z"), {"x": "a", "y": "b", "z": "a"})
+
+
+def test_a_rank_leaves_to_an_heir_but_not_where_connections_have_failed() -> None:
+    last = Epoch(1, ("a", "b", "c"))
+    notes = {"a": note(leaves=True), "b": note(), "c": note()}
+    assert proposed(last, notes, []) == Epoch(2, ("b", "c"), {}, {"a": "b"}, (), 3)
+    notes["c"] = note(whole=False)
+    assert proposed(last, notes, []).members == ("a", "b", "c")
+    assert proposed(last, {each: notes[each] for each in "ab"}, []).leaving == {}
+
+
+def test_who_leaves_is_never_the_source_of_a_state() -> None:
+    notes = {"a": note(4, leaves=True), "b": note(4), "x": note(0)}
+    assert proposed(Epoch(1, ("a", "b")), notes, ["x"]).behind == {"x": "b"}
+    assert proposed(Epoch(1, ("a",)), {"a": note(leaves=True)}, []).members == ("a",)
+
+
+def test_a_member_that_was_dropped_and_asks_again_is_let_in_once() -> None:
+    made = proposed(Epoch(2, ("a", "b")), {"a": note(), "b": note(), "x": note(0)}, ["x", "x", "b"])
+    assert made.members == ("a", "b", "x")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(members, "ANSWER_S", 0.3)
+    monkeypatch.setattr(members, "FIRST_S", 0.1)
+    monkeypatch.setattr(members, "CALL_S", 1.0)
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def member_of(store: Any, own: str, *, ranks: int = 2, least: int = 1, wait_s: float = 20.0) -> Members:
+    return Members("127.0.0.1", store.port, "run", own, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [each.result() for each in [threads.submit(call) for call in calls]]
+
+
+@contextlib.contextmanager
+def met(store: Any, *names: str) -> Iterator[list[Members]]:
+    found = [member_of(store, each, ranks=len(names)) for each in names]
+    epochs = together(*(partial(each.join, note(0)) for each in found))
+    assert all(each == epochs[0] for each in epochs)
+    assert set(epochs[0].members) == set(names)
+    for each in found:
+        each.watch()
+    yield found
+    for each in found:
+        each.close()
+
+
+def test_all_agree_on_the_members(store: Any) -> None:
+    with met(store, "a", "b", "c") as (a, b, c):
+        epochs = together(*(partial(each.meet, note(1)) for each in (a, b, c)))
+        assert [each.number for each in epochs] == [2, 2, 2]
+
+
+def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(store: Any) -> None:
+    with met(store, "a", "b", "c") as (a, b, c):
+        c._shut.set()  # as a frozen process, it answers nothing
+        c._ring(c._connected())
+        assert c._watching is not None
+        c._watching.join(5)
+        began = time.monotonic()
+        epochs = together(*(partial(each.meet, note(1, False)) for each in (a, b)))
+        assert time.monotonic() - began < 2.0  # the timeout of those that answer
+        assert set(epochs[0].members) == {"a", "b"} and epochs[0].gone == ("c",)
+        assert "c" not in c.meet(note(1, False)).members
+        joined = together(partial(c.join, note(1, False)), *(partial(each.meet, note(5)) for each in (a, b)))
+        assert set(joined[0].members) == {"a", "b", "c"}
+        assert list(joined[0].behind) == ["c"]
+
+
+def test_a_member_that_answers_is_waited_for(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+
+        def late() -> Epoch:
+            time.sleep(1.0)  # longer than ANSWER_S, as in a long forward pass
+            return b.meet(note(1, False))
+
+        assert all(set(each.members) == {"a", "b"} for each in together(partial(a.meet, note(1, False)), late))
+
+
+def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        b._port, b._store, b._wait_s = 1, None, 0.5  # nothing listens there
+        with pytest.raises(StoreSilentError, match=r"127\.0\.0\.1:1 has not answered for 0\.5 s.*start it again"):
+            b.meet(note(1, False))
+        b._port = store.port
+        assert a.meet(note(1, False)).members == ("a",)
+
+
+def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for each in (a, b):
+            each._port, each._store = again.port, None
+        newcomer = member_of(again, "x", ranks=1)
+        joined = together(partial(newcomer.join, note(0)), *(partial(each.meet, note(1)) for each in (a, b)))
+        assert [each.number for each in joined] == [2, 2, 2]
+
+
+def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
+    with met(store, "a", "b") as (a, _):
+        a._least, a._wait_s = 2, 1.0
+        with pytest.raises(RuntimeError, match=r"1 ranks are left after 1 s, and at least 2 are to go on"):
+            a.meet(note(1, False))
+
+
+def test_a_first_meeting_of_too_few_says_how_many_came(store: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have come within 0\.3 s; start the others, or pass ranks=1"):
+        member_of(store, "a", wait_s=0.3).join(note(0))
+
+
+def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
+    with met(store, "a") as (a,):
+        a.end()
+        with pytest.raises(RuntimeError, match="this run has ended"):
+            member_of(store, "x").join(note(0))
+
+
+def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:
+    with met(store, "a"):
+        pass
+    with pytest.raises(
+        RuntimeError, match=r"no member of epoch 1 of this run has answered for 0\.5 s.*remembers the members a"
+    ):
+        member_of(store, "x", wait_s=0.5).join(note(0))
+
+
+def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        a.stop_before(7)
+        b.stop_before(9)
+        assert (a.stop_at, b.stop_at) == (7, 7)
+        together(partial(a.meet, note(7)), partial(b.meet, note(7)))
+        assert (a.stop_at, b.stop_at) == (None, None)
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":29400", "host:0", "host:70000", "host:port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"address must be host:port of the store, such as 10\.0\.0\.1:29400, got "):
+        elastic.Run(address)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"least must be in \[1, ranks=2\], got 3"):
+        elastic.Run("host:1", ranks=2, least=3)
+    with pytest.raises(ValueError, match=r"timeout_s and wait_s must be above 0 seconds, got 0\.0 and 300\.0"):
+        elastic.Run("host:1", timeout_s=0.0)
+
+
+EXCHANGES = {
+    "steps": sparsync.Steps(),
+    "local": sparsync.LocalSteps(every=3),
+    "gradients": sparsync.Gradients(),
+}
+
+
+@dataclass
+class Told:
+    """What a rank says of its training."""
+
+    steps: int = 0
+    left: bool = False
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of the common weights, by epoch and step
+    sizes: list[int] = field(default_factory=list)
+    lost: list[elastic.Lost] = field(default_factory=list)
+    rates: set[float] = field(default_factory=set)
+    refused: str = ""
+
+
+def digest_of(model: nn.Module, handle: Any) -> str:
+    shown = handle.averaged() if hasattr(handle, "averaged") else contextlib.nullcontext()
+    with shown:
+        content = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return hashlib.sha256(content).hexdigest()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 5))
+
+
+def trained(port: int, exchange: str, wrapped: bool, until: int, killed: int, leaves: int, joins: int) -> Told:
+    """Train; rank `killed` dies in step 6, `leaves` goes after step 9, and `joins` comes when the others have done 12."""
+    number = dist.get_rank()
+    bare = network()
+    dist.destroy_process_group()
+    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if number == joins:
+        signals.wait(["twelve"])
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=3, timeout_s=5.0, wait_s=60.0)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+    model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
+    scheme = sparsync.TwoShot(density=0.2, values="sign") if exchange != "gradients" else sparsync.MiCRO(density=0.2)
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
+    run.add(model, handle, optimizer, schedule)
+    told = Told()
+    for step in run.steps(until):
+        with run.attempt():
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + run.rank))
+            optimizer.zero_grad()
+            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
+            if step == 6 and number == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if exchange == "gradients" and not wrapped:
+                handle.reduce()
+            optimizer.step()
+            schedule.step()
+            if step == 9 and number == leaves:
+                run.leave()
+            if exchange != "local" or handle.exchanged * 3 == run.step:
+                told.digests[run.epoch.number, run.step] = digest_of(bare, handle)
+            told.sizes.append(run.size)
+            if run.step == 12:
+                signals.set("twelve", "")
+            if run.step >= 12 and run.size < 2 + (leaves < 0) and joins >= 0:
+                time.sleep(0.1)  # until the one that joins is there
+    told.steps, told.left, told.lost = run.step, run.left, run.lost
+    told.rates = {group["lr"] for group in optimizer.param_groups}
+    run.close()
+    return told
+
+
+def check(found: list[Told], until: int, leaves: int) -> None:
+    """All ranks have had the same weights after the same step, and those that stayed have taken every step."""
+    seen: dict[tuple[int, int], str] = {}
+    for number, told in enumerate(found):
+        assert told.left == (number == leaves)
+        assert told.steps == until or told.left
+        for place, digest in told.digests.items():
+            assert seen.setdefault(place, digest) == digest, place
+    assert len({frozenset(each.rates) for each in found if not each.left}) == 1
+
+
+CASES = [
+    ("steps", False),
+    ("steps", True),
+    ("local", False),
+    ("local", True),
+    ("gradients", False),
+    ("gradients", True),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("exchange", "wrapped"),
+    [pytest.param(*case, marks=[] if case == ("steps", True) else pytest.mark.slow) for case in CASES],
+)
+def test_a_rank_dies_one_leaves_and_one_joins(exchange: str, wrapped: bool) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    until = 45
+    found = run_on(
+        trained,
+        4,
+        doomed=[1],
+        port=store.port,
+        exchange=exchange,
+        wrapped=wrapped,
+        until=until,
+        killed=1,
+        leaves=2,
+        joins=3,
+    )
+    stayed = [each for number, each in enumerate(found) if number != 1]
+    check(stayed, until, leaves=1)
+    assert [each.sizes[-1] for each in stayed] == [2, 2, 2]
+    assert {1, 2, 3} == set(stayed[0].sizes) | {1}
+    assert [each.what for each in stayed[0].lost][:1] == ["what this rank had not sent, unless it comes back"]
+    assert stayed[2].lost == []
+
+
+def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what this rank has not sent before and after another one has left, each as a sum over parameters by name."""
+    number = dist.get_rank()
+    bare = network()
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=3, timeout_s=10.0, wait_s=60.0)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    scheme = sparsync.TwoShot(density=0.1, values="int4")
+    handle: Any = sparsync.attach(bare, scheme, optimizer=optimizer, exchange=sparsync.Steps())
+    run.add(bare, handle, optimizer)
+    before, after = {}, {}
+
+    def changed(of: elastic.Run) -> None:
+        if of.epoch.number == 2:
+            after.update(scheme.state_dict()["residual"])
+
+    run.on_change = changed
+    for step in run.steps(12):
+        with run.attempt():
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + run.rank))
+            optimizer.zero_grad()
+            bare(inputs).square().mean().backward()
+            optimizer.step()
+            if step == 4 and number == 0:
+                run.leave()
+            if run.epoch.number == 1:
+                before = scheme.state_dict()["residual"]
+    run.close()
+    return before, after
+
+
+@pytest.mark.distributed
+def test_what_a_leaving_rank_has_not_sent_is_handed_over_to_the_bit() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (gone, nothing), *stayed = run_on(mass, 3, port=store.port)
+    assert nothing == {}
+    heirs = [all(torch.equal(after[name], before[name] + gone[name]) for name in gone) for before, after in stayed]
+    others = [all(torch.equal(after[name], before[name]) for name in gone) for before, after in stayed]
+    assert sorted(zip(heirs, others, strict=True)) == [(False, True), (True, False)]
+
+
+def refusals(port: int) -> list[str]:
+    """Return what a run says of what it cannot train."""
+    told = []
+
+    def tell(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (RuntimeError, TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    tell(lambda: elastic.Run(f"127.0.0.1:{port}"))
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}")
+    tell(lambda: next(run.steps(1)))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = sparsync.LocalSteps(every=4, delay=2)
+    handle: Any = sparsync.attach(model, sparsync.Dense(), optimizer=optimizer, exchange=exchange)
+    tell(lambda: run.add(model, handle, optimizer))
+    run.close()
+    return told
+
+
+@pytest.mark.distributed
+def test_what_a_run_cannot_train_is_refused() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    initialised, nothing, delayed = run_on(refusals, 1, port=store.port)[0]
+    assert initialised.startswith("RuntimeError: torch.distributed is initialised already")
+    assert (
+        nothing == "RuntimeError: there is nothing to train; call run.add(model, handle, optimizer) before run.steps()"
+    )
+    assert delayed.startswith("ValueError: a run takes local steps without a delay, got delay=2")
+
+
+def erring(port: int) -> str:
+    """Return how an error of the program itself ends."""
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
+    try:
+        for _ in run.steps(3):
+            with run.attempt():
+                raise KeyError("data")
+    except KeyError as error:
+        run.close()
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.distributed
+def test_an_error_of_the_program_itself_is_raised() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_on(erring, 1, port=store.port) == ["'data'"]
+
+
+def test_a_store_serves_until_it_is_told_to_end(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = threading.Timer(3.0, partial(os.kill, os.getpid(), signal.SIGTERM))
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    from sparsync.elastic.__main__ import main
+
+    try:
+        ended.start()
+        main(["--host", "127.0.0.1", "--port", "0"])
+    finally:
+        for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(each, handler)
+    assert capfd.readouterr().out.startswith("serving on port ")
