@@ -1,7 +1,8 @@
 """Training that goes on while ranks die, freeze, leave and join: `Run`."""
 
 from sparsync.elastic.members import Epoch as Epoch
+from sparsync.elastic.run import Change as Change
 from sparsync.elastic.run import Lost as Lost
 from sparsync.elastic.run import Run as Run
 
-__all__ = ["Epoch", "Lost", "Run"]
+__all__ = ["Change", "Epoch", "Lost", "Run"]

@@ -53,6 +53,18 @@ class Lost:
     what: str
 
 
+@dataclass(frozen=True)
+class Change:
+    """A meeting, as this rank has seen it."""
+
+    epoch: int
+    ranks: int
+    step: int  # steps that were done
+    seconds: float  # from its beginning until training goes on
+    received_nbytes: int = 0  # of weights and states of optimizers, where this rank lacked them
+    received_s: float = 0.0
+
+
 @dataclass(eq=False)
 class _Trained:
     """A model and its handle, and what else a rank that joins needs."""
@@ -173,7 +185,7 @@ class Run:
         self._trained: list[_Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
-        self.changes: list[float] = []  # seconds that each meeting took, with transfers
+        self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
 
@@ -318,7 +330,7 @@ class Run:
             if self._left:
                 return
             try:
-                self._gather(self.epoch)
+                received = self._gather(self.epoch)
                 break
             except Exception as error:
                 if not _is_loss(error):
@@ -326,7 +338,7 @@ class Run:
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
         self._failed = False
-        self.changes.append(time.monotonic() - began)
+        self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
         if self.on_change is not None:
             self.on_change(self)
@@ -375,15 +387,18 @@ class Run:
                 if self.member == member:
                     _send([each.handle.held_back() for each in self._trained], before.rank(heir))
                 elif self.member == heir:
-                    for each, held in zip(self._trained, _received(before.rank(member)), strict=True):
+                    for each, held in zip(self._trained, _received(before.rank(member))[0], strict=True):
                         each.handle.take_over(held)
             except RuntimeError as error:
                 if not _is_loss(error):
                     raise
                 self._lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
 
-    def _gather(self, epoch: Epoch) -> None:
-        """Make the process group of an epoch, and send the state to those that lack it."""
+    def _gather(self, epoch: Epoch) -> tuple[int, float]:
+        """Make the process group of an epoch, and send the state to those that lack it.
+
+        Returns the bytes that this rank has received, and the seconds that it took.
+        """
         _end_world()
         dist.init_process_group(
             self._backend,
@@ -398,17 +413,22 @@ class Run:
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
             each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self._timeout_s)
+        received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
                 _send([each.state() for each in self._trained], epoch.rank(receiver))
             elif self.member == receiver:
-                for each, state in zip(self._trained, _received(epoch.rank(source), self._members.moved), strict=True):
+                began = time.monotonic()
+                states, nbytes = _received(epoch.rank(source), self._members.moved)
+                received = nbytes, time.monotonic() - began
+                for each, state in zip(self._trained, states, strict=True):
                     each.load(state)
         if epoch.behind:
             if behind:
                 self._members.say("ready")
             if not self._members.wait_for("ready", list(epoch.behind)):
                 raise ConnectionLostError("a rank was lost while others got the weights")
+        return received
 
 
 class _Attempt:
@@ -472,15 +492,15 @@ def _send(what: object, to: int) -> None:
         dist.send(piece, to)
 
 
-def _received(source: int, moved: Callable[[], None] = lambda: None) -> Any:  # Any: what was sent
-    """Return what `_send` sends; `moved` is called after each part."""
+def _received(source: int, moved: Callable[[], None] = lambda: None) -> tuple[Any, int]:  # Any: what was sent
+    """Return what `_send` sends, and its bytes; `moved` is called after each part."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, source)
     whole = torch.empty(int(length), dtype=torch.uint8)
     for piece in whole.split(_PIECE):
         dist.recv(piece, source)
         moved()
-    return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
+    return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True), whole.numel()
 
 
 def _bare(model: nn.Module) -> nn.Module:
