@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sparsync.comm.meeting import StoreSilentError, asked
+from sparsync.core import digest
 
 Result = TypeVar("Result")
 # Public, but missing from torch's __all__.
@@ -141,7 +142,8 @@ class Members:
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
         """Return a store for the process group of an epoch, over a connection of its own."""
-        return PrefixStore(f"{self._prefix}/groups/{epoch.number}", self._connected())
+        # A store that was started again may have taken two epochs of one number.
+        return PrefixStore(f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}", self._connected())
 
     def watch(self) -> None:
         """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
@@ -166,17 +168,20 @@ class Members:
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, number, began, pause = self.current, self.current.number + 1, time.monotonic(), POLL_S
-        self._do(lambda store: self._add_line(store, number, _Line(self.own, self.own not in last.members, note)))
-        self._do(self._ring)
         while True:
             if (text := self._read(self._key("decided", number))) is not None:
                 return self._advanced(Epoch.read(text))
             if (now := self._elsewhere(last)) is not None:
                 return self._advanced(now)
             waited = time.monotonic() - began
+            lines = self._do(lambda store: self._lines(store, number))
+            notes = {each.member: each.note for each in lines if each.note is not None}
+            if notes.get(self.own) != note:  # at first, and where a store that was started again has forgotten it
+                line = _Line(self.own, self.own not in last.members, note)
+                self._do(lambda store, line=line: self._add_line(store, number, line))
+                self._do(self._ring)
+                continue
             if self.own in last.members or not last.members:
-                lines = self._do(lambda store: self._lines(store, number))
-                notes = {each.member: each.note for each in lines if each.note is not None}
                 asking = [each.member for each in lines if each.asks]
                 if self._all_here(last, notes, {each.member for each in lines}, waited):
                     text = proposed(last, notes, asking).text
@@ -185,8 +190,6 @@ class Members:
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
                     note = replace(note, whole=False)
-                    line = _Line(self.own, False, note)
-                    self._do(lambda store, line=line: self._add_line(store, number, line))
             elif waited > self._wait_s:
                 raise RuntimeError(
                     f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
