@@ -7,6 +7,7 @@ proposal, by compare-and-set, so there is one next epoch and no second half that
 
 import atexit
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -137,6 +138,7 @@ class Members:
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
+        self._found_again = -math.inf  # when the store answered again that had not
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
@@ -173,8 +175,8 @@ class Members:
                 return self._advanced(Epoch.read(text))
             if (now := self._elsewhere(last)) is not None:
                 return self._advanced(now)
-            waited = time.monotonic() - began
             lines = self._do(lambda store: self._lines(store, number))
+            waited = time.monotonic() - max(began, self._found_again)
             notes = {each.member: each.note for each in lines if each.note is not None}
             if notes.get(self.own) != note:  # at first, and where a store that was started again has forgotten it
                 line = _Line(self.own, self.own not in last.members, note)
@@ -275,7 +277,9 @@ class Members:
                 )
             return len(notes) >= self._ranks and waited > FIRST_S
         missing = [each for each in last.members if each not in notes]
-        patience_s = self.timeout_s if any(each in alive for each in missing) else min(self.timeout_s, ANSWER_S)
+        # Others may not have found a store yet that was started again.
+        sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
+        patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
             return False
         if len(notes) >= self._least:
@@ -361,16 +365,17 @@ class Members:
 
     def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
         """Return `call` of the store, over another connection where one fails."""
-        deadline = time.monotonic() + self._wait_s
+        deadline, failed = time.monotonic() + self._wait_s, False
         while True:
             try:
                 if self._store is None:
                     self._store = self._connected()
+                    self._found_again = time.monotonic() if failed else self._found_again
                     if self.current.members:
                         self._write_epoch(self._store)
                 return asked(CALL_S, lambda: call(self._store), "a rank asks the store of its run")
             except StoreSilentError as error:
-                self._store = None
+                self._store, failed = None, True
                 if time.monotonic() > deadline:
                     raise StoreSilentError(
                         f"the store of this run at {self._host}:{self._port} has not answered for {self._wait_s:g} s, and without it "
