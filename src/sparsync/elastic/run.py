@@ -33,6 +33,7 @@ from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
+_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in what torch's own collectives raise: source files and texts of gloo's
 _MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
 
 
@@ -466,7 +467,7 @@ def _is_loss(error: BaseException) -> bool:
             return False  # without the store nobody knows who goes on
         if isinstance(seen, (ConnectionLostError, RanksMissingError, dist.DistError)):
             return True
-        if isinstance(seen, RuntimeError) and ("gloo/" in str(seen) or "Gloo " in str(seen) or "[Rank" in str(seen)):
+        if isinstance(seen, RuntimeError) and any(each in str(seen) for each in _LOSSES):
             return True  # of torch's own collectives
         seen = seen.__cause__ or seen.__context__
     return False
