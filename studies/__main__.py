@@ -21,6 +21,7 @@ PARTS = {
     "delays": "the one-way delays that a step of each method waits for, over links with a delay",
     "demo_page": "what `make demo` has written, for README.md and docs/schemes.md",
     "downstream": "fine-tunes models that were pre-trained with and without compression: a table of docs/frontier.md",
+    "elastic": "random events in elastic runs: tables of docs/reliability.md",
     "extra_steps": "trainings of many methods, from which `sparsync advise` takes extra steps: a table of docs/advise.md",
     "far_links": "trainings over links with a delay, and the delays that steps wait for: docs/far_links.md",
     "fsdp_parameters": "what compressing FSDP2's shard axis does to a training: a table of docs/attach.md",

@@ -46,7 +46,7 @@ class RankOrder:
 
 def run(order: RankOrder, connection: Connection) -> None:
     """Train, and end the process. Sends "joined", takes "go"; then "strike", and at last "done" or "error", each with the time."""
-    _end_with_parent()
+    end_with_parent()
     with (order.folder / f"stderr{order.rank}").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)  # torch warns there of every connection that is lost
     with (order.folder / f"stacks{order.rank}").open("w") as stacks:
@@ -77,7 +77,7 @@ def _train(order: RankOrder, connection: Connection) -> str:
     trial, rank = order.trial, order.rank
     torch.set_num_threads(1)
     if order.links.limited:
-        _enter(order.links.anchors[rank])
+        enter(order.links.anchors[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = order.links.interface
     store = _store(order)
     connection.send(("joined", time.monotonic(), ""))
@@ -127,7 +127,7 @@ def _store(order: RankOrder) -> TCPStore:
     return opened(port=int(port.read_text()), is_master=False)
 
 
-def _enter(process: int) -> None:
+def enter(process: int) -> None:
     """Enter the network namespace of a process. Python has os.setns from 3.12 on only."""
     with Path(f"/proc/{process}/ns/net").open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -153,7 +153,7 @@ def _is_ours(error: BaseException) -> bool:
     return inside or "failed on bucket" in str(error) or "not reduced" in str(error)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End when the supervisor does, and with the fork server, which does the same: a rank that is stopped cannot end itself."""
     die_with_parent()
     # HACK: what tells the fork server that the supervisor lives is open in every rank too; there is no public way to close it. Price: a

@@ -1,0 +1,199 @@
+"""The processes of a trial: a rank, which trains and writes down what happens to it, and the store."""
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import time
+import traceback
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import sparsync
+from sparsync import elastic
+from sparsync.elastic.__main__ import main as serve_store
+from sparsync_lab.netlab import RunNetwork
+from studies.campaign.rank import end_with_parent, enter
+from studies.elastic.drawing import Trial
+
+WAIT_S = 30.0
+EVERY = 4  # steps between two exchanges of local steps
+DIGEST_EVERY = 3
+AHEAD = 20  # steps from the one at which rank 0 hears that the run is to end to the last one
+_EXCHANGES = {
+    "steps": sparsync.Steps,
+    "gradients": sparsync.Gradients,
+    "local": lambda: sparsync.LocalSteps(every=EVERY),
+}
+_SCHEMES = {
+    "two_shot": lambda: sparsync.TwoShot(density=0.1, values="sign"),
+    "topk": lambda: sparsync.TopK(density=0.1),
+    "micro": lambda: sparsync.MiCRO(density=0.1),
+    "dense": sparsync.Dense,
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the process of a rank is to do, and where."""
+
+    trial: Trial
+    number: int  # of the process in its trial
+    place: int  # in the network
+    folder: Path
+    address: str  # of the store
+    timeout_s: float
+    pace_s: float  # a step sleeps for this long
+    links: RunNetwork
+
+
+def serve(links: RunNetwork, place: int, port: int, told: Path) -> None:
+    """Be the store, in the network at `place`; what it tells goes into a file."""
+    end_with_parent()
+    with told.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if links.limited:
+        enter(links.anchors[place])
+    serve_store(["--port", str(port)])
+
+
+def run(order: Order) -> None:
+    """Be a rank, and end the process: with status 1 after an error."""
+    end_with_parent()
+    stderr = (order.folder / f"stderr{order.number}").open("w")
+    os.dup2(stderr.fileno(), 2)
+    stacks = (order.folder / f"stacks{order.number}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(stderr)
+    torch.set_num_threads(1)
+    if order.links.limited:
+        enter(order.links.anchors[order.place])
+    os.environ["GLOO_SOCKET_IFNAME"] = order.links.interface
+    code = 0
+    with (order.folder / f"log{order.number}").open("w", buffering=1) as log:
+
+        def tell(**what: Any) -> None:  # Any: JSON
+            print(json.dumps({"t": time.monotonic(), **what}), file=log)
+
+        try:
+            _Rank(order, tell).train()
+        except BaseException:
+            tell(error=traceback.format_exc())
+            code = 1
+    os._exit(code)
+
+
+class _LastStep:
+    """The number of steps to take: no bound until the supervisor ends the run; then rank 0 names one, some steps ahead."""
+
+    def __init__(self, folder: Path, run: elastic.Run) -> None:
+        self._folder, self._run, self._last = folder, run, cast("int | None", None)
+
+    def __gt__(self, step: int) -> bool:
+        named = self._folder / "last"
+        if self._last is None and self._run.rank == 0 and not named.exists() and (self._folder / "finish").exists():
+            own = self._folder / f"last.{os.getpid()}"
+            own.write_text(str(step + AHEAD))
+            with suppress(FileExistsError):  # another rank 0 was quicker
+                named.hardlink_to(own)
+        if self._last is None and named.exists():
+            self._last = int(named.read_text())
+        return self._last is None or step < self._last
+
+
+class _Rank:
+    """A training, and what this rank holds back after each step."""
+
+    def __init__(self, order: Order, tell: Any) -> None:  # Any: takes what it writes by name
+        self.order, self.tell = order, tell
+        trial = order.trial
+        kind, _, wrapped = trial.exchange.partition("_")
+        torch.manual_seed(trial.seed)
+        self.run = elastic.Run(order.address, ranks=trial.ranks, timeout_s=order.timeout_s, wait_s=WAIT_S)
+        self.run.leave_on(signal.SIGTERM)
+        norm = [nn.BatchNorm1d(64)] if wrapped else []
+        self.bare = nn.Sequential(nn.Linear(20, 64), *norm, nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+        self.model = nn.parallel.DistributedDataParallel(self.bare) if wrapped else self.bare
+        self.optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-3)
+        self.handle: Any = sparsync.attach(
+            self.model, _SCHEMES[trial.scheme](), optimizer=self.optimizer, exchange=_EXCHANGES[kind]()
+        )  # Any: handles differ in what they can do besides
+        self.reduces = kind == "gradients" and not wrapped
+        self.held: dict[str, Tensor] = {}
+        self.fresh = True  # no step since the last meeting
+        self.run.add(self.model, self.handle, self.optimizer)
+        self.run.on_change = self._changed
+        tell(member=self.run.member)
+
+    def train(self) -> None:
+        run = self.run
+        last = cast("int", _LastStep(self.order.folder, run))
+        for step in run.steps(last):
+            with run.attempt():
+                self._step(step)
+                self.held = residual(self.handle)
+                seen = {"digest": self._digest()} if self.fresh or self._position() % DIGEST_EVERY == 0 else {}
+                self.fresh = False
+                self.tell(step=run.step, epoch=run.epoch.number, rank=run.rank, position=self._position(), **seen)
+                time.sleep(self.order.pace_s)
+        if run.left:
+            torch.save(residual(self.handle), self.order.folder / f"left{self.order.number}.pt")
+            self.tell(left=run.epoch.number, heir=run.epoch.leaving.get(run.member))
+        else:
+            self.tell(done=run.step, digest=self._digest(), position=self._position(), epoch=run.epoch.number)
+        run.close()
+        self.tell(closed=True)
+
+    def _step(self, step: int) -> None:
+        chance = torch.Generator().manual_seed(1000 * step + self.order.number)
+        batch = torch.randn(8, 20, generator=chance)
+        self.optimizer.zero_grad()
+        loss = (self.model(batch) - batch[:, :5].sin()).square().mean()
+        loss.backward()
+        if self.reduces:
+            self.handle.reduce()
+        self.optimizer.step()
+
+    def _position(self) -> int:
+        """Return the number of updates that all ranks share."""
+        return self.handle.exchanged if self.order.trial.exchange.startswith("local") else self.run.step
+
+    def _digest(self) -> str:
+        with self.handle.averaged() if hasattr(self.handle, "averaged") else nullcontext():
+            weights = b"".join(each.detach().numpy().tobytes() for each in self.bare.parameters())
+        return hashlib.sha256(weights).hexdigest()[:16]
+
+    def _changed(self, run: elastic.Run) -> None:
+        """Write down the meeting, and what this rank holds back where that has changed since its last step."""
+        held, mass = residual(self.handle), ""
+        if differing(self.held, held):
+            mass = f"mass{self.order.number}.{run.epoch.number}.pt"
+            torch.save({"before": self.held, "after": held}, self.order.folder / mass)
+        self.held, self.fresh = held, True
+        lost = [[each.member, each.what] for each in run.lost]
+        epoch = run.epoch
+        self.tell(change=epoch.number, members=epoch.members, behind=epoch.behind, step=run.step, mass=mass, lost=lost)
+
+
+def residual(handle: Any) -> dict[str, Tensor]:  # Any: see _Rank
+    """Return a copy of what a rank has not sent, by parameter."""
+    return {name: each.clone() for name, each in handle.scheme.state_dict().get("residual", {}).items()}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Return the names of which the bits differ; what is not there is zero."""
+
+    def same(name: str) -> bool:
+        first, second = one.get(name), other.get(name)
+        if first is None or second is None:
+            return not any(each is not None and each.any() for each in (first, second))
+        return torch.equal(first, second)
+
+    return [name for name in sorted({*one, *other}) if not same(name)]

@@ -1,0 +1,233 @@
+"""What must hold in a trial: ranks go on, replicas are the same, nothing unsent is lost unsaid, and only one membership takes steps."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from studies.elastic.rank import EVERY, differing
+from studies.elastic.supervisor import RankSeen, Struck, TrialSeen
+
+GO_ON_S = 20.0  # beyond the timeout, since the last thing that happened
+STEPS = 5  # that count as going on
+LATE_S = 2.0  # beyond the timeout: how long steps of an older epoch may come after the next one has begun
+Entry = Mapping[str, Any]  # Any: JSON; what a rank has written down
+Problem = tuple[float, str]  # when, and what
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an event."""
+
+    kind: str
+    seconds: float | None  # until all that were left have taken a step without, or with, those of the event
+    back_s: float | None  # from the return of a rank until it takes steps with the others
+    why: str = ""  # "": survived
+
+    @property
+    def survived(self) -> bool:
+        return not self.why
+
+
+def judged(seen: TrialSeen, timeout_s: float, local: bool) -> list[Outcome]:
+    """Return what became of each event. What went wrong counts for the last event before."""
+    outcomes: list[Outcome] = []
+    problems = [*ended_badly(seen.ranks), *unequal(seen.ranks), *changed_mass(seen), *split(seen, timeout_s, local)]
+    for place, struck in enumerate(seen.struck):
+        later = [each.at for each in seen.struck[place + 1 :]]
+        until = min((each for each in later if each > struck.at), default=float("inf"))
+        why = [text for at, text in problems if struck.at <= at < until]
+        if place == 0:
+            why += [text for at, text in problems if at < struck.at]
+        if struck.at in later:
+            why = []  # of two at once the second one has it
+        seconds, back_s, stuck = went_on(struck, seen, timeout_s)
+        outcomes.append(Outcome(struck.kind, seconds, back_s, "; ".join([*stuck, *why])))
+    return outcomes
+
+
+def went_on(struck: Struck, seen: TrialSeen, timeout_s: float) -> tuple[float | None, float | None, list[str]]:
+    """Return the seconds of an Outcome, and what is wrong: ranks that took no steps afterwards, or not with the right members."""
+    ranks = {each.number: each for each in seen.ranks}
+    members = {each.number: member_of(each) for each in seen.ranks}
+    gone = {members[each] for each in struck.victims} if struck.kind in _GONE else set[str | None]()
+    found, wrong = list[float](), list[str]()
+    for rank in seen.ranks:
+        if rank.number in struck.victims or not _there(rank, struck.at):
+            continue
+        seconds, why = _steps_after(
+            rank, struck.at, seen, timeout_s, lambda entry: not gone & set(_members(seen, entry))
+        )
+        found += [] if seconds is None else [seconds]
+        wrong += [why] if why else []
+    if struck.kind == "join":
+        found.clear()
+    at = struck.at if struck.kind == "join" else struck.back_at if struck.kind in _COMING else None
+    back = list[float]()
+    for number in struck.victims if at is not None else []:
+        right = partial(_with, members[number], seen)
+        seconds, why = _steps_after(ranks[number], at or 0.0, seen, timeout_s, right)
+        back += [] if seconds is None else [seconds]
+        wrong += [why] if why else []
+    if struck.kind == "join":
+        found, back = back, []
+    return max(found, default=None), max(back, default=None), wrong
+
+
+_GONE = ("kill", "kill_first", "leave", "freeze", "partition", "store_first")
+_COMING = ("join", "freeze", "pause", "partition")
+
+
+def ended_badly(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
+    """Yield ranks that ended with an error, or that hang. Whoever comes when all have taken the last step is told so by an error."""
+    done_at = min((each["t"] for rank in ranks for each in rank.entries if "done" in each), default=float("inf"))
+    for rank in ranks:
+        last: Entry = rank.entries[-1] if rank.entries else {"t": rank.started_at}
+        if rank.hung:
+            yield last["t"], f"rank {rank.number} hangs: {rank.said}"
+        elif "error" in last and not ("this run has ended" in last["error"] and last["t"] >= done_at):
+            yield last["t"], f"rank {rank.number}: {last['error'].strip().splitlines()[-1]}"
+        elif rank.status not in (0, 1, -9):
+            yield last["t"], f"rank {rank.number} ended by signal {-(rank.status or 0)}"
+
+
+def unequal(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
+    """Yield positions at which the common weights of two ranks differ."""
+    found = defaultdict[tuple[int, int], dict[str, tuple[float, int]]](dict)
+    for rank in ranks:
+        for entry in rank.entries:
+            if "digest" in entry:
+                found[entry["epoch"], entry["position"]].setdefault(entry["digest"], (entry["t"], rank.number))
+    for (epoch, position), digests in found.items():
+        if len(digests) > 1:
+            numbers = ", ".join(str(number) for _, number in digests.values())
+            yield (
+                min(at for at, _ in digests.values()),
+                f"replicas of ranks {numbers} differ in epoch {epoch} at update {position}",
+            )
+            return
+
+
+def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
+    """Yield meetings in which what a rank holds back changed by anything but what a rank that left has handed over."""
+    heirs = [
+        (entry["left"], entry["heir"], member_of(rank), seen.left[rank.number])
+        for rank in seen.ranks
+        for entry in rank.entries
+        if "left" in entry and entry["heir"] is not None
+    ]
+    for rank in seen.ranks:
+        own, last = member_of(rank), 0
+        for entry in (each for each in rank.entries if "change" in each):
+            lost = {member for member, what in entry["lost"] if "on the way" in what}
+            due = [
+                held
+                for epoch, heir, leaver, held in heirs
+                if heir == own and last < epoch <= entry["change"] and leaver not in lost
+            ]
+            last = entry["change"]
+            mass = seen.masses.get(entry["mass"])
+            if mass is None:
+                if any(each.any() for held in due for each in held.values()):
+                    yield entry["t"], f"rank {rank.number} has not got what another rank handed over in epoch {last}"
+                continue
+            if wrong := differing(_summed([mass["before"], *due]), mass["after"]):
+                yield (
+                    entry["t"],
+                    f"what rank {rank.number} holds back of {wrong[0]} has changed in the meeting of epoch {last}",
+                )
+
+
+def dropped(seen: TrialSeen) -> int:
+    """Return how often an epoch lacked a rank of the one before to which nothing had happened: it comes back, but has lost time."""
+    met: dict[int, Entry] = {}
+    for rank in seen.ranks:
+        met.update({each["change"]: each for each in rank.entries if "change" in each})
+    named = {member_of(rank): rank for rank in seen.ranks}
+    epochs = [met[each] for each in sorted(met)]
+    return sum(
+        not any(begin < entry["t"] and end > before["t"] for begin, end in named[member].away)
+        for before, entry in pairwise(epochs)
+        for member in before["members"]
+        if member not in entry["members"] and member in named
+    )
+
+
+def split(seen: TrialSeen, timeout_s: float, local: bool) -> Iterator[Problem]:
+    """Yield steps of an older epoch after a newer one has begun, other than the one under way, and epochs with two memberships."""
+    begun, met = dict[int, float](), dict[int, list[str]]()
+    for rank in seen.ranks:
+        for entry in (each for each in rank.entries if "change" in each):
+            begun[entry["change"]] = min(begun.get(entry["change"], entry["t"]), entry["t"])
+            if met.setdefault(entry["change"], entry["members"]) != entry["members"]:
+                yield entry["t"], f"epoch {entry['change']} has two memberships"
+    for rank in seen.ranks:
+        late = defaultdict[int, int](int)
+        for entry in (each for each in rank.entries if "rank" in each):
+            newer = [at for epoch, at in begun.items() if epoch > entry["epoch"]]
+            if newer and entry["t"] > min(newer) + timeout_s + LATE_S:
+                late[entry["epoch"]] += 1
+                if late[entry["epoch"]] == (EVERY if local else 1) + 1:
+                    yield entry["t"], f"rank {rank.number} takes steps in epoch {entry['epoch']} while a later one does"
+
+
+def member_of(rank: RankSeen) -> str | None:
+    """Return the name of a rank in epochs; None where it has not come so far."""
+    return next((each["member"] for each in rank.entries if "member" in each), None)
+
+
+def _there(rank: RankSeen, at: float) -> bool:
+    """Return whether a rank takes steps at a time."""
+    first = next((each["t"] for each in rank.entries if "rank" in each), float("inf"))
+    ended = any("done" in each and each["t"] < at for each in rank.entries)
+    return first < at and not ended and not any(begin <= at < end for begin, end in rank.away)
+
+
+def _steps_after(
+    rank: RankSeen, at: float, seen: TrialSeen, timeout_s: float, right: Any
+) -> tuple[float | None, str]:  # Any: a function of an entry
+    """Return the seconds until a rank has taken a step with the right members, and whether it then went on; "" if so."""
+    times = [each["t"] for each in rank.entries if "rank" in each and each["t"] > at and right(each)]
+    seconds = times[0] - at if times else None
+    bound = at + timeout_s + GO_ON_S
+    happened = [time for each in seen.struck for time in (each.at, each.back_at) if time is not None]
+    for time in sorted(happened):
+        if at < time < bound:
+            bound = max(bound, time + timeout_s + GO_ON_S)
+    if len(times) >= STEPS and times[STEPS - 1] <= bound:
+        return seconds, ""
+    if any(at <= begin for begin, _ in rank.away) or any("done" in each or "left" in each for each in rank.entries):
+        return seconds, ""  # something else has struck it, or the run has ended
+    if rank.entries and "this run has ended" in rank.entries[-1].get("error", ""):
+        return seconds, ""
+    return seconds, f"rank {rank.number} did not go on within {bound - at:.0f} s"
+
+
+def _with(member: str | None, seen: TrialSeen, entry: Entry) -> bool:
+    return member in _members(seen, entry)
+
+
+def _members(seen: TrialSeen, entry: Entry) -> list[str]:
+    """Return the members of the epoch of a step."""
+    return next(
+        (
+            each["members"]
+            for rank in seen.ranks
+            for each in rank.entries
+            if "change" in each and each["change"] == entry["epoch"]
+        ),
+        [],
+    )
+
+
+def _summed(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the sum of vectors by name, in order."""
+    found = dict[str, Tensor]()
+    for state in states:
+        for name, each in state.items():
+            found[name] = found[name] + each if name in found else each
+    return found
