@@ -192,18 +192,19 @@ class Members:
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
                     note = replace(note, whole=False)
-            elif waited > self._wait_s:
-                raise RuntimeError(
-                    f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
-                )
+            else:
+                self._check_running()
+                if waited > self._wait_s:
+                    raise RuntimeError(
+                        f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
+                    )
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
 
     def join(self, note: Note) -> Epoch:
         """Return the first epoch that this process belongs to. Raises RuntimeError where the run has ended, or does not answer."""
         while True:
-            if self._read(self._key("ended")) is not None:
-                raise RuntimeError("this run has ended: all its ranks have taken their last step; give another name")
+            self._check_running()
             text = self._read(self._key("epoch"))
             self.current = Epoch() if text is None else Epoch.read(text)
             epoch = self.meet(note)
@@ -267,6 +268,10 @@ class Members:
     def look(self) -> None:
         """Look for who wants to join, and whether a step to meet before was named."""
         self._look(self._do)
+
+    def _check_running(self) -> None:
+        if self._read(self._key("ended")) is not None:
+            raise RuntimeError("this run has ended: all its ranks have taken their last step; give another name")
 
     def _all_here(self, last: Epoch, notes: Mapping[str, Note], alive: Collection[str], waited: float) -> bool:
         """Return whether the next epoch can be proposed now. A process that is `alive` may still be busy with its step."""

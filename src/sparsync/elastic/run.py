@@ -33,7 +33,12 @@ from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
-_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in what torch's own collectives raise: source files and texts of gloo's
+_LOSSES = (
+    "gloo/",
+    "Gloo ",
+    "[Rank",
+    "pair closure",
+)  # in what torch's own collectives raise: source files and texts of gloo's
 _MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
 
 
