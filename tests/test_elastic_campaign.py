@@ -30,7 +30,7 @@ def test_the_same_seed_draws_the_same_events_of_all_kinds() -> None:
 
 def test_only_keeps_some_kinds() -> None:
     assert {each.kind for each in drawn(0, 0, TIMEOUT_S, ["kill", "join"]).events} <= {"kill", "join"}
-    with pytest.raises(ValueError, match="--only takes kill, .*, got 'die'"):
+    with pytest.raises(ValueError, match=r"--only takes kill, .*, got 'die'"):
         drawn(0, 0, TIMEOUT_S, ["die"])
 
 
