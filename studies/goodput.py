@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,6 @@ from sparsync_lab.report.format import significant
 from studies import parts
 
 PAGE = "docs/elastic.md"
-PORT = 29400
 TIMEOUT_S = 10.0
 SCHEME = "two_shot:density=0.03:values=sign:density_down=0.12"
 MODES = {
@@ -86,20 +86,20 @@ class Ranks:
     def __init__(self, net: RunNetwork, ranks: int, out: Path, spec: Mapping[str, Any]) -> None:  # Any: JSON
         self.net, self.ranks, self.out, self.spec = net, ranks, out, spec
         self.places: dict[int, subprocess.Popen[bytes]] = {}
-        self.started = 0
-        self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(PORT)], "store")
+        self.started, self.port = 0, _free_port()
+        self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)], "store")
         time.sleep(4.0)
 
     def start(self, place: int, torchrun: bool = False) -> None:
         """Start a rank at a place."""
         spec = {
             **self.spec,
-            "address": f"{self.net.address(self.ranks)}:{PORT}",
+            "address": f"{self.net.address(self.ranks)}:{self.port}",
             "log": str(self.out / f"{self.started}.jsonl"),
         }
         program = [sys.executable, "-m", "studies", "goodput", "rank", json.dumps(spec)]
         if torchrun:
-            rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{PORT + 1}"
+            rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{self.port + 1}"
             launcher = [
                 "-m",
                 "torch.distributed.run",
@@ -161,6 +161,12 @@ class Ranks:
     def step(self) -> int:
         """Return the furthest step."""
         return max((each["step"] for each in self.told() if "step" in each), default=0)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 @contextmanager
@@ -244,7 +250,7 @@ def _trained(given: argparse.Namespace, mode: str) -> dict[str, Any]:  # Any: JS
                     del back[place]
             time.sleep(0.05)
         seconds, told = time.time() - began, [each for each in ranks.told() if began <= each["t"]]
-    steps = [each for each in told if "step" in each]
+    steps = [each for each in told if "samples" in each]
     times: dict[int, float] = {}  # when a step was in the weights that are there at the end
     for each in steps:
         times[each["step"]] = each["t"]
@@ -292,9 +298,10 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
         for number in range(kills):
             while ranks.step() < (number + 0.5) * given.steps / kills:
                 time.sleep(0.1)
-            place = chance.randrange(given.ranks)
+            place, before = chance.randrange(given.ranks), ranks.step()
             ranks.kill(place)
-            time.sleep(1.0)
+            while not any(each.get("ranks") == given.ranks - 1 and each["step"] >= before for each in ranks.told()):
+                time.sleep(0.1)
             ranks.start(place)
             joined = f"{ranks.started - 1}.jsonl"
             while not (ranks.out / joined).exists() or not (ranks.out / joined).read_text():
@@ -352,7 +359,7 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         def changed(of: elastic.Run) -> None:
             change, count = of.changes[-1], sum(each.numel() for each in model.parameters())
             sent = {"nbytes": change.received_nbytes, "received_s": change.received_s}
-            tell(change=change.epoch, ranks=change.ranks, s=change.seconds, parameters=count, **sent)
+            tell(change=change.epoch, ranks=change.ranks, step=change.step, s=change.seconds, parameters=count, **sent)
 
         run.on_change = changed
         for step in run.steps(spec["until"]):
