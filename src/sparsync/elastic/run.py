@@ -33,6 +33,7 @@ from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
+_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
 _MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
 
 
@@ -146,7 +147,8 @@ class Run:
         ranks: how many the first meeting waits for.
         least: the fewest that go on; with fewer the others wait for more.
         name: of the run, where several use one store.
-        timeout_s: seconds that a rank waits for the others before they count as lost.
+        timeout_s: seconds that a rank waits for the others before they count as lost; longer than a step takes, with whatever one of them
+            does between two steps. None: 10 s and 100 round trips to the store, as measured.
         wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
         backend: of the process groups.
         on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
@@ -163,7 +165,7 @@ class Run:
         ranks: int = 1,
         least: int = 1,
         name: str = "run",
-        timeout_s: float = 30.0,
+        timeout_s: float | None = None,
         wait_s: float = 300.0,
         backend: str = "gloo",
         on_change: Callable[["Run"], None] | None = None,
@@ -171,23 +173,25 @@ class Run:
         host, port = _address(address)
         if not 1 <= least <= ranks:
             raise ValueError(f"least must be in [1, ranks={ranks}], got {least}")
-        if timeout_s <= 0 or wait_s <= 0:
+        if wait_s <= 0 or (timeout_s is not None and timeout_s <= 0):
             raise ValueError(f"timeout_s and wait_s must be above 0 seconds, got {timeout_s} and {wait_s}")
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
             )
         self.member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.on_change, self._backend, self._timeout_s = on_change, backend, timeout_s
-        self._members = Members(
-            host, port, name, self.member, ranks=ranks, least=least, timeout_s=timeout_s, wait_s=wait_s
+        self.on_change, self._backend = on_change, backend
+        self._members = Members(host, port, name, self.member, ranks=ranks, least=least, wait_s=wait_s)
+        self.timeout_s = (
+            _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
         )
+        self._members.timeout_s = self.timeout_s
         self._trained: list[_Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
         self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -405,14 +409,14 @@ class Run:
             store=self._members.store_of(epoch),
             rank=epoch.rank(self.member),
             world_size=len(epoch.members),
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=self.timeout_s),
         )
         behind = self.member in epoch.behind
         for each in self._trained:
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
-            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self._timeout_s)
+            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self.timeout_s)
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
