@@ -159,7 +159,12 @@ class Ranks:
         return sorted(lines, key=lambda each: each["t"])
 
     def step(self) -> int:
-        """Return the furthest step."""
+        """Return the furthest step. Raises RuntimeError where a rank has failed."""
+        for place, each in self.places.items():
+            if each.poll():
+                raise RuntimeError(
+                    f"the rank at place {place} ended with {each.poll()}; see the last log in {self.out}"
+                )
         return max((each["step"] for each in self.told() if "step" in each), default=0)
 
 
@@ -301,12 +306,15 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
             place, before = chance.randrange(given.ranks), ranks.step()
             ranks.kill(place)
             while not any(each.get("ranks") == given.ranks - 1 and each["step"] >= before for each in ranks.told()):
+                ranks.step()
                 time.sleep(0.1)
             ranks.start(place)
             joined = f"{ranks.started - 1}.jsonl"
             while not (ranks.out / joined).exists() or not (ranks.out / joined).read_text():
+                ranks.step()
                 time.sleep(0.1)
         while not (ends := [each for each in ranks.told() if "perplexity" in each]):
+            ranks.step()
             time.sleep(0.2)
         meetings = max(each["change"] for each in ranks.told() if "change" in each)
     return {"perplexity": ends[0]["perplexity"], "changes": meetings - 1}
@@ -364,8 +372,8 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         run.on_change = changed
         for step in run.steps(spec["until"]):
             with run.attempt():
-                _step(job, model, optimizer, schedule, handle, spec["seed"], step, run.rank, run.size)
-                tell(step=step + 1, **_figures(job, handle))
+                _step(job, model, optimizer, schedule, handle, spec["seed"], step, run.rank, spec["ranks"])
+                tell(step=step + 1, **_figures(job, handle, run.size / spec["ranks"]))
         with handle.averaged():
             total, count = job.evaluate(model, 0, 1)
         tell(perplexity=job.quality(total, count))
@@ -397,13 +405,13 @@ def _step(
     job: Any, model: Any, optimizer: Any, schedule: Any, handle: Any, seed: int, step: int, rank: int, ranks: int
 ) -> None:  # Any: as in _rank
     optimizer.zero_grad()
-    job.loss(model, job.batch(seed, step, rank, ranks)).backward()
+    job.loss(model, job.batch(seed, step, rank % ranks, ranks)).backward()
     job.clip(model)
     optimizer.step()
     schedule.step()
 
 
-def _figures(job: Any, handle: Any) -> dict[str, Any]:  # Any: as in _rank
-    """Return the samples of a step, and the bytes that this rank has sent in it."""
+def _figures(job: Any, handle: Any, share: float = 1.0) -> dict[str, Any]:  # Any: as in _rank
+    """Return the samples of a step, in which the ranks take this share of the batch, and the bytes that this rank has sent in it."""
     sent = sum((each.sent or each.cost).nbytes for each in handle.take_reports())
-    return {"samples": job.batch_size, "nbytes": sent}
+    return {"samples": share * job.batch_size, "nbytes": sent}
