@@ -1,7 +1,7 @@
 """Trains while ranks are killed and others join, and says what that costs: samples a second, pauses, and the loss at the end.
 
     .venv/bin/python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--delay 25ms] [--out build/goodput] [--print]
-    .venv/bin/python -m studies goodput --quality [--seeds 0,1,2] [--steps 300] [--kills 10] [--out build/goodput]
+    .venv/bin/python -m studies goodput --quality [--seeds 0,1,2] [--steps 800] [--kills 10] [--out build/goodput]
     .venv/bin/python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
 The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--quality", action="store_true", help="compare the loss at the end")
     options.add_argument("--joiner", action="store_true", help="measure how long one takes to join")
     options.add_argument("--seeds", default="0,1,2")
-    options.add_argument("--steps", type=int, default=300, help="with --quality (default: 300)")
+    options.add_argument("--steps", type=int, default=800, help="with --quality (default: 800)")
     options.add_argument("--kills", type=int, default=10, help="with --quality (default: 10)")
     options.add_argument("--out", type=Path, default=Path("build/goodput"))
     given = options.parse_args(argv)
