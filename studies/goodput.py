@@ -301,7 +301,7 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
         for place in range(given.ranks):
             ranks.start(place)
         for number in range(kills):
-            while ranks.step() < (number + 0.5) * given.steps / kills:
+            while ranks.step() < (number + 0.2) * given.steps / kills:
                 time.sleep(0.1)
             place, before = chance.randrange(given.ranks), ranks.step()
             ranks.kill(place)
