@@ -107,8 +107,8 @@ class _Trained:
             "steps": self.steps,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where the rank of this state is."""
+    def load(self, state: Mapping[str, Any], late: bool) -> None:
+        """Continue where the rank of this state is; `late`: it has gone on without this one."""
         if state["model"]:
             _bare(self.model).load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=False):
@@ -116,7 +116,7 @@ class _Trained:
         for each, saved in zip(self.more, state["more"], strict=True):
             each.load_state_dict(saved)
         self.steps = state["steps"]
-        self.handle.follow(state["handle"])
+        self.handle.follow(state["handle"], late)
 
 
 class Run:
@@ -189,6 +189,7 @@ class Run:
         self._trained: list[_Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
+        self._late = False  # the others went on without this rank
         self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
@@ -341,7 +342,7 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
-        self._failed = False
+        self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
         if self.on_change is not None:
@@ -362,6 +363,7 @@ class Run:
         self._note_lost(epoch, before)
         if self.member not in epoch.members:
             _end_world()
+            self._late = True
             members.join(Note(note.position, note.step, False))
         return False
 
@@ -426,7 +428,7 @@ class Run:
                 states, nbytes = _received(epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
                 for each, state in zip(self._trained, states, strict=True):
-                    each.load(state)
+                    each.load(state, self._late)
         if epoch.behind:
             if behind:
                 self._members.say("ready")
