@@ -7,6 +7,7 @@ proposal, by compare-and-set, so there is one next epoch and no second half that
 
 import atexit
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sparsync.comm.meeting import StoreSilentError, asked
+from sparsync.core import digest
 
 Result = TypeVar("Result")
 # Public, but missing from torch's __all__.
@@ -145,6 +147,7 @@ class Members:
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
+        self._found_again = -math.inf  # when the store answered again that had not
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
@@ -159,7 +162,8 @@ class Members:
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
         """Return a store for the process group of an epoch, over a connection of its own."""
-        return PrefixStore(f"{self._prefix}/groups/{epoch.number}", self._connected())
+        # A store that was started again may have taken two epochs of one number.
+        return PrefixStore(f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}", self._connected())
 
     def watch(self) -> None:
         """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
@@ -185,17 +189,20 @@ class Members:
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, number, began, pause = self.current, self.current.number + 1, time.monotonic(), POLL_S
-        self._do(lambda store: self._add_line(store, number, _Line(self.own, self.own not in last.members, note)))
-        self._do(self._ring)
         while True:
             if (text := self._read(self._key("decided", number))) is not None:
                 return self._advanced(Epoch.read(text))
             if (now := self._elsewhere(last)) is not None:
                 return self._advanced(now)
-            waited = time.monotonic() - began
+            lines = self._do(lambda store: self._lines(store, number))
+            waited = time.monotonic() - max(began, self._found_again)
+            notes = {each.member: each.note for each in lines if each.note is not None}
+            if notes.get(self.own) != note:  # at first, and where a store that was started again has forgotten it
+                line = _Line(self.own, self.own not in last.members, note)
+                self._do(lambda store, line=line: self._add_line(store, number, line))
+                self._do(self._ring)
+                continue
             if self.own in last.members or not last.members:
-                lines = self._do(lambda store: self._lines(store, number))
-                notes = {each.member: each.note for each in lines if each.note is not None}
                 asking = [each.member for each in lines if each.asks]
                 if self._all_here(last, notes, {each.member for each in lines}, waited):
                     text = proposed(last, notes, asking).text
@@ -204,8 +211,6 @@ class Members:
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
                     note = replace(note, whole=False)
-                    line = _Line(self.own, False, note)
-                    self._do(lambda store, line=line: self._add_line(store, number, line))
             elif waited > self._wait_s:
                 raise RuntimeError(
                     f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
@@ -291,7 +296,9 @@ class Members:
                 )
             return len(notes) >= self._ranks and waited > FIRST_S
         missing = [each for each in last.members if each not in notes]
-        patience_s = self.timeout_s if any(each in alive for each in missing) else min(self.timeout_s, ANSWER_S)
+        # Others may not have found a store yet that was started again.
+        sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
+        patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
             return False
         if len(notes) >= self._least:
@@ -377,16 +384,17 @@ class Members:
 
     def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
         """Return `call` of the store, over another connection where one fails."""
-        deadline = time.monotonic() + self._wait_s
+        deadline, failed = time.monotonic() + self._wait_s, False
         while True:
             try:
                 if self._store is None:
                     self._store = self._connected()
+                    self._found_again = time.monotonic() if failed else self._found_again
                     if self.current.members:
                         self._write_epoch(self._store)
                 return asked(CALL_S, lambda: call(self._store), "a rank asks the store of its run")
             except StoreSilentError as error:
-                self._store = None
+                self._store, failed = None, True
                 if time.monotonic() > deadline:
                     raise StoreSilentError(
                         f"the store of this run at {self._host}:{self._port} has not answered for {self._wait_s:g} s, and without it "

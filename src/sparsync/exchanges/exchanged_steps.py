@@ -430,7 +430,9 @@ class ExchangedSteps(StepMethod):
         theirs, mine = state[self.integration], own[self.integration]
         kept = {key: mine[key] for key in self.vectors if key not in theirs}
         if own["step"] >= 0:
-            kept |= {key: mine[key] for key in ("square", "seen")}
+            # This rank may be a step ahead, which those that went on without it have not taken.
+            seen = {name: min(t, state["step"] + 1) for name, t in mine["seen"].items()}
+            kept |= {"square": mine["square"], "seen": seen}
         return {**super()._following(state, own), self.integration: {**theirs, "own": {}, "idle": {}, **kept}}
 
     def _check(self, state: State) -> None:
