@@ -86,17 +86,20 @@ class Ranks:
     def __init__(self, net: RunNetwork, ranks: int, out: Path, spec: Mapping[str, Any]) -> None:  # Any: JSON
         self.net, self.ranks, self.out, self.spec = net, ranks, out, spec
         self.places: dict[int, subprocess.Popen[bytes]] = {}
+        self.waiting: dict[int, subprocess.Popen[bytes]] = {}  # to take a place when the rank there is killed
         self.started, self.port = 0, _free_port()
         self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)], "store")
         time.sleep(4.0)
 
-    def start(self, place: int, torchrun: bool = False) -> None:
-        """Start a rank at a place."""
+    def start(self, place: int, torchrun: bool = False, waits_for: Path | None = None) -> Path:
+        """Start a rank at a place, beside the one that is there if it is to wait for a file first; return its log."""
         spec = {
             **self.spec,
             "address": f"{self.net.address(self.ranks)}:{self.port}",
             "log": str(self.out / f"{self.started}.jsonl"),
         }
+        if waits_for is not None:
+            spec["waits_for"] = str(waits_for)
         program = [sys.executable, "-m", "studies", "goodput", "rank", json.dumps(spec)]
         if torchrun:
             rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{self.port + 1}"
@@ -118,8 +121,12 @@ class Ranks:
                 "studies",
                 *program[3:],
             ]
-        self.places[place] = self._process(place, program, str(self.started))
+        process = self._process(place, program, str(self.started))
+        self.waiting, before = {**self.waiting, place: process}, self.places.get(place)
+        if waits_for is None or before is None:
+            self.places[place] = self.waiting.pop(place)
         self.started += 1
+        return Path(str(spec["log"]))
 
     def _process(self, place: int, argv: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.net.interface}
@@ -140,10 +147,12 @@ class Ranks:
             return
         os.kill(pid, signal.SIGKILL)
         self.places.pop(place).wait()
+        if place in self.waiting:
+            self.places[place] = self.waiting.pop(place)
 
     def stop(self) -> None:
         """Kill everything."""
-        for each in [*self.places.values(), self.store]:
+        for each in [*self.places.values(), *self.waiting.values(), self.store]:
             with suppress(ProcessLookupError):  # its group, as torchrun's agents have workers
                 os.killpg(each.pid, signal.SIGKILL)
             each.wait()
@@ -301,16 +310,18 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
         for place in range(given.ranks):
             ranks.start(place)
         for number in range(kills):
-            while ranks.step() < (number + 0.2) * given.steps / kills:
+            # A process that is ready takes the place of the killed one, so that the batch is smaller for a few steps only.
+            ready, place = ranks.out / f"ready{number}", chance.randrange(given.ranks)
+            joins = ranks.start(place, waits_for=ready)
+            while ranks.step() < (number + 0.2) * given.steps / kills or not joins.exists():
                 time.sleep(0.1)
-            place, before = chance.randrange(given.ranks), ranks.step()
+            before = ranks.step()
             ranks.kill(place)
             while not any(each.get("ranks") == given.ranks - 1 and each["step"] >= before for each in ranks.told()):
                 ranks.step()
                 time.sleep(0.1)
-            ranks.start(place)
-            joined = f"{ranks.started - 1}.jsonl"
-            while not (ranks.out / joined).exists() or not (ranks.out / joined).read_text():
+            ready.touch()
+            while not joins.read_text():
                 ranks.step()
                 time.sleep(0.1)
         while not (ends := [each for each in ranks.told() if "perplexity" in each]):
@@ -356,6 +367,11 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
     if spec["mode"] in ("plain", "torchrun"):
         _plain(spec, job, model, optimizer, schedule)
         return
+    if "waits_for" in spec:
+        job.batch(0, 0, 0, spec["ranks"])
+        Path(spec["log"]).touch()
+        while not Path(spec["waits_for"]).exists():
+            time.sleep(0.05)
     run = elastic.Run(spec["address"], ranks=int(spec["ranks"]), timeout_s=TIMEOUT_S, wait_s=120.0)
     handle: Any = sparsync.attach(model, sparsync.scheme(SCHEME), optimizer=optimizer)  # Any: AdamWSteps
     run.add(model, handle, optimizer, schedule)
