@@ -1,7 +1,7 @@
 """Trains while ranks are killed and others join, and says what that costs: samples a second, pauses, and the loss at the end.
 
     .venv/bin/python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--delay 25ms] [--out build/goodput] [--print]
-    .venv/bin/python -m studies goodput --quality [--seeds 0,1,2] [--steps 300] [--kills 10] [--out build/goodput]
+    .venv/bin/python -m studies goodput --quality [--seeds 0,1,2] [--steps 800] [--kills 10] [--out build/goodput]
     .venv/bin/python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
 The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,6 @@ from sparsync_lab.report.format import significant
 from studies import parts
 
 PAGE = "docs/elastic.md"
-PORT = 29400
 TIMEOUT_S = 10.0
 SCHEME = "two_shot:density=0.03:values=sign:density_down=0.12"
 MODES = {
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--quality", action="store_true", help="compare the loss at the end")
     options.add_argument("--joiner", action="store_true", help="measure how long one takes to join")
     options.add_argument("--seeds", default="0,1,2")
-    options.add_argument("--steps", type=int, default=300, help="with --quality (default: 300)")
+    options.add_argument("--steps", type=int, default=800, help="with --quality (default: 800)")
     options.add_argument("--kills", type=int, default=10, help="with --quality (default: 10)")
     options.add_argument("--out", type=Path, default=Path("build/goodput"))
     given = options.parse_args(argv)
@@ -86,20 +86,23 @@ class Ranks:
     def __init__(self, net: RunNetwork, ranks: int, out: Path, spec: Mapping[str, Any]) -> None:  # Any: JSON
         self.net, self.ranks, self.out, self.spec = net, ranks, out, spec
         self.places: dict[int, subprocess.Popen[bytes]] = {}
-        self.started = 0
-        self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(PORT)], "store")
+        self.waiting: dict[int, subprocess.Popen[bytes]] = {}  # to take a place when the rank there is killed
+        self.started, self.port = 0, _free_port()
+        self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)], "store")
         time.sleep(4.0)
 
-    def start(self, place: int, torchrun: bool = False) -> None:
-        """Start a rank at a place."""
+    def start(self, place: int, torchrun: bool = False, waits_for: Path | None = None) -> Path:
+        """Start a rank at a place, beside the one that is there if it is to wait for a file first; return its log."""
         spec = {
             **self.spec,
-            "address": f"{self.net.address(self.ranks)}:{PORT}",
+            "address": f"{self.net.address(self.ranks)}:{self.port}",
             "log": str(self.out / f"{self.started}.jsonl"),
         }
+        if waits_for is not None:
+            spec["waits_for"] = str(waits_for)
         program = [sys.executable, "-m", "studies", "goodput", "rank", json.dumps(spec)]
         if torchrun:
-            rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{PORT + 1}"
+            rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{self.port + 1}"
             launcher = [
                 "-m",
                 "torch.distributed.run",
@@ -118,8 +121,12 @@ class Ranks:
                 "studies",
                 *program[3:],
             ]
-        self.places[place] = self._process(place, program, str(self.started))
+        process = self._process(place, program, str(self.started))
+        self.waiting, before = {**self.waiting, place: process}, self.places.get(place)
+        if waits_for is None or before is None:
+            self.places[place] = self.waiting.pop(place)
         self.started += 1
+        return Path(str(spec["log"]))
 
     def _process(self, place: int, argv: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.net.interface}
@@ -140,10 +147,12 @@ class Ranks:
             return
         os.kill(pid, signal.SIGKILL)
         self.places.pop(place).wait()
+        if place in self.waiting:
+            self.places[place] = self.waiting.pop(place)
 
     def stop(self) -> None:
         """Kill everything."""
-        for each in [*self.places.values(), self.store]:
+        for each in [*self.places.values(), *self.waiting.values(), self.store]:
             with suppress(ProcessLookupError):  # its group, as torchrun's agents have workers
                 os.killpg(each.pid, signal.SIGKILL)
             each.wait()
@@ -159,8 +168,19 @@ class Ranks:
         return sorted(lines, key=lambda each: each["t"])
 
     def step(self) -> int:
-        """Return the furthest step."""
+        """Return the furthest step. Raises RuntimeError where a rank has failed."""
+        for place, each in self.places.items():
+            if each.poll():
+                raise RuntimeError(
+                    f"the rank at place {place} ended with {each.poll()}; see the last log in {self.out}"
+                )
         return max((each["step"] for each in self.told() if "step" in each), default=0)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 @contextmanager
@@ -244,7 +264,7 @@ def _trained(given: argparse.Namespace, mode: str) -> dict[str, Any]:  # Any: JS
                     del back[place]
             time.sleep(0.05)
         seconds, told = time.time() - began, [each for each in ranks.told() if began <= each["t"]]
-    steps = [each for each in told if "step" in each]
+    steps = [each for each in told if "samples" in each]
     times: dict[int, float] = {}  # when a step was in the weights that are there at the end
     for each in steps:
         times[each["step"]] = each["t"]
@@ -290,16 +310,22 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
         for place in range(given.ranks):
             ranks.start(place)
         for number in range(kills):
-            while ranks.step() < (number + 0.5) * given.steps / kills:
+            # A process that is ready takes the place of the killed one, so that the batch is smaller for a few steps only.
+            ready, place = ranks.out / f"ready{number}", chance.randrange(given.ranks)
+            joins = ranks.start(place, waits_for=ready)
+            while ranks.step() < (number + 0.2) * given.steps / kills or not joins.exists():
                 time.sleep(0.1)
-            place = chance.randrange(given.ranks)
+            before = ranks.step()
             ranks.kill(place)
-            time.sleep(1.0)
-            ranks.start(place)
-            joined = f"{ranks.started - 1}.jsonl"
-            while not (ranks.out / joined).exists() or not (ranks.out / joined).read_text():
+            while not any(each.get("ranks") == given.ranks - 1 and each["step"] >= before for each in ranks.told()):
+                ranks.step()
+                time.sleep(0.1)
+            ready.touch()
+            while not joins.read_text():
+                ranks.step()
                 time.sleep(0.1)
         while not (ends := [each for each in ranks.told() if "perplexity" in each]):
+            ranks.step()
             time.sleep(0.2)
         meetings = max(each["change"] for each in ranks.told() if "change" in each)
     return {"perplexity": ends[0]["perplexity"], "changes": meetings - 1}
@@ -341,6 +367,11 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
     if spec["mode"] in ("plain", "torchrun"):
         _plain(spec, job, model, optimizer, schedule)
         return
+    if "waits_for" in spec:
+        job.batch(0, 0, 0, spec["ranks"])
+        Path(spec["log"]).touch()
+        while not Path(spec["waits_for"]).exists():
+            time.sleep(0.05)
     run = elastic.Run(spec["address"], ranks=int(spec["ranks"]), timeout_s=TIMEOUT_S, wait_s=120.0)
     handle: Any = sparsync.attach(model, sparsync.scheme(SCHEME), optimizer=optimizer)  # Any: AdamWSteps
     run.add(model, handle, optimizer, schedule)
@@ -352,13 +383,13 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         def changed(of: elastic.Run) -> None:
             change, count = of.changes[-1], sum(each.numel() for each in model.parameters())
             sent = {"nbytes": change.received_nbytes, "received_s": change.received_s}
-            tell(change=change.epoch, ranks=change.ranks, s=change.seconds, parameters=count, **sent)
+            tell(change=change.epoch, ranks=change.ranks, step=change.step, s=change.seconds, parameters=count, **sent)
 
         run.on_change = changed
         for step in run.steps(spec["until"]):
             with run.attempt():
-                _step(job, model, optimizer, schedule, handle, spec["seed"], step, run.rank, run.size)
-                tell(step=step + 1, **_figures(job, handle))
+                _step(job, model, optimizer, schedule, handle, spec["seed"], step, run.rank, spec["ranks"])
+                tell(step=step + 1, **_figures(job, handle, run.size / spec["ranks"]))
         with handle.averaged():
             total, count = job.evaluate(model, 0, 1)
         tell(perplexity=job.quality(total, count))
@@ -390,13 +421,13 @@ def _step(
     job: Any, model: Any, optimizer: Any, schedule: Any, handle: Any, seed: int, step: int, rank: int, ranks: int
 ) -> None:  # Any: as in _rank
     optimizer.zero_grad()
-    job.loss(model, job.batch(seed, step, rank, ranks)).backward()
+    job.loss(model, job.batch(seed, step, rank % ranks, ranks)).backward()
     job.clip(model)
     optimizer.step()
     schedule.step()
 
 
-def _figures(job: Any, handle: Any) -> dict[str, Any]:  # Any: as in _rank
-    """Return the samples of a step, and the bytes that this rank has sent in it."""
+def _figures(job: Any, handle: Any, share: float = 1.0) -> dict[str, Any]:  # Any: as in _rank
+    """Return the samples of a step, in which the ranks take this share of the batch, and the bytes that this rank has sent in it."""
     sent = sum((each.sent or each.cost).nbytes for each in handle.take_reports())
-    return {"samples": job.batch_size, "nbytes": sent}
+    return {"samples": share * job.batch_size, "nbytes": sent}

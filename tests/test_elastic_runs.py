@@ -23,6 +23,7 @@ from sparsync import elastic
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic import Epoch, members
 from sparsync.elastic.members import Members, Note, TCPStore, proposed
+from sparsync.exchanges.local_steps import LocalTraining
 
 
 def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
@@ -365,6 +366,32 @@ def test_what_a_leaving_rank_has_not_sent_is_handed_over_to_the_bit() -> None:
     heirs = [all(torch.equal(after[name], before[name] + gone[name]) for name in gone) for before, after in stayed]
     others = [all(torch.equal(after[name], before[name]) for name in gone) for before, after in stayed]
     assert sorted(zip(heirs, others, strict=True)) == [(False, True), (True, False)]
+
+
+def local(seed: int, comm: sparsync.Comm) -> tuple[nn.Module, LocalTraining]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    return model, LocalTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), sparsync.Dense(), every=4, comm=comm
+    )
+
+
+def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange() -> None:
+    (_, ahead), (model, late) = (sparsync.LocalWorld(1).run(partial(local, seed))[0] for seed in (0, 1))
+    start = [each.detach().clone() for each in model.parameters()]
+    with torch.no_grad():
+        late._before_optimizer()
+        for each in model.parameters():
+            each.sub_(0.25)
+    late.step()
+    learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
+    common = [each.detach().clone() for each in ahead.model.parameters()]
+    late.follow(ahead.shared_state(), late=True)
+    for each, theirs, change in zip(model.parameters(), common, learnt, strict=True):
+        assert torch.equal(each, theirs + change)
+    late.flush()
+    with late.averaged():
+        assert all(torch.equal(a, b + c) for a, b, c in zip(model.parameters(), common, learnt, strict=True))
 
 
 def refusals(port: int) -> list[str]:

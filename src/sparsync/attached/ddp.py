@@ -176,8 +176,8 @@ class DdpHandle(AttachedHandle):
             hook.group = None
         self._want_by_type()
 
-    def follow(self, state: Mapping[str, Any]) -> None:
-        super().follow(state)
+    def follow(self, state: Mapping[str, Any], late: bool = False) -> None:
+        super().follow(state, late)
         self._want_by_type()
 
     def _want_by_type(self) -> None:

@@ -129,7 +129,16 @@ class Members:
     """
 
     def __init__(
-        self, host: str, port: int, name: str, own: str, *, ranks: int, least: int, timeout_s: float, wait_s: float
+        self,
+        host: str,
+        port: int,
+        name: str,
+        own: str,
+        *,
+        ranks: int,
+        least: int,
+        wait_s: float,
+        timeout_s: float = 30.0,
     ) -> None:
         self.own, self._ranks, self._least = own, ranks, least
         self._host, self._port, self._prefix = host, port, f"sparsync/elastic/{name}"
@@ -141,6 +150,15 @@ class Members:
         self._found_again = -math.inf  # when the store answered again that had not
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
+
+    def round_trip_s(self) -> float:
+        """Return the least of a few round trips to the store, in seconds."""
+        found = list[float]()
+        for _ in range(5):
+            began = time.monotonic()
+            self._do(lambda store: store.add(self._key("rings"), 0))
+            found.append(time.monotonic() - began)
+        return min(found)
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
         """Return a store for the process group of an epoch, over a connection of its own."""
@@ -158,8 +176,9 @@ class Members:
         """End the thread."""
         atexit.unregister(self.close)
         self._shut.set()
-        with suppress(StoreSilentError):
-            self._ring(self._store or self._connected())
+        with suppress(RuntimeError):  # the store may be gone
+            store = self._store or self._connected()
+            asked(CALL_S, lambda: self._ring(store), "a rank ends")
         if self._watching is not None:
             self._watching.join(CALL_S)
 

@@ -33,12 +33,8 @@ from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
-_LOSSES = (
-    "gloo/",
-    "Gloo ",
-    "[Rank",
-    "pair closure",
-)  # in what torch's own collectives raise: source files and texts of gloo's
+_LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
+_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
 _MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
 
 
@@ -112,8 +108,8 @@ class _Trained:
             "steps": self.steps,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where the rank of this state is."""
+    def load(self, state: Mapping[str, Any], late: bool) -> None:
+        """Continue where the rank of this state is; `late`: it has gone on without this one."""
         if state["model"]:
             _bare(self.model).load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=False):
@@ -121,7 +117,7 @@ class _Trained:
         for each, saved in zip(self.more, state["more"], strict=True):
             each.load_state_dict(saved)
         self.steps = state["steps"]
-        self.handle.follow(state["handle"])
+        self.handle.follow(state["handle"], late)
 
 
 class Run:
@@ -152,7 +148,8 @@ class Run:
         ranks: how many the first meeting waits for.
         least: the fewest that go on; with fewer the others wait for more.
         name: of the run, where several use one store.
-        timeout_s: seconds that a rank waits for the others before they count as lost.
+        timeout_s: seconds that a rank waits for the others before they count as lost; longer than a step takes, with whatever one of them
+            does between two steps. None: 10 s and 100 round trips to the store, as measured.
         wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
         backend: of the process groups.
         on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
@@ -169,7 +166,7 @@ class Run:
         ranks: int = 1,
         least: int = 1,
         name: str = "run",
-        timeout_s: float = 30.0,
+        timeout_s: float | None = None,
         wait_s: float = 300.0,
         backend: str = "gloo",
         on_change: Callable[["Run"], None] | None = None,
@@ -177,23 +174,26 @@ class Run:
         host, port = _address(address)
         if not 1 <= least <= ranks:
             raise ValueError(f"least must be in [1, ranks={ranks}], got {least}")
-        if timeout_s <= 0 or wait_s <= 0:
+        if wait_s <= 0 or (timeout_s is not None and timeout_s <= 0):
             raise ValueError(f"timeout_s and wait_s must be above 0 seconds, got {timeout_s} and {wait_s}")
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
             )
         self.member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.on_change, self._backend, self._timeout_s = on_change, backend, timeout_s
-        self._members = Members(
-            host, port, name, self.member, ranks=ranks, least=least, timeout_s=timeout_s, wait_s=wait_s
+        self.on_change, self._backend = on_change, backend
+        self._members = Members(host, port, name, self.member, ranks=ranks, least=least, wait_s=wait_s)
+        self.timeout_s = (
+            _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
         )
+        self._members.timeout_s = self.timeout_s
         self._trained: list[_Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
+        self._late = False  # the others went on without this rank
         self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -343,7 +343,7 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
-        self._failed = False
+        self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
         if self.on_change is not None:
@@ -364,6 +364,7 @@ class Run:
         self._note_lost(epoch, before)
         if self.member not in epoch.members:
             _end_world()
+            self._late = True
             members.join(Note(note.position, note.step, False))
         return False
 
@@ -411,14 +412,14 @@ class Run:
             store=self._members.store_of(epoch),
             rank=epoch.rank(self.member),
             world_size=len(epoch.members),
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=self.timeout_s),
         )
         behind = self.member in epoch.behind
         for each in self._trained:
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
-            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self._timeout_s)
+            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self.timeout_s)
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
@@ -428,7 +429,7 @@ class Run:
                 states, nbytes = _received(epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
                 for each, state in zip(self._trained, states, strict=True):
-                    each.load(state)
+                    each.load(state, self._late)
         if epoch.behind:
             if behind:
                 self._members.say("ready")

@@ -225,9 +225,15 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._failed = True  # the next exchange compares the weights
         self._exchanger.regrouped(comm)
 
-    def follow(self, state: State) -> None:
-        super().follow(state)
+    def follow(self, state: State, late: bool = False) -> None:
+        self._check_own()
+        learnt = [each.start - each.own() for each in self._weights.buckets]
+        super().follow(state, late)
         self._failed = True
+        if late:
+            for bucket, change in zip(self._weights.buckets, learnt, strict=True):
+                bucket.write(bucket.start - change)
+            self._note_written()
 
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]

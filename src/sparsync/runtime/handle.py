@@ -332,8 +332,11 @@ class Handle:
     def _regrouped(self, comm: Comm) -> None:
         """Take what depends on the ranks from `comm`."""
 
-    def follow(self, state: Mapping[str, Any]) -> None:  # Any: as state_dict
-        """Continue where another rank of the same group is, of which `state` is what `shared_state` returned. What is held back stays."""
+    def follow(self, state: Mapping[str, Any], late: bool = False) -> None:  # Any: as state_dict
+        """Continue where another rank of the same group is, of which `state` is what `shared_state` returned. What is held back stays.
+
+        `late`: the others have exchanged without this rank, so what it has learnt by local steps stays as well.
+        """
         self.load_state_dict(self._following(state, self.state_dict()))
 
     def shared_state(self) -> dict[str, Any]:  # Any: as state_dict
