@@ -1,5 +1,6 @@
 """The processes of a trial: a rank, which trains and writes down what happens to it, and the store."""
 
+import ctypes
 import faulthandler
 import hashlib
 import json
@@ -87,7 +88,8 @@ def run(order: Order) -> None:
         except BaseException:
             tell(error=traceback.format_exc())
             code = 1
-    os._exit(code)
+    # What a program does at its end, which a process of the fork server would leave out; a thread that is in C++ then crashes it.
+    ctypes.pythonapi.Py_Exit(code)
 
 
 class _LastStep:
