@@ -117,7 +117,7 @@ class _Rank:
         self.order, self.tell = order, tell
         trial = order.trial
         kind, _, wrapped = trial.exchange.partition("_")
-        torch.manual_seed(trial.seed)
+        torch.manual_seed(order.number)  # other weights on each rank, until it gets those of the run
         self.run = elastic.Run(order.address, ranks=trial.ranks, timeout_s=order.timeout_s, wait_s=WAIT_S)
         self.run.leave_on(signal.SIGTERM)
         norm = [nn.BatchNorm1d(64)] if wrapped else []
