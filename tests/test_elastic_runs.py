@@ -73,6 +73,13 @@ def test_a_member_that_was_dropped_and_asks_again_is_let_in_once() -> None:
     assert made.members == ("a", "b", "x")
 
 
+def test_who_has_no_state_yet_gets_it_from_one_that_has_or_all_from_the_first() -> None:
+    notes = {"a": note(-1, False, step=0), "b": note(0, False), "c": note(-1, False, step=0)}
+    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"a": "b", "c": "b"}
+    notes["b"] = note(-1, False, step=0)
+    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"b": "a", "c": "a"}
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(members, "ANSWER_S", 0.3)

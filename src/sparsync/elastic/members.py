@@ -65,10 +65,15 @@ class Epoch:
 class Note:
     """What a rank says when it comes to a meeting."""
 
-    position: list[int]  # of each handle: how many of the updates that all share it has applied
+    position: list[int]  # of each handle: how many common updates it has applied; -1: it has no state of the run yet
     step: int  # steps that it has done
     whole: bool  # it has lost nobody: the connections of the epoch before still serve
     leaves: bool = False
+
+    @property
+    def knows(self) -> bool:
+        """Whether it has the state of the run, and not only asked for it."""
+        return min(self.position) >= 0
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,14 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> E
     heads = staying or joining[:1]
     furthest = max(notes[each].position for each in heads)
     sources = [each for each in heads if notes[each].position == furthest]
+    sources = sources if min(furthest) >= 0 else sources[:1]
     members = [*staying, *joining]
-    late = [each for each in members if each in joining or notes[each].position != furthest]
+    late = [each for each in members if each not in sources]
     leaving = [each for each in present if each not in staying]
     return Epoch(
         last.number + 1,
         tuple(members),
-        {each: sources[place % len(sources)] for place, each in enumerate(e for e in late if e != sources[0])},
+        {each: sources[place % len(sources)] for place, each in enumerate(late)},
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in notes),
         max(notes[each].step for each in sources),
@@ -306,8 +312,14 @@ class Members:
         patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
         if missing and waited < patience_s:
             return False
-        if len(notes) >= self._least:
+        # Those that have not got the state yet do not begin anew while others may come back with it.
+        trained = not last.step or any(each.knows for member, each in notes.items() if member in last.members)
+        if len(notes) >= self._least and trained:
             return True
+        if waited > self._wait_s and not trained:
+            raise RuntimeError(
+                f"no rank that has the weights of step {last.step} has come within {self._wait_s:g} s; start from a checkpoint"
+            )
         if waited > self._wait_s:
             raise RuntimeError(
                 f"{len(notes)} ranks are left after {self._wait_s:g} s, and at least {self._least} are to go on (least={self._least})"

@@ -190,6 +190,7 @@ class Run:
         self._trained: list[_Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
+        self._knows = False  # this rank has the state of the run
         self._late = False  # the others went on without this rank
         self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
@@ -339,7 +340,8 @@ class Run:
                 received = self._gather(self.epoch)
                 break
             except Exception as error:
-                if not _is_loss(error):
+                # Without the store the next meeting waits for it.
+                if not (_is_loss(error) or isinstance(error, StoreSilentError)):
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
@@ -354,7 +356,8 @@ class Run:
         if not whole:
             _end_world()  # others that wait for this rank learn of it
         members, before = self._members, self._members.current
-        note = Note([each.position for each in self._trained], self.step, whole, self._leaves)
+        position = [each.position if self._knows else -1 for each in self._trained]
+        note = Note(position, self.step, whole, self._leaves)
         epoch = members.join(note) if joins else members.meet(note, self._cut)
         if whole:
             self._hand_over(epoch, before)
@@ -430,6 +433,7 @@ class Run:
                 received = nbytes, time.monotonic() - began
                 for each, state in zip(self._trained, states, strict=True):
                     each.load(state, self._late)
+        self._knows = True
         if epoch.behind:
             if behind:
                 self._members.say("ready")
