@@ -92,6 +92,21 @@ def member_of(store: Any, own: str, *, ranks: int = 2, least: int = 1, wait_s: f
     return Members("127.0.0.1", store.port, "run", own, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
 
 
+def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> None:
+    own, last = member_of(store, "x", wait_s=5.0), Epoch(3, ("a", "x"), step=9)
+    assert not own._all_here(last, {"x": note(-1)}, (), 4.0)
+    assert own._all_here(last, {"x": note(-1), "a": note(9)}, (), 4.0)
+    with pytest.raises(RuntimeError, match="no rank that has the weights of step 9 has come within 5 s"):
+        own._all_here(last, {"x": note(-1)}, (), 6.0)
+
+
+def wait_for_line(store: Any, meeting: int) -> None:
+    """Wait until somebody has come to a meeting, or has asked to be let in there."""
+    key = f"sparsync/elastic/run/meeting/{meeting}"
+    while not (store.check([key]) and b'"note": {' in store.get(key)):
+        time.sleep(0.01)
+
+
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [each.result() for each in [threads.submit(call) for call in calls]]
@@ -117,7 +132,7 @@ def test_all_agree_on_the_members(store: Any) -> None:
 
 
 def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(store: Any) -> None:
-    with met(store, "a", "b", "c") as (a, b, c):
+    with met(store, "a", "b", "c") as (a, b, c), ThreadPoolExecutor(1) as threads:
         c._shut.set()  # as a frozen process, it answers nothing
         c._ring(c._connected())
         assert c._watching is not None
@@ -127,9 +142,11 @@ def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(
         assert time.monotonic() - began < 2.0  # the timeout of those that answer
         assert set(epochs[0].members) == {"a", "b"} and epochs[0].gone == ("c",)
         assert "c" not in c.meet(note(1, False)).members
-        joined = together(partial(c.join, note(1, False)), *(partial(each.meet, note(5)) for each in (a, b)))
-        assert set(joined[0].members) == {"a", "b", "c"}
-        assert list(joined[0].behind) == ["c"]
+        asks = threads.submit(c.join, note(1, False))
+        wait_for_line(store, 3)
+        together(*(partial(each.meet, note(5)) for each in (a, b)))
+        assert set(asks.result().members) == {"a", "b", "c"}
+        assert list(asks.result().behind) == ["c"]
 
 
 def test_a_member_that_answers_is_waited_for(store: Any) -> None:
@@ -152,13 +169,16 @@ def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:
 
 
 def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
+    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(1) as threads:
         again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for each in (a, b):
+            each.close()  # their threads wait at the old store
             each._port, each._store = again.port, None
-        newcomer = member_of(again, "x", ranks=1)
-        joined = together(partial(newcomer.join, note(0)), *(partial(each.meet, note(1)) for each in (a, b)))
-        assert [each.number for each in joined] == [2, 2, 2]
+            each.look()
+        asks = threads.submit(member_of(again, "x", ranks=1).join, note(0))
+        wait_for_line(again, 2)
+        joined = together(*(partial(each.meet, note(1)) for each in (a, b)))
+        assert [each.number for each in (*joined, asks.result())] == [2, 2, 2]
 
 
 def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
@@ -304,6 +324,27 @@ CASES = [
     ("gradients", False),
     ("gradients", True),
 ]
+
+
+def test_a_rank_says_again_that_it_has_come_where_the_store_has_forgotten_it(store: Any) -> None:
+    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(2) as threads:
+        key = "sparsync/elastic/run/meeting/2"
+        first = threads.submit(a.meet, note(whole=False))
+        wait_for_line(store, 2)
+        store.delete_key(key)
+        assert b.meet(note(whole=False)) == first.result()
+        assert set(a.current.members) == {"a", "b"}
+
+
+def test_whoever_asks_to_be_let_in_hears_that_the_run_has_ended(store: Any) -> None:
+    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
+        late = member_of(store, "x")
+        asks = threads.submit(late.join, note(-1))
+        wait_for_line(store, 2)
+        a.end()
+        with pytest.raises(RuntimeError, match="this run has ended"):
+            asks.result(10)
+        late.close()
 
 
 @pytest.mark.distributed
