@@ -153,6 +153,42 @@ def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
         assert [each.number for each in joined] == [2, 2, 2]
 
 
+def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def restarted() -> None:
+            time.sleep(0.1)
+            for each in (a, b):
+                each._port, each._store = again.port, None
+
+        began = time.monotonic()
+        epoch, _ = together(partial(a.meet, note(1, False)), restarted)
+        assert epoch.members == ("a",)
+        assert time.monotonic() - began >= 2.0  # the timeout: others that have gone on need time to say so
+
+
+def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        for each in (a, b):
+            each.current = Epoch(7, each.current.members)
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (alone,) = found = [member_of(again, "x", ranks=1)]
+        assert together(*(partial(each.join, note(0)) for each in found))[0].members == ("x",)
+        alone.watch()
+        assert not alone.dropped
+        a._do(a._ring)  # the watcher of a finds another store at its address
+        for each in (a, b):
+            each._port, each._store = again.port, None
+        a._do(a._ring)
+        for _ in range(100):
+            if alone.dropped:
+                break
+            time.sleep(0.05)
+        assert alone.dropped and not a.dropped
+        alone.close()
+
+
 def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
     with met(store, "a", "b") as (a, _):
         a._least, a._wait_s = 2, 1.0
@@ -170,6 +206,15 @@ def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
         a.end()
         with pytest.raises(RuntimeError, match="this run has ended"):
             member_of(store, "x").join(note(0))
+
+
+def test_a_run_that_ends_lets_those_that_wait_know(store: Any) -> None:
+    with met(store, "a") as (a,):
+        ended = threading.Timer(0.3, a.end)
+        ended.start()
+        with pytest.raises(RuntimeError, match="this run has ended"):
+            member_of(store, "x").join(note(0))
+        ended.join()
 
 
 def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:

@@ -30,6 +30,7 @@ ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 WATCH_S = 60.0  # how long a watcher waits before it asks again
+_ENDED = "this run has ended: all its ranks have taken their last step; give another name"
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,11 @@ class Members:
         self._host, self._port, self._prefix = host, port, f"sparsync/elastic/{name}"
         self.timeout_s, self._wait_s = timeout_s, wait_s
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
+        self._connections = 0  # made so far: after another one the store may have been started again
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
+        self._dropped_in = 0  # the epoch in which others have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
@@ -185,9 +188,12 @@ class Members:
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, number, began, pause = self.current, self.current.number + 1, time.monotonic(), POLL_S
-        self._do(lambda store: self._add_line(store, number, _Line(self.own, self.own not in last.members, note)))
-        self._do(self._ring)
+        connections, asks, renewed = self._connections, self.own not in last.members, False
+        self._come(number, _Line(self.own, asks, note))
         while True:
+            if self._connections != connections:  # the store may have forgotten who came, and that others have gone on
+                renewed, connections, began = connections > 0, self._connections, time.monotonic()
+                self._come(number, _Line(self.own, asks, note))
             if (text := self._read(self._key("decided", number))) is not None:
                 return self._advanced(Epoch.read(text))
             if (now := self._elsewhere(last)) is not None:
@@ -197,7 +203,8 @@ class Members:
                 lines = self._do(lambda store: self._lines(store, number))
                 notes = {each.member: each.note for each in lines if each.note is not None}
                 asking = [each.member for each in lines if each.asks]
-                if self._all_here(last, notes, {each.member for each in lines}, waited):
+                alive = set(last.members if renewed else [each.member for each in lines])
+                if self._all_here(last, notes, alive, waited):
                     text = proposed(last, notes, asking).text
                     self._do(lambda store, text=text: store.compare_set(self._key("decided", number), "", text))
                     continue
@@ -206,6 +213,8 @@ class Members:
                     note = replace(note, whole=False)
                     line = _Line(self.own, False, note)
                     self._do(lambda store, line=line: self._add_line(store, number, line))
+            elif self._read(self._key("ended")) is not None:
+                raise RuntimeError(_ENDED)
             elif waited > self._wait_s:
                 raise RuntimeError(
                     f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
@@ -213,11 +222,16 @@ class Members:
             time.sleep(pause)
             pause = min(1.5 * pause, SLOWEST_POLL_S)
 
+    def _come(self, number: int, line: "_Line") -> None:
+        """Write a line for a meeting, and wake the others."""
+        self._do(lambda store: self._add_line(store, number, line))
+        self._do(self._ring)
+
     def join(self, note: Note) -> Epoch:
         """Return the first epoch that this process belongs to. Raises RuntimeError where the run has ended, or does not answer."""
         while True:
             if self._read(self._key("ended")) is not None:
-                raise RuntimeError("this run has ended: all its ranks have taken their last step; give another name")
+                raise RuntimeError(_ENDED)
             text = self._read(self._key("epoch"))
             self.current = Epoch() if text is None else Epoch.read(text)
             epoch = self.meet(note)
@@ -277,6 +291,11 @@ class Members:
         """Whether somebody wants to join."""
         number, _, asked = self._seen
         return asked and number == self.current.number
+
+    @property
+    def dropped(self) -> bool:
+        """Whether others have gone on without this process, as far as its watcher has seen."""
+        return self._dropped_in == self.current.number > 0
 
     def look(self) -> None:
         """Look for who wants to join, and whether a step to meet before was named."""
@@ -340,12 +359,14 @@ class Members:
         store.set(self._key("bell", str(store.add(self._key("rings"), 1))), "1")
 
     def _watch(self) -> None:
-        heard, store = 0, None
+        heard, store = -1, None
         while not self._shut.is_set():
             try:
                 if store is None:
                     store = self._connected()
                     self._write_epoch(store)
+                    if heard >= 0:  # the store may have been started again, and others have begun anew in it
+                        self._ring(store)
                     heard = store.add(self._key("rings"), 0)
                     self._look(lambda call, store=store: call(store))
                     continue  # it may have been told to end before it began to listen
@@ -365,9 +386,13 @@ class Members:
         lines = do(lambda store: self._lines(store, number + 1))
         if any(each.calls for each in lines) and self.own not in {each.member for each in lines}:
             do(lambda store: self._add_line(store, number + 1, _Line(self.own)))
+        text = do(lambda store: store.get(self._key("epoch")) if store.check([self._key("epoch")]) else None)
+        if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
+            self._dropped_in = number
         order = self._key("order", number)
         step = int(do(lambda store: store.get(order))) if do(lambda store: store.check([order])) else None
-        self._seen = number, step, any(each.asks for each in lines)
+        if number >= self._seen[0]:  # the other thread may have seen a later epoch meanwhile
+            self._seen = number, step, any(each.asks for each in lines)
 
     def _read(self, key: str) -> bytes | None:
         return self._do(lambda store: store.get(key) if store.check([key]) else None)
@@ -382,6 +407,7 @@ class Members:
             try:
                 if self._store is None:
                     self._store = self._connected()
+                    self._connections += 1
                     if self.current.members:
                         self._write_epoch(self._store)
                 return asked(CALL_S, lambda: call(self._store), "a rank asks the store of its run")

@@ -267,6 +267,7 @@ class Run:
             self._change(joins=True)
             self._members.watch()
         while not self._left:
+            self._failed |= self._members.dropped
             if self._failed or self._is_due():
                 self._change()
             elif self.step < until:
