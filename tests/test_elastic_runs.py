@@ -20,6 +20,7 @@ from torch import nn
 import sparsync
 from helpers.distributed import run as run_on
 from sparsync import elastic
+from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic import Epoch, members
 from sparsync.elastic.members import Members, Note, TCPStore, proposed
@@ -444,6 +445,49 @@ def test_what_a_run_cannot_train_is_refused() -> None:
         nothing == "RuntimeError: there is nothing to train; call run.add(model, handle, optimizer) before run.steps()"
     )
     assert delayed.startswith("ValueError: a run takes local steps without a delay, got delay=2")
+
+
+def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
+    """Return a digest of the weights after steps with a loss scaler, of which one `fails` at first, and the numbers of the steps."""
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", name=f"fails-{fails}")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle: Any = sparsync.attach(model, sparsync.TwoShot(density=0.2), optimizer=optimizer, scaler=scaler)
+    run.add(model, handle, optimizer, scaler)
+    reached = handle._connection.any_of
+    numbers = []
+
+    def lost(*_: object) -> set[str]:
+        handle._connection.any_of = reached
+        raise ConnectionLostError("a rank is gone")
+
+    for step in run.steps(4):
+        numbers.append(step)
+        if fails and step == 2 and numbers.count(2) == 1:
+            handle._connection.any_of = lost
+        with run.attempt():
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    found = digest_of(model, handle)
+    # More steps of a run that had ended: it goes on.
+    numbers += list(zip(run.steps(5), "."))[0][:1]
+    run.close()
+    return found, numbers
+
+
+@pytest.mark.distributed
+def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ((weights, numbers),) = run_on(retaken, 1, port=store.port, fails=False)
+    ((again, retried),) = run_on(retaken, 1, port=store.port, fails=True)
+    assert (numbers, retried) == ([0, 1, 2, 3, 4], [0, 1, 2, 2, 3, 4])
+    assert weights == again
 
 
 def erring(port: int) -> str:

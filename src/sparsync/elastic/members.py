@@ -274,6 +274,10 @@ class Members:
         """Note that all have taken the last step."""
         self._do(lambda store: store.set(self._key("ended"), "1"))
 
+    def go_on(self) -> None:
+        """Note that there are more steps."""
+        self._do(lambda store: store.delete_key(self._key("ended")))
+
     @property
     def called(self) -> bool:
         """Whether a member has come to the next meeting."""
