@@ -20,6 +20,7 @@ from torch import nn
 import sparsync
 from helpers.distributed import run as run_on
 from sparsync import elastic
+from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic import Epoch, members
 from sparsync.elastic.members import Members, Note, TCPStore, proposed
@@ -181,6 +182,42 @@ def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
         assert [each.number for each in (*joined, asks.result())] == [2, 2, 2]
 
 
+def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def restarted() -> None:
+            time.sleep(0.1)
+            for each in (a, b):
+                each._port, each._store = again.port, None
+
+        began = time.monotonic()
+        epoch, _ = together(partial(a.meet, note(1, False)), restarted)
+        assert epoch.members == ("a",)
+        assert time.monotonic() - began >= 2.0  # the timeout: others that have gone on need time to say so
+
+
+def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        for each in (a, b):
+            each.current = Epoch(7, each.current.members)
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (alone,) = found = [member_of(again, "x", ranks=1)]
+        assert together(*(partial(each.join, note(0)) for each in found))[0].members == ("x",)
+        alone.watch()
+        assert not alone.dropped
+        a._do(a._ring)  # the watcher of a finds another store at its address
+        for each in (a, b):
+            each._port, each._store = again.port, None
+        a._do(a._ring)
+        for _ in range(100):
+            if alone.dropped:
+                break
+            time.sleep(0.05)
+        assert alone.dropped and not a.dropped
+        alone.close()
+
+
 def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
     with met(store, "a", "b") as (a, _):
         a._least, a._wait_s = 2, 1.0
@@ -198,6 +235,15 @@ def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
         a.end()
         with pytest.raises(RuntimeError, match="this run has ended"):
             member_of(store, "x").join(note(0))
+
+
+def test_a_run_that_ends_lets_those_that_wait_know(store: Any) -> None:
+    with met(store, "a") as (a,):
+        ended = threading.Timer(0.3, a.end)
+        ended.start()
+        with pytest.raises(RuntimeError, match="this run has ended"):
+            member_of(store, "x").join(note(0))
+        ended.join()
 
 
 def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:
@@ -474,6 +520,49 @@ def test_what_a_run_cannot_train_is_refused() -> None:
         nothing == "RuntimeError: there is nothing to train; call run.add(model, handle, optimizer) before run.steps()"
     )
     assert delayed.startswith("ValueError: a run takes local steps without a delay, got delay=2")
+
+
+def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
+    """Return a digest of the weights after steps with a loss scaler, of which one `fails` at first, and the numbers of the steps."""
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", name=f"fails-{fails}")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle: Any = sparsync.attach(model, sparsync.TwoShot(density=0.2), optimizer=optimizer, scaler=scaler)
+    run.add(model, handle, optimizer, scaler)
+    reached = handle._connection.any_of
+    numbers = []
+
+    def lost(*_: object) -> set[str]:
+        handle._connection.any_of = reached
+        raise ConnectionLostError("a rank is gone")
+
+    for step in run.steps(4):
+        numbers.append(step)
+        if fails and step == 2 and numbers.count(2) == 1:
+            handle._connection.any_of = lost
+        with run.attempt():
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    found = digest_of(model, handle)
+    # More steps of a run that had ended: it goes on.
+    numbers.append(next(run.steps(5)))
+    run.close()
+    return found, numbers
+
+
+@pytest.mark.distributed
+def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ((weights, numbers),) = run_on(retaken, 1, port=store.port, fails=False)
+    ((again, retried),) = run_on(retaken, 1, port=store.port, fails=True)
+    assert (numbers, retried) == ([0, 1, 2, 3, 4], [0, 1, 2, 2, 3, 4])
+    assert weights == again
 
 
 def erring(port: int) -> str:

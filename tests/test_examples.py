@@ -161,6 +161,21 @@ def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_p
         assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run(command, checkpoint))
 
 
+def test_the_elastic_example_runs_alone_with_a_store() -> None:
+    command = [sys.executable, "-m", "sparsync.elastic", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        port = store.stdout.readline().split()[-1]
+        try:
+            out = run([sys.executable, str(EXAMPLES / "elastic.py"), f"127.0.0.1:{port}", "--steps", "40"])
+        finally:
+            store.kill()
+    first, middle, last, end = out.splitlines()
+    assert (first, end) == ("goes on at step 0 as rank 0 of 1", "done after 40 steps")
+    losses = [re.fullmatch(rf"step {step}: loss (\S+) of 1 ranks", text) for step, text in ((20, middle), (40, last))]
+    assert all(losses)
+
+
 def test_a_scheme_of_your_own_is_the_mean_of_scaled_signs_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     from own_scheme import ScaledSign  # pyright: ignore[reportMissingImports]

@@ -395,5 +395,7 @@ def test_a_link_that_is_cut_loses_everything_in_both_directions_and_no_other_doe
         assert reached(links, 0, 1) != "ConnectionRefusedError"
         assert reached(links, 1, 0) != "ConnectionRefusedError"
         assert reached(links, 0, 2) == "ConnectionRefusedError"
+        links.mend(1)
+        assert reached(links, 0, 1) == "ConnectionRefusedError"
     with network(2, None) as loopback, pytest.raises(ValueError, match="over loopback there is no link to cut"):
         loopback.cut(0)

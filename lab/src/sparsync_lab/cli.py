@@ -66,7 +66,8 @@ def _commands() -> dict[str, Command]:
             _launch,
             cli_options.add_launch_options,
             "run an unchanged script of torch.distributed over links of a chosen rate",
-            "sparsync launch --ranks 4 --link 100mbit -- python train.py --epochs 1",
+            "sparsync launch --ranks 4 --link 100mbit -- python train.py --epochs 1\n"
+            "sparsync launch --fault kill:2@30s --fault join@45s -- examples/elastic.py",
         ),
         "probe": (
             _probe,
@@ -170,6 +171,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
     from sparsync_lab.launch.command import launch
+    from sparsync_lab.launch.faults import parse_fault, time_of
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.netlab import delay_of, rates, restart_with_rights
 
@@ -181,7 +183,11 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
         scheme_text.scheme(scheme)  # before any rank starts
     elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
         scheme_text.scheme_of_environment()  # names the variable where it raises
-    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay)
+    faults = tuple(parse_fault(each) for each in options.fault)
+    until_s = time_of(options.faults_until)
+    settings = LaunchSettings(
+        command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults, options.chaos, until_s
+    )
     if settings.limited:
         restart_with_rights("sparsync_lab.cli", arguments)
     status = launch(settings)

@@ -162,6 +162,13 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for the others to end after a rank has failed (default: 5)",
     )
+    fault = (
+        "kill:2@30s, leave:1@60s, freeze:3@20s+8s, partition:0@70s+10s, join@45s or store@10s+3s; again for more; the command is to "
+        "train with sparsync.elastic"
+    )
+    add("--fault", action="append", default=[], metavar="KIND:RANK@TIME+TIME", help=fault)
+    add("--chaos", type=int, default=None, metavar="SEED", help="draw faults, one in about 20 s; a rank is always left")
+    add("--faults-until", default=None, metavar="TIME", help="no fault begins after this, such as 300s (default: none)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
 
 

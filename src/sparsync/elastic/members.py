@@ -153,7 +153,11 @@ class Members:
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
-        self._found_again = -math.inf  # when the store answered again that had not
+        self._found_before, self._found_again = (
+            False,
+            -math.inf,
+        )  # whether the store has answered, and when another one did
+        self._dropped_in = 0  # the epoch in which others have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
 
@@ -210,7 +214,8 @@ class Members:
                 continue
             if self.own in last.members or not last.members:
                 asking = [each.member for each in lines if each.asks]
-                if self._all_here(last, notes, {each.member for each in lines}, waited):
+                alive = {each.member for each in lines}
+                if self._all_here(last, notes, alive, waited):
                     text = proposed(last, notes, asking).text
                     self._do(lambda store, text=text: store.compare_set(self._key("decided", number), "", text))
                     continue
@@ -272,6 +277,10 @@ class Members:
         """Note that all have taken the last step."""
         self._do(lambda store: store.set(self._key("ended"), "1"))
 
+    def go_on(self) -> None:
+        """Note that there are more steps."""
+        self._do(lambda store: store.delete_key(self._key("ended")))
+
     @property
     def called(self) -> bool:
         """Whether a member has come to the next meeting."""
@@ -289,6 +298,11 @@ class Members:
         """Whether somebody wants to join."""
         number, _, asked = self._seen
         return asked and number == self.current.number
+
+    @property
+    def dropped(self) -> bool:
+        """Whether others have gone on without this process, as far as its watcher has seen."""
+        return self._dropped_in == self.current.number > 0
 
     def look(self) -> None:
         """Look for who wants to join, and whether a step to meet before was named."""
@@ -364,12 +378,14 @@ class Members:
         store.set(self._key("bell", str(store.add(self._key("rings"), 1))), "1")
 
     def _watch(self) -> None:
-        heard, store = 0, None
+        heard, store = -1, None
         while not self._shut.is_set():
             try:
                 if store is None:
                     store = self._connected()
                     self._write_epoch(store)
+                    if heard >= 0:  # the store may have been started again, and others have begun anew in it
+                        self._ring(store)
                     heard = store.add(self._key("rings"), 0)
                     self._look(lambda call, store=store: call(store))
                     continue  # it may have been told to end before it began to listen
@@ -389,9 +405,13 @@ class Members:
         lines = do(lambda store: self._lines(store, number + 1))
         if any(each.calls for each in lines) and self.own not in {each.member for each in lines}:
             do(lambda store: self._add_line(store, number + 1, _Line(self.own)))
+        text = do(lambda store: store.get(self._key("epoch")) if store.check([self._key("epoch")]) else None)
+        if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
+            self._dropped_in = number
         order = self._key("order", number)
         step = int(do(lambda store: store.get(order))) if do(lambda store: store.check([order])) else None
-        self._seen = number, step, any(each.asks for each in lines)
+        if number >= self._seen[0]:  # the other thread may have seen a later epoch meanwhile
+            self._seen = number, step, any(each.asks for each in lines)
 
     def _read(self, key: str) -> bytes | None:
         return self._do(lambda store: store.get(key) if store.check([key]) else None)
@@ -401,17 +421,18 @@ class Members:
 
     def _do(self, call: Callable[[Any], Result]) -> Result:  # Any: see `_store`
         """Return `call` of the store, over another connection where one fails."""
-        deadline, failed = time.monotonic() + self._wait_s, False
+        deadline = time.monotonic() + self._wait_s
         while True:
             try:
                 if self._store is None:
                     self._store = self._connected()
-                    self._found_again = time.monotonic() if failed else self._found_again
+                    self._found_again = time.monotonic() if self._found_before else self._found_again
+                    self._found_before = True
                     if self.current.members:
                         self._write_epoch(self._store)
                 return asked(CALL_S, lambda: call(self._store), "a rank asks the store of its run")
             except StoreSilentError as error:
-                self._store, failed = None, True
+                self._store = None
                 if time.monotonic() > deadline:
                     raise StoreSilentError(
                         f"the store of this run at {self._host}:{self._port} has not answered for {self._wait_s:g} s, and without it "

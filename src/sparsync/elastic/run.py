@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
@@ -94,6 +95,15 @@ class _Trained:
     def lag(self) -> int:
         """How many steps one rank may be ahead of another."""
         return self.handle.options.every if isinstance(self.handle, LocalTraining) else 1
+
+    def forget(self) -> None:
+        """Forget what a step that failed has left: gradients, and that a loss scaler has unscaled them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for each in self.more:
+            if isinstance(each, GradScaler):
+                # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+                each._per_optimizer_states.clear()
 
     def state(self) -> dict[str, Any]:
         """Return what a rank that joins needs, or one that has missed a step."""
@@ -269,14 +279,17 @@ class Run:
         if not self.epoch.members:
             self._change(joins=True)
             self._members.watch()
+        elif self.step < until:
+            self._members.go_on()
         while not self._left:
+            self._failed |= self._members.dropped
             if self._failed or self._is_due():
                 self._change()
             elif self.step < until:
                 self._ask()
                 if not self._left:
                     yield self.step
-            elif self._all_done():
+            elif self._all_done(until):
                 return
 
     def attempt(self) -> "_Attempt":
@@ -320,10 +333,10 @@ class Run:
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + _MARGIN * max(each.lag for each in self._trained))
 
-    def _all_done(self) -> bool:
+    def _all_done(self, until: int) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
-        self._members.say("done")
-        if self._members.wait_for("done", self.epoch.members):
+        self._members.say(f"done/{until}")
+        if self._members.wait_for(f"done/{until}", self.epoch.members):
             self._members.end()
             return True
         self._failed = True
@@ -332,6 +345,9 @@ class Run:
     def _change(self, joins: bool = False) -> None:
         """Meet the others, and go on with those that are there; again where one of these is lost meanwhile."""
         began, whole = time.monotonic(), not (joins or self._failed)
+        if self._failed:
+            for each in self._trained:
+                each.forget()
         while True:
             joins = self._meet(joins, whole)
             if self._left:
@@ -349,7 +365,8 @@ class Run:
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
         if self.on_change is not None:
-            self.on_change(self)
+            with self.attempt():
+                self.on_change(self)
 
     def _meet(self, joins: bool, whole: bool) -> bool:
         """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
@@ -394,6 +411,10 @@ class Run:
         """Send what a rank that leaves has not sent to its heir, over the connections of the epoch before."""
         for member, heir in epoch.leaving.items():
             try:
+                if self.member in (member, heir) and not dist.is_initialized():
+                    raise ConnectionLostError(
+                        "this rank had given up its connections before all had come to the meeting"
+                    )
                 if self.member == member:
                     _send([each.handle.held_back() for each in self._trained], before.rank(heir))
                 elif self.member == heir:
@@ -422,7 +443,9 @@ class Run:
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
-            each.handle.regroup(step=(each.done if behind else epoch.step) - 1, timeout_s=self.timeout_s)
+            # Ranks that have applied as many exchanges of local steps may have taken different steps.
+            local = isinstance(each.handle, LocalTraining) and not behind
+            each.handle.regroup(step=(epoch.step if local else each.done) - 1, timeout_s=self.timeout_s)
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:

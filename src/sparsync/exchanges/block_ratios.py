@@ -61,9 +61,16 @@ class BlockRatios:
             self.of_mean[i].lerp_(mean.to(weights), weights)
             self.of_own[i].lerp_(own, weights)
 
-    def regrouped(self, step: int) -> None:
-        """Have the `FIRST` steps from `step` on measure, and weigh more than what other ranks have found before."""
-        self.measured, self.measure_until = min(self.measured, FIRST), step + FIRST
+    def regrouped(self, step: int, before: int, ranks: int) -> None:
+        """Expect what `ranks` ranks would measure where so many were there `before`; the `FIRST` steps from `step` on all measure.
+
+        A mean of P gradients has the square s + (own - s) / P, where s is that of the expected gradient, and own that of a rank's.
+        """
+        self.measure_until = step + FIRST
+        if before > 1 and ranks > 1:
+            for mean, own in zip(self.of_mean, self.of_own, strict=True):
+                expected = ((before * mean - own) / (before - 1)).clamp_(min=0.0)
+                mean.copy_(expected + (own - expected) / ranks)
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""

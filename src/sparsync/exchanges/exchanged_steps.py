@@ -407,6 +407,7 @@ class ExchangedSteps(StepMethod):
         return self._applied + 1
 
     def _regrouped(self, comm: Comm) -> None:
+        before = self._comm.size
         super()._regrouped(comm)
         self._applied = self._step
         # A step that failed may have counted before it did, and is taken again.
@@ -415,7 +416,7 @@ class ExchangedSteps(StepMethod):
         }
         self._groups.recount()
         self._check_own()
-        self._ratios.regrouped(self._step + 1)
+        self._ratios.regrouped(self._step + 1, before, comm.size)
         self._write_own()
         self._divisor.next_step(self.clip_factor)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparsync_lab.launch.faults import Fault, check_faults
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
@@ -29,6 +30,9 @@ class LaunchSettings:
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
     delay: Delay = NO_DELAY  # between any two ranks
+    faults: tuple[Fault, ...] = ()
+    chaos: int | None = None  # the seed of faults that are drawn
+    faults_until_s: float | None = None  # after which no fault is drawn
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
@@ -36,10 +40,24 @@ class LaunchSettings:
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"--grace must be in [0, inf) seconds, got {self.grace_s:g}")
         check_delay(self.delay, self.limited)
+        if self.elastic:
+            check_faults(self.faults, self.ranks, self.limited, self.faults_until_s)
+        elif self.faults_until_s is not None:
+            raise ValueError("--faults-until is the end of faults, and none were asked for; give --chaos or --fault")
 
     @property
     def limited(self) -> bool:
         return self.up_bits_per_s is not None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether there are faults, and hence a store for ranks that come and go."""
+        return bool(self.faults) or self.chaos is not None
+
+    @property
+    def places(self) -> int:
+        """The number of links: of ranks, and, with faults, of those that join and of the store, which has the last one."""
+        return self.ranks + (sum(each.kind == "join" for each in self.faults) + 1 if self.elastic else 0)
 
     @property
     def exact_framing(self) -> bool:
@@ -53,7 +71,9 @@ class LaunchSettings:
 
 def settings_of_json(content: dict[str, Any]) -> LaunchSettings:  # Any: JSON
     """Return the settings that `as_json` has written."""
-    return LaunchSettings(**{**content, "command": tuple(content["command"]), "delay": Delay(**content["delay"])})
+    faults = tuple(Fault(**each) for each in content["faults"])
+    known = {"command": tuple(content["command"]), "delay": Delay(**content["delay"]), "faults": faults}
+    return LaunchSettings(**{**content, **known})
 
 
 def checked_command(words: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ the process that started it is gone.
 """
 
 import json
+import math
 import os
 import select
 import signal
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparsync.base.scheme_text import VARIABLE
 from sparsync_lab.launch.descendants import die_with_parent, subreaper
+from sparsync_lab.launch.injector import Injector
 from sparsync_lab.launch.output import Output, prefix
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from sparsync_lab.launch.traffic import Meter
@@ -39,14 +42,29 @@ class LaunchedRun:
     ranks: Ranks
     output: Output
     signals: int  # a file descriptor from which the numbers of signals are read
+    injector: Injector | None = None  # where there are faults
     first_failure: Rank | None = None
     stopped_by: int | None = None  # the signal that ended the run from outside
+    store_lost: bool = False
+
+    @property
+    def ended(self) -> list[int]:
+        """The ranks that have ended, where others may take their places."""
+        return [rank.number for rank in self.ranks.all if not rank.running] if self.injector else []
+
+    @property
+    def done(self) -> list[int]:
+        """The ranks that have ended well."""
+        return [rank.number for rank in self.ranks.all if rank.status == 0]
 
     @property
     def exit_status(self) -> int:
-        if self.first_failure is None:
-            return 0 if self.stopped_by is None else 128 + self.stopped_by
-        status = self.first_failure.status
+        decides = self.first_failure
+        if decides is None and self.stopped_by is not None:
+            return 128 + self.stopped_by
+        if decides is None and all(rank.status for rank in self.ranks.all):
+            decides = self.ranks.all[-1]  # faults have hit all of them
+        status = 0 if decides is None else decides.status
         assert status is not None
         return 128 - status if status < 0 else status
 
@@ -59,11 +77,13 @@ class LaunchedRun:
         self.ranks.stop(signal.SIGTERM if number == signal.SIGPIPE else number)  # Python ignores SIGPIPE
 
     def note_failure(self) -> None:
-        """Find the first rank that failed. It ends the others, after a grace period."""
+        """Find the first rank that failed. It ends the others, after a grace period, unless a fault has hit it."""
         if self.first_failure is not None or self.stopped_by is not None:
             return
         # Of those seen at the same time a killed one comes first: the others' errors follow from it.
-        failed = min((rank for rank in self.ranks.all if rank.status), key=lambda rank: rank.status or 0, default=None)
+        hit = set() if self.injector is None else self.injector.hit
+        failing = [rank for rank in self.ranks.all if rank.status and rank.number not in hit]
+        failed = min(failing, key=lambda rank: rank.status or 0, default=None)
         self.first_failure = failed
         if failed is not None and self.ranks.running:
             rest = f"the others have {self.settings.grace_s:g} s to end by themselves"
@@ -94,15 +114,23 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
     with (
         temporary_folder() as notes,  # a file for each rank, which is empty until the rank reads SPARSYNC_SCHEME
         network(
-            settings.ranks, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s, settings.delay
+            settings.places, settings.up_bits_per_s, settings.exact_framing, settings.down_bits_per_s, settings.delay
         ) as links,
         subreaper(),
         Ranks(settings.grace_s) as ranks,
+        ExitStack() as stack,
     ):
         run = LaunchedRun(settings, ranks, Output(terminal=os.isatty(2)), signals)
         meter = Meter(settings, links)
+        port = PORT if links.limited else _free_port()
         began = time.monotonic()
-        _start(run, links, notes)
+        start = _starter(run, links, meter, notes, port, began)
+        if settings.elastic:
+            run.injector = injector = stack.enter_context(Injector(settings, links, port, ranks, start))
+            injector.begin()
+        else:
+            for number in range(settings.ranks):
+                start(number, number)
         _watch(run, meter, began)
         ended_s = time.monotonic() - began
         meter.look(ended_s)
@@ -112,21 +140,29 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
     return run.exit_status
 
 
-def _start(run: LaunchedRun, links: RunNetwork, notes: Path) -> None:
+def _starter(
+    run: LaunchedRun, links: RunNetwork, meter: Meter, notes: Path, port: int, began: float
+) -> Callable[[int, int], None]:
+    """Return the function that starts the rank with a number at one of the places of the network."""
     run_id = str(uuid.uuid4())
-    port = PORT if links.limited else _free_port()
-    for number in range(run.settings.ranks):
+    address = links.address(run.settings.places - 1 if run.settings.elastic else 0)
+
+    def start(number: int, place: int) -> None:
         note = notes / str(number)
         note.touch()
-        here = variables(run.settings, number, links.interface, links.address(0), port, run_id, note)
+        here = variables(run.settings, number, links.interface, address, port, run_id, note)
         shown = prefix(number, run.settings.ranks)
+        if run.settings.elastic:
+            meter.join(place, time.monotonic() - began)
         run.ranks.start(
-            links.command(number, run.settings.command),
+            links.command(place, run.settings.command),
             {"stdout": run.output.lines(1, shown), "stderr": run.output.lines(2, shown)},
             stdin=subprocess.DEVNULL,
             env=environment(here, links.limited),
             preexec_fn=die_with_parent,  # for both programs being killed at once; this one has no threads
         )
+
+    return start
 
 
 def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
@@ -136,7 +172,8 @@ def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
     looked = 0.0
     while ranks.busy or output.waits_for is not None:
         waits = {} if output.waits_for is None else {output.waits_for: select.POLLOUT}
-        ready = ranks.turn(time.monotonic() + LOOK_S, watched | waits, reading=not output.full)
+        due = math.inf if run.injector is None else began + run.injector.due_s
+        ready = ranks.turn(min(due, time.monotonic() + LOOK_S), watched | waits, reading=not output.full)
         if run.signals in ready:
             for number in os.read(run.signals, 100):
                 run.stop(number)
@@ -149,13 +186,33 @@ def _watch(run: LaunchedRun, meter: Meter, began: float) -> None:
         if output.closed and run.stopped_by is None and ranks.running:
             run.stop(signal.SIGPIPE)
         now = time.monotonic()
+        if run.injector is not None:
+            _give_faults(run, run.injector, meter, now - began)
         if now - looked >= LOOK_S:
             looked = now
-            meter.look(now - began)
-            output.status(*meter.status(now - began))
+            meter.look(now - began, run.ended)
+            output.status(*meter.status(now - began, run.injector.begun if run.injector else ()))
         if run.stopped_by is not None and ranks.ended_at is not None and now - ranks.ended_at >= ranks.grace_s:
             return  # somebody stopped it, and nobody takes its output
     output.status()
+
+
+def _give_faults(run: LaunchedRun, injector: Injector, meter: Meter, now_s: float) -> None:
+    """Begin the faults that are due, and say so; and what the traffic did after the one before."""
+    if injector.due_s <= now_s:
+        meter.look(now_s, run.ended)
+    before = injector.begun[-1] if injector.begun else None
+    for each in injector.turn(now_s, run.first_failure is not None or run.stopped_by is not None):
+        if before is not None and (pauses := meter.pauses(before.at_s, now_s, run.done)):
+            run.output.say(f"since {before.fault.name} the traffic has paused for up to this many seconds: {pauses}")
+        run.output.say(f"{each.at_s:.1f} s: {each.fault.name}: {each.what}")
+        before = None
+    if injector.store_ended and run.first_failure is None and run.stopped_by is None and not run.store_lost:
+        run.store_lost = True
+        run.output.say(
+            "the store has ended by itself, and without it no rank can join or be lost; the ranks are stopped"
+        )
+        run.ranks.stop_later()
 
 
 def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int]) -> None:
@@ -170,6 +227,9 @@ def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int
             "the script, without a scheme"
         )
     output.say(meter.table(ended_s, [rank.ending for rank in run.ranks.all], readers, output.width))
+    if run.injector is not None:
+        begun = run.injector.begun + run.injector.not_given()
+        output.say(meter.faults_text(begun, ended_s, run.done))
     while output.waits_for is not None:
         output.flush()
         if output.waits_for is not None:

@@ -1,10 +1,12 @@
 """The bytes of each rank's interface while the ranks run: the status line, and the table at the end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from sparsync_lab.launch.injector import Begun
+from sparsync_lab.launch.pauses import BEFORE_S, Look, longest_pause, pause_text
 from sparsync_lab.launch.settings import LaunchSettings
 from sparsync_lab.netlab import Forwarded, RunNetwork, interface_counters
 from sparsync_lab.netlab.topology import BATCH_FRAMES, MOST_FRAMES
@@ -22,8 +24,13 @@ class Traffic:
     seen_s: float = 0.0  # the last look
     last_s: float = 0.0  # the look that saw the last byte
     rates: tuple[float, float] = (0.0, 0.0)  # bits per second, sent and received, between the last two looks
+    place: int = 0  # whose interface it is
+    before: tuple[int, int] = (0, 0)  # what an earlier rank there has sent and received
+    ended: bool = False  # so the interface may be another rank's
+    looks: list[Look] | None = None  # all of them, where there are faults
 
     def look(self, sent: int, received: int, now_s: float) -> None:
+        sent, received = sent - self.before[0], received - self.before[1]
         since_s = now_s - self.seen_s
         moved = (sent - self.sent_nbytes, received - self.received_nbytes)
         if any(moved):
@@ -31,6 +38,8 @@ class Traffic:
             self.last_s = now_s
         if since_s > 0:
             self.rates = (8 * moved[0] / since_s, 8 * moved[1] / since_s)
+            if self.looks is not None:
+                self.looks.append((self.seen_s, now_s, sum(moved)))
         self.sent_nbytes, self.received_nbytes, self.seen_s = sent, received, now_s
 
     @property
@@ -49,17 +58,40 @@ class Meter:
     carried: Forwarded | None = None  # by the program that delays packets, once all ranks have ended
 
     def __post_init__(self) -> None:
-        self.ranks = [Traffic() for _ in self.links.anchors]
+        if not self.settings.elastic:
+            self.ranks = [Traffic(place=place) for place, _ in enumerate(self.links.anchors)]
 
-    def look(self, now_s: float) -> None:
-        for traffic, anchor in zip(self.ranks, self.links.anchors, strict=True):
-            counted = interface_counters(self.links.interface, anchor)
-            traffic.look(counted.sent_bytes, counted.received_bytes, now_s)
+    def join(self, place: int, now_s: float) -> None:
+        """Count the traffic of one more rank from now on, which is there alone."""
+        if self.links.anchors:
+            counted = interface_counters(self.links.interface, self.links.anchors[place])
+            before = (counted.sent_bytes, counted.received_bytes)
+            self.ranks.append(Traffic(seen_s=now_s, place=place, before=before, looks=[]))
 
-    def status(self, now_s: float) -> list[str]:
+    def look(self, now_s: float, ended: Collection[int] = ()) -> None:
+        """Read the counters; for the last time those of ranks that have `ended`, and may have a successor."""
+        for rank, traffic in enumerate(self.ranks):
+            if not traffic.ended:
+                counted = interface_counters(self.links.interface, self.links.anchors[traffic.place])
+                traffic.look(counted.sent_bytes, counted.received_bytes, now_s)
+                traffic.ended = rank in ended
+
+    def pauses(self, from_s: float, to_s: float, done: Collection[int] = ()) -> str:
+        """Return the longest pause of each rank that had traffic before, in seconds, as `rank 0: 1.2, rank 2: 1.3`."""
+        found = {
+            rank: pause_text(longest_pause(traffic.looks or [], from_s, to_s, rank in done))
+            for rank, traffic in enumerate(self.ranks)
+        }
+        return ", ".join(f"rank {rank}: {text}" for rank, text in found.items() if text is not None)
+
+    def status(self, now_s: float, begun: Sequence[Begun] = ()) -> list[str]:
         """Return the bytes of every rank up to now and the share of its link in the last moments, and a shorter line of their means."""
-        if not self.ranks:
-            return [f"{now_s:.0f} s, no link, nothing counted"]
+        now = f"{now_s:.0f} s"
+        if begun:
+            now += f" | {len(begun)} faults, {begun[-1].fault.name} at {begun[-1].at_s:.0f} s"
+        present = {rank: traffic for rank, traffic in enumerate(self.ranks) if not traffic.ended}
+        if not present:
+            return [f"{now}, no link, nothing counted"]
         up, down = self._limits()
 
         def told(seen: Sequence[Traffic]) -> str:
@@ -69,8 +101,8 @@ class Meter:
             )
             return f"{bytes_text(sent)} up {_share(sends, up)}, {bytes_text(received)} down {_share(receives, down)}"
 
-        each = [f"{rank}: {told([it])}" for rank, it in enumerate(self.ranks)]
-        return [f"{now_s:.0f} s | {' | '.join(each)}", f"{now_s:.0f} s | mean of {len(each)} ranks: {told(self.ranks)}"]
+        each = [f"{rank}: {told([it])}" for rank, it in present.items()]
+        return [f"{now} | {' | '.join(each)}", f"{now} | mean of {len(each)} ranks: {told([*present.values()])}"]
 
     def table(self, now_s: float, endings: Sequence[str], readers: Sequence[int], width: int = WIDTH) -> str:
         """Return the lines of the summary; `endings`: how each rank ended, `readers`: the ranks that took the scheme."""
@@ -78,7 +110,7 @@ class Meter:
             [
                 f"{self.settings.ranks} ranks",
                 _links(self.settings),
-                *scheme_texts(self.settings, readers),
+                *scheme_texts(self.settings, readers, len(endings)),
                 f"{significant(now_s)} s",
             ]
         )
@@ -114,6 +146,17 @@ class Meter:
             )
         return "\n".join([head, drawn, *notes])
 
+    def faults_text(self, begun: Sequence[Begun], ended_s: float, done: Collection[int]) -> str:
+        """Return the faults with their times and the pauses in the traffic from each to the next one; `done`: ranks that ended well."""
+        times = [each.at_s for each in begun] + [ended_s]
+        lines = ["faults, and the longest pause in the traffic of each rank up to the next one, in seconds"]
+        if begun and (before := self.pauses(times[0] - BEFORE_S, times[0], done)):
+            lines.append(f"in the {BEFORE_S:g} s before the first: {before}")
+        for each, next_s in zip(begun, times[1:], strict=True):
+            pauses = self.pauses(each.at_s, next_s, done)
+            lines.append(f"{each.at_s:.1f} s, {each.fault.name}: {each.what}{f'; {pauses}' if pauses else ''}")
+        return "\n".join(lines)
+
     def _limits(self) -> tuple[float, float]:
         assert self.settings.up_bits_per_s is not None and self.settings.down_bits_per_s is not None
         return self.settings.up_bits_per_s, self.settings.down_bits_per_s
@@ -123,11 +166,11 @@ def _links(settings: LaunchSettings) -> str:
     return links_text(settings.up_bits_per_s, settings.down_bits_per_s, settings.delay) or "loopback, without limits"
 
 
-def scheme_texts(settings: LaunchSettings, readers: Sequence[int]) -> list[str]:
+def scheme_texts(settings: LaunchSettings, readers: Sequence[int], ranks: int | None = None) -> list[str]:
     """Return the scheme that the ranks `readers` took, in words, and who where that is not all; [] where none was asked for."""
     if settings.scheme is None:
         return []
-    if len(readers) == settings.ranks:
+    if len(readers) == (settings.ranks if ranks is None else ranks):
         return [f"scheme {settings.scheme}"]
     if not readers:
         return [f"scheme {settings.scheme} on no rank"]

@@ -16,7 +16,8 @@ def variables(
 ) -> dict[str, str]:
     """Return what torchrun sets for this rank of one machine with all ranks, or, with `nodes`, of machines of one rank each.
 
-    `address` and `port` are those at which rank 0's process group listens; `note` is a file in which what reads the scheme says so.
+    `address` and `port` are those at which rank 0's process group listens, or, where there are faults, the store of the run; a rank that
+    joins has a number of its own, from the number of first ranks on. `note` is a file in which what reads the scheme says so.
     """
     P = settings.ranks
     local, locals_, node, nodes = (0, 1, rank, P) if settings.nodes else (rank, P, 0, 1)
@@ -35,7 +36,7 @@ def variables(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 is the store; torchrun's agent would be
+        "TORCHELASTIC_USE_AGENT_STORE": str(settings.elastic),  # else rank 0 is the store; torchrun's agent would be
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,

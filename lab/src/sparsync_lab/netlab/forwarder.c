@@ -9,7 +9,7 @@
 //
 // Arguments: bits per second up and down (0: no limit); delay, jitter and burst in nanoseconds; queue and the largest receive and send
 // buffers of TCP in bytes; and for each rank a process id in its namespace. It says "ready" on standard output, takes the commands
-// "cut RANK" and "count" from standard input, and ends when standard input does.
+// "cut RANK", "mend RANK" and "count" from standard input, and ends when standard input does.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -197,6 +197,8 @@ static void obey(char *line) {
 	int rank;
 	if (sscanf(line, "cut %d", &rank) == 1 && rank >= 0 && rank < ranks)
 		is_cut[rank] = 1;
+	if (sscanf(line, "mend %d", &rank) == 1 && rank >= 0 && rank < ranks)
+		is_cut[rank] = 0;
 	printf("{\"packets\": %lld, \"nbytes\": %lld, \"frame_nbytes\": %lld, \"dropped\": %lld, \"processor_s\": %.6f}\n", count.packets,
 	       count.bytes, count.frame_bytes, count.dropped, 1e-9 * (double)now_ns(CLOCK_PROCESS_CPUTIME_ID));
 	fflush(stdout);

@@ -59,6 +59,10 @@ class Forwarder:
         """Lose every packet from and to this rank from now on."""
         self._ask(f"cut {rank}")
 
+    def mend(self, rank: int) -> None:
+        """Carry the packets of a rank that was cut again."""
+        self._ask(f"mend {rank}")
+
     def _ask(self, command: str) -> Forwarded:
         assert self.process.stdin
         with suppress(BrokenPipeError):  # its reason is read below

@@ -56,14 +56,24 @@ class RunNetwork:
         """Take a rank's link down at the switch: from now on frames vanish in both directions, and no connection is reset."""
         if self.forwarder is not None:
             self.forwarder.cut(self._checked(rank))
-        elif self.switch is not None:
-            run_batches([(self.switch, "ip", [f"link set port{self._checked(rank)} down"])])
         else:
-            raise ValueError("over loopback there is no link to cut; make the network with a rate")
+            self._set_port(rank, "down")
+
+    def mend(self, rank: int) -> None:
+        """Take a rank's link that was cut up again."""
+        if self.forwarder is not None:
+            self.forwarder.mend(self._checked(rank))
+        else:
+            self._set_port(rank, "up")
 
     def forwarded(self) -> Forwarded | None:
         """Return what the program that delays packets has carried and cost so far; None on links without a delay."""
         return None if self.forwarder is None else self.forwarder.count()
+
+    def _set_port(self, rank: int, state: str) -> None:
+        if self.switch is None:
+            raise ValueError("over loopback there is no link to cut; make the network with a rate")
+        run_batches([(self.switch, "ip", [f"link set port{self._checked(rank)} {state}"])])
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < len(self.addresses):

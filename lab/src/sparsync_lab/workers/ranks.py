@@ -47,10 +47,11 @@ class Rank:
         return f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank if it runs: Ctrl-C and SIGKILL to the process group that it leads, others to it alone."""
+        """Send a signal to the rank if it runs: SIGTERM and SIGHUP to it alone, others to the process group that it leads."""
         if self.running:
             with suppress(ProcessLookupError):  # it has ended meanwhile
-                group = number in (signal.SIGINT, signal.SIGKILL) and os.getpgid(self.pid) == self.pid
+                to_all = (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
+                group = number in to_all and os.getpgid(self.pid) == self.pid
                 (os.killpg if group else os.kill)(self.pid, number)
 
 

@@ -1,0 +1,48 @@
+"""For how long the traffic of a rank paused after a fault, from the looks at its interface."""
+
+from collections.abc import Sequence
+
+QUIET = 0.1  # of its usual rate: the store, and the heads of connections, are below
+LEAST_S = 0.5  # of an interval that says something; a look takes 0.25 s
+BEFORE_S = 10.0  # of the interval before the first fault, to compare with
+
+Look = tuple[float, float, int]  # from and to, in seconds since the ranks were started, and the bytes that went by
+
+
+def usual_rate(looks: Sequence[Look], until_s: float) -> float:
+    """Return the mean bytes per second from the first byte up to this time; 0 before it."""
+    seen = [look for look in looks if look[1] <= until_s]
+    first = next((since_s for since_s, _, nbytes in seen if nbytes), None)
+    if first is None:
+        return 0.0
+    return sum(nbytes for _, _, nbytes in seen) / (seen[-1][1] - first)
+
+
+def longest_pause(looks: Sequence[Look], from_s: float, to_s: float, done: bool) -> tuple[float, bool] | None:
+    """Return the longest time of a rank with less than a tenth of its usual traffic between two times, and whether it had not ended then.
+
+    None where the rank had no traffic before, or has ended: `done` says that it ended well, and no pause follows its last traffic.
+    """
+    rate = usual_rate(looks, from_s)
+    quiet = [nbytes < QUIET * rate * (end_s - begin_s) for begin_s, end_s, nbytes in looks]
+    if done:
+        to_s = min(
+            to_s, max((look[1] for look, is_quiet in zip(looks, quiet, strict=True) if not is_quiet), default=0.0)
+        )
+    within = [
+        (max(begin_s, from_s), min(end_s, to_s), is_quiet)
+        for (begin_s, end_s, _), is_quiet in zip(looks, quiet, strict=True)
+        if end_s > from_s and begin_s < to_s
+    ]
+    if rate == 0 or not within or within[-1][1] - from_s < LEAST_S:
+        return None
+    longest = pause = 0.0
+    for begin_s, end_s, is_quiet in within:
+        pause = pause + end_s - begin_s if is_quiet else 0.0
+        longest = max(longest, pause)
+    return longest, 0 < pause == longest
+
+
+def pause_text(found: tuple[float, bool] | None) -> str | None:
+    """Return a pause in words; None for none that could be seen."""
+    return None if found is None else f"{'over ' if found[1] else ''}{found[0]:.1f}"
