@@ -36,7 +36,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
     # The first step waits for this many ranks. Others join whenever they come, and get weights, optimizer and schedule from one of these.
-    with elastic.Run(options.store, ranks=int(os.environ.get("WORLD_SIZE", "1")), timeout_s=10.0) as run:
+    with elastic.Run(options.store, ranks=int(os.environ.get("WORLD_SIZE", "1"))) as run:
         run.leave_on(signal.SIGTERM)  # what a spot machine gets: hands over what it has not sent, and goes
         run.on_change = lambda run: print(f"goes on at step {run.step} as rank {run.rank} of {run.size}")
         scheme = sparsync.TwoShot(density=1.0, values="sign")
