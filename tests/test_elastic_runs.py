@@ -413,6 +413,34 @@ def test_what_a_leaving_rank_has_not_sent_is_handed_over_to_the_bit() -> None:
     assert sorted(zip(heirs, others, strict=True)) == [(False, True), (True, False)]
 
 
+def behind() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Return what local steps have learnt since the last exchange, before and after following a rank, and the rates of both ranks."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle: Any = sparsync.attach(
+        model, sparsync.TwoShot(density=0.1), optimizer=optimizer, exchange=sparsync.LocalSteps(every=4)
+    )
+    for step in range(6):
+        if step == 4:
+            others = handle.shared_state()
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    before = handle.held_back()["learnt"]
+    handle.follow(others)
+    return before, handle.held_back()["learnt"], [0.01 / 4, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_behind_keeps_what_it_has_learnt_since_the_last_exchange() -> None:
+    ((before, after, (theirs, own)),) = run_on(behind, 1)
+    assert own == theirs  # a schedule that multiplies the rate goes on from it
+    assert all(each.any() for each in before.values())
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
+
+
 def refusals(port: int) -> list[str]:
     """Return what a run says of what it cannot train."""
     told = []
@@ -455,7 +483,7 @@ def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     handle: Any = sparsync.attach(model, sparsync.TwoShot(density=0.2), optimizer=optimizer, scaler=scaler)
-    run.add(model, handle, optimizer, scaler)
+    run.add(model, handle, optimizer)
     reached = handle._connection.any_of
     numbers = []
 

@@ -226,12 +226,20 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._exchanger.regrouped(comm)
 
     def follow(self, state: State) -> None:
+        self._check_own()
+        learnt = [each.start - each.own() for each in self._weights.buckets]
         super().follow(state)
+        for bucket, change in zip(self._weights.buckets, learnt, strict=True):
+            if change.isfinite().all():
+                bucket.start = bucket.start + change  # sent with the next exchange
         self._failed = True
 
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
-        kept = {"optimizers": mine["optimizers"]} if own["step"] >= 0 else {}
+        kept = {}
+        if own["step"] >= 0:  # moments are a rank's own, but rates and other settings are the same on all
+            pairs = zip(mine["optimizers"], theirs["optimizers"], strict=True)
+            kept = {"optimizers": [{**one, "param_groups": other["param_groups"]} for one, other in pairs]}
         return {**super()._following(state, own), self.integration: {**theirs, "start": {}, "own": {}, **kept}}
 
     def held_back(self) -> dict[str, Any]:  # Any: as Handle
