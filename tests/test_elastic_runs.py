@@ -441,6 +441,30 @@ def test_a_rank_that_is_behind_keeps_what_it_has_learnt_since_the_last_exchange(
     assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
 
 
+def clipped(moved: bool) -> dict[str, torch.Tensor]:
+    """Return the residual after steps of which one was clipped, where the handle is `moved` to a group of the same ranks then."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scheme = sparsync.TopK(density=0.1)
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=sparsync.Gradients())
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        handle.reduce()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step == 4 or step == 2 else 1e3)
+        optimizer.step()
+        if moved and step == 4:
+            handle.regroup()
+    return handle.state_dict()["scheme"]["residual"]
+
+
+@pytest.mark.distributed
+def test_a_move_to_another_group_keeps_the_residual_of_a_clipped_step() -> None:
+    (stayed,), (moved,) = run_on(clipped, 1, moved=False), run_on(clipped, 1, moved=True)
+    assert stayed.keys() == moved.keys() and any(each.any() for each in stayed.values())
+    assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
+
+
 def refusals(port: int) -> list[str]:
     """Return what a run says of what it cannot train."""
     told = []

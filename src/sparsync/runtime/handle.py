@@ -317,6 +317,8 @@ class Handle:
             raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
         with suppress(RuntimeError):  # of a thread that has ended
             self._flush()
+        self._rescaler.settle()
+        self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
         described = getattr(self.exchange, "described", dict)()
         settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
         layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
