@@ -465,6 +465,32 @@ def test_a_move_to_another_group_keeps_the_residual_of_a_clipped_step() -> None:
     assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
 
 
+def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the residual of a rank before and after the first step with one whose rate is half of its last one."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    handle: Any = sparsync.attach(
+        model, sparsync.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients()
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        handle.reduce()
+        optimizer.step()
+    before, others = handle.state_dict()["scheme"]["residual"], handle.shared_state()
+    optimizer.param_groups[0]["lr"] = 5e-3
+    handle.follow({**others, "rates": dict.fromkeys(others["rates"], 5e-3)})
+    handle._rescaler.rescale()
+    return before, handle.state_dict()["scheme"]["residual"]
+
+
+@pytest.mark.distributed
+def test_the_residual_of_a_rank_that_is_behind_follows_the_rate_of_the_others() -> None:
+    ((before, after),) = run_on(slowed, 1)
+    assert any(each.any() for each in before.values())
+    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
 def refusals(port: int) -> list[str]:
     """Return what a run says of what it cannot train."""
     told = []

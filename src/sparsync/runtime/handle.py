@@ -345,7 +345,9 @@ class Handle:
 
     def _following(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, that of another rank, with what is this rank's own, which is in `own`."""
-        return {**state, **self._place, "scheme": _with_residual(state["scheme"], own["scheme"])}
+        # What is held back is in the units of this rank's last step.
+        units = {key: own[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if own["step"] >= 0}
+        return {**state, **self._place, **units, "scheme": _with_residual(state["scheme"], own["scheme"])}
 
     def held_back(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """Return what this rank has not sent, for a rank that takes it over."""
