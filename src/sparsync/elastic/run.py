@@ -1,5 +1,6 @@
 """A run of training that survives its ranks."""
 
+import gc
 import io
 import logging
 import os
@@ -357,6 +358,7 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
+        gc.collect()  # process groups of before, with a few threads and connections each, are in cycles
         self._failed = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
