@@ -568,6 +568,33 @@ def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
     assert weights == again
 
 
+def cut_off(port: int) -> list[int]:
+    """Return how many ranks there were in each step; rank 0 loses the others in one, outside of the exchange that they wait in."""
+    number = dist.get_rank()
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=2, timeout_s=4.0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.add(model, sparsync.attach(model, sparsync.TwoShot(), optimizer=optimizer), optimizer)  # pyright: ignore[reportArgumentType]
+    sizes = []
+    for step in run.steps(4):
+        with run.attempt():
+            optimizer.zero_grad()
+            model(torch.randn(8, 20)).square().mean().backward()
+            if step == 2 and number == 0 and run.epoch.number == 1:
+                raise ConnectionLostError("a collective of torch has failed")
+            optimizer.step()
+            sizes.append(run.size)
+    run.close()
+    return sizes
+
+
+@pytest.mark.distributed
+def test_a_rank_that_has_lost_others_ends_their_waits_for_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_on(cut_off, 2, port=store.port) == [[2, 2, 2, 2]] * 2
+
+
 def erring(port: int) -> str:
     """Return how an error of the program itself ends."""
     dist.destroy_process_group()

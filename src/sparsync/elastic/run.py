@@ -369,7 +369,7 @@ class Run:
     def _meet(self, joins: bool, whole: bool) -> bool:
         """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
         if not whole:
-            _end_world()  # others that wait for this rank learn of it
+            self._cut()
         members, before = self._members, self._members.current
         note = Note([each.position for each in self._trained], self.step, whole, self._leaves)
         epoch = members.join(note) if joins else members.meet(note, self._cut)
