@@ -420,6 +420,7 @@ def behind() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[flo
     handle: Any = sparsync.attach(
         model, sparsync.TwoShot(density=0.1), optimizer=optimizer, exchange=sparsync.LocalSteps(every=4)
     )
+    others: Any = {}
     for step in range(6):
         if step == 4:
             others = handle.shared_state()
@@ -451,7 +452,7 @@ def clipped(moved: bool) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.reduce()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step == 4 or step == 2 else 1e3)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step in (2, 4) else 1e3)
         optimizer.step()
         if moved and step == 4:
             handle.regroup()
@@ -469,9 +470,7 @@ def slowed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the residual of a rank before and after the first step with one whose rate is half of its last one."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle: Any = sparsync.attach(
-        model, sparsync.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients()
-    )
+    handle: Any = sparsync.attach(model, sparsync.TopK(density=0.1), optimizer=optimizer, exchange=sparsync.Gradients())
     for step in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -553,8 +552,9 @@ def retaken(port: int, fails: bool) -> tuple[str, list[int]]:
             scaler.update()
             optimizer.zero_grad()
     found = digest_of(model, handle)
-    # More steps of a run that had ended: it goes on.
-    numbers += list(zip(run.steps(5), "."))[0][:1]
+    assert run._members._read(run._members._key("ended"))
+    numbers.append(next(run.steps(5)))  # more steps of a run that had ended: it goes on
+    assert not run._members._read(run._members._key("ended"))
     run.close()
     return found, numbers
 

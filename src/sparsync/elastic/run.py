@@ -408,7 +408,9 @@ class Run:
         for member, heir in epoch.leaving.items():
             try:
                 if self.member in (member, heir) and not dist.is_initialized():
-                    raise ConnectionLostError("this rank had given up its connections before all had come to the meeting")
+                    raise ConnectionLostError(
+                        "this rank had given up its connections before all had come to the meeting"
+                    )
                 if self.member == member:
                     _send([each.handle.held_back() for each in self._trained], before.rank(heir))
                 elif self.member == heir:
