@@ -209,6 +209,16 @@ def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
             member_of(store, "x").join(note(0))
 
 
+def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
+    a, b = member_of(store, "a"), member_of(store, "b")
+    a.agree("TopK(density=0.1)\nGradients()")
+    a.agree("TopK(density=0.1)\nGradients()")
+    with pytest.raises(
+        RuntimeError, match=r"this run was begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"
+    ):
+        b.agree("TopK(density=0.1)\nSteps()")
+
+
 def test_a_run_that_ends_lets_those_that_wait_know(store: Any) -> None:
     with met(store, "a") as (a,):
         ended = threading.Timer(0.3, a.end)

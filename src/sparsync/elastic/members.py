@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -237,6 +238,17 @@ class Members:
             epoch = self.meet(note)
             if self.own in epoch.members:
                 return epoch
+
+    def agree(self, own: str) -> None:
+        """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks."""
+        first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
+        if first != own:
+            theirs, ours = next(
+                (a, b) for a, b in zip_longest(first.split("\n"), own.split("\n"), fillvalue="") if a != b
+            )
+            raise RuntimeError(
+                f"this run was begun with {theirs!r}, and this process has {ours!r}; give all ranks the same settings and the same model"
+            )
 
     def stop_before(self, step: int) -> None:
         """Have all members meet before this step, or the one that another member has named."""

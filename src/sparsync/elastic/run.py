@@ -275,6 +275,7 @@ class Run:
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
         if not self.epoch.members:
+            self._members.agree("\n".join(each.handle._settings_text() for each in self._trained))
             self._change(joins=True)
             self._members.watch()
         elif self.step < until:

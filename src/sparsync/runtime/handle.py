@@ -319,10 +319,10 @@ class Handle:
             self._flush()
         self._rescaler.settle()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
-        described = getattr(self.exchange, "described", dict)()
-        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
-        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
-        lines = [f"{type(self.exchange).__name__}({settings})", self._scheme.config_fingerprint(), *layout]
+        lines = [
+            self._scheme.name,
+            *self._lines(),
+        ]  # settings may have changed since a rank that joins has begun; each step compares them
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
         self._step = self._step if step is None else step
@@ -330,6 +330,16 @@ class Handle:
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
+
+    def _settings_text(self) -> str:
+        """Return the settings and the model, line by line, which must be the same on all ranks."""
+        return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
+
+    def _lines(self) -> list[str]:
+        described = getattr(self.exchange, "described", dict)()
+        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
+        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
+        return [f"{type(self.exchange).__name__}({settings})", *layout]
 
     def _regrouped(self, comm: Comm) -> None:
         """Take what depends on the ranks from `comm`."""
