@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -241,6 +243,17 @@ class Members:
             if self.own in epoch.members:
                 return epoch
 
+    def agree(self, own: str) -> None:
+        """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks."""
+        first = self._do(lambda store: store.compare_set(self._key("settings"), "", own)).decode()
+        if first != own:
+            theirs, ours = next(
+                (a, b) for a, b in zip_longest(first.split("\n"), own.split("\n"), fillvalue="") if a != b
+            )
+            raise RuntimeError(
+                f"this run was begun with {theirs!r}, and this process has {ours!r}; give all ranks the same settings and the same model"
+            )
+
     def stop_before(self, step: int) -> None:
         """Have all members meet before this step, or the one that another member has named."""
         key = self._key("order", self.current.number)
@@ -430,7 +443,7 @@ class Members:
                     self._found_before = True
                     if self.current.members:
                         self._write_epoch(self._store)
-                return asked(CALL_S, lambda: call(self._store), "a rank asks the store of its run")
+                return asked(CALL_S, partial(call, self._store), "a rank asks the store of its run")
             except StoreSilentError as error:
                 self._store = None
                 if time.monotonic() > deadline:

@@ -1,5 +1,6 @@
 """A run of training that survives its ranks."""
 
+import gc
 import io
 import logging
 import os
@@ -277,6 +278,7 @@ class Run:
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
         if not self.epoch.members:
+            self._members.agree("\n".join(each.handle._settings_text() for each in self._trained))
             self._change(joins=True)
             self._members.watch()
         elif self.step < until:
@@ -361,6 +363,7 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
+        gc.collect()  # process groups of before, with a few threads and connections each, are in cycles
         self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
@@ -371,7 +374,7 @@ class Run:
     def _meet(self, joins: bool, whole: bool) -> bool:
         """Go to a meeting, and come out of it with a new epoch, or having left; return whether this process has lost its place in it."""
         if not whole:
-            _end_world()  # others that wait for this rank learn of it
+            self._cut()
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
         note = Note(position, self.step, whole, self._leaves)

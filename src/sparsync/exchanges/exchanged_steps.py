@@ -409,6 +409,7 @@ class ExchangedSteps(StepMethod):
     def _regrouped(self, comm: Comm) -> None:
         before = self._comm.size
         super()._regrouped(comm)
+        self._taken.forget_step()
         self._applied = self._step
         # A step that failed may have counted before it did, and is taken again.
         self._counts = {

@@ -232,12 +232,16 @@ class LocalTraining(StepMethod, options=LocalSteps):
         self._failed = True
         if late:
             for bucket, change in zip(self._weights.buckets, learnt, strict=True):
-                bucket.write(bucket.start - change)
+                if change.isfinite().all():
+                    bucket.write(bucket.start - change)
             self._note_written()
 
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
-        kept = {"optimizers": mine["optimizers"]} if own["step"] >= 0 else {}
+        kept = {}
+        if own["step"] >= 0:  # moments are a rank's own, but rates and other settings are the same on all
+            pairs = zip(mine["optimizers"], theirs["optimizers"], strict=True)
+            kept = {"optimizers": [{**one, "param_groups": other["param_groups"]} for one, other in pairs]}
         return {**super()._following(state, own), self.integration: {**theirs, "start": {}, "own": {}, **kept}}
 
     def held_back(self) -> dict[str, Any]:  # Any: as Handle

@@ -149,6 +149,13 @@ class TakenOptimizer:
         for each in self._optimizers:
             each.state.clear()
 
+    def forget_step(self) -> None:
+        """Forget a step that has failed, also that the scaler has unscaled its gradients."""
+        self._called.clear()
+        if self._scaler is not None:
+            # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+            self._scaler._per_optimizer_states.clear()
+
     def has(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether one of these parameters belongs to the optimizers."""
         own = {id(each) for optimizer in self._optimizers for each in _parameters(optimizer)}

@@ -317,10 +317,12 @@ class Handle:
             raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
         with suppress(RuntimeError):  # of a thread that has ended
             self._flush()
-        described = getattr(self.exchange, "described", dict)()
-        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
-        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
-        lines = [f"{type(self.exchange).__name__}({settings})", self._scheme.config_fingerprint(), *layout]
+        self._rescaler.settle()
+        self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
+        lines = [
+            self._scheme.name,
+            *self._lines(),
+        ]  # settings may have changed since a rank that joins has begun; each step compares them
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
         self._step = self._step if step is None else step
@@ -328,6 +330,16 @@ class Handle:
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
+
+    def _settings_text(self) -> str:
+        """Return the settings and the model, line by line, which must be the same on all ranks."""
+        return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
+
+    def _lines(self) -> list[str]:
+        described = getattr(self.exchange, "described", dict)()
+        settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
+        layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
+        return [f"{type(self.exchange).__name__}({settings})", *layout]
 
     def _regrouped(self, comm: Comm) -> None:
         """Take what depends on the ranks from `comm`."""
@@ -346,7 +358,9 @@ class Handle:
 
     def _following(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, that of another rank, with what is this rank's own, which is in `own`."""
-        return {**state, **self._place, "scheme": _with_residual(state["scheme"], own["scheme"])}
+        # What is held back is in the units of this rank's last step.
+        units = {key: own[key] for key in ("rates", "highest_rates", "loss_scale", "clipping") if own["step"] >= 0}
+        return {**state, **self._place, **units, "scheme": _with_residual(state["scheme"], own["scheme"])}
 
     def held_back(self) -> dict[str, Any]:  # Any: as Scheme.state_dict
         """Return what this rank has not sent, for a rank that takes it over."""
