@@ -102,7 +102,7 @@ class Ranks:
             spec["waits_for"] = str(waits_for)
         program = [sys.executable, "-m", "studies", "goodput", "rank", json.dumps(spec)]
         if torchrun:
-            rendezvous = f"--rdzv-endpoint={self.net.address(0)}:{self.port + 1}"
+            rendezvous = f"--rdzv-endpoint={self.net.address(self.ranks)}:{self.port}"
             launcher = [
                 "-m",
                 "torch.distributed.run",
@@ -115,6 +115,7 @@ class Ranks:
                 sys.executable,
                 *launcher,
                 "--rdzv-backend=c10d",
+                "--rdzv-conf=is_host=0",
                 rendezvous,
                 local,
                 "-m",
