@@ -37,7 +37,7 @@ _LOG = logging.getLogger("sparsync")
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
-_MARGIN = 2  # steps from the call for a meeting to it, so that all hear of it before
+_LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
 
 
 class Saved(Protocol):
@@ -203,6 +203,7 @@ class Run:
         self._leaves = self._left = self._failed = False
         self._knows = False  # this rank has the state of the run
         self._late = False  # the others went on without this rank
+        self._margin = _LEAST_MARGIN
         self.changes: list[Change] = []
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
@@ -333,7 +334,7 @@ class Run:
             members.end()
             self._left = True
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
-            members.stop_before(self.step + _MARGIN * max(each.lag for each in self._trained))
+            members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
     def _all_done(self, until: int) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
@@ -378,7 +379,7 @@ class Run:
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
         note = Note(position, self.step, whole, self._leaves)
-        epoch = members.join(note) if joins else members.meet(note, self._cut)
+        epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
         if self.member in epoch.leaving:
@@ -390,6 +391,11 @@ class Run:
             self._late = True
             members.join(Note(note.position, note.step, False))
         return False
+
+    def _give_up(self) -> None:
+        """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
+        self._margin = min(2 * self._margin, _MOST_MARGIN)
+        self._cut()
 
     def _cut(self) -> None:
         """Close the connections, so that others that wait for this rank learn that it does not come."""
