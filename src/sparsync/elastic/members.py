@@ -152,6 +152,7 @@ class Members:
         self._host, self._port, self._prefix = host, port, f"sparsync/elastic/{name}"
         self.timeout_s, self._wait_s = timeout_s, wait_s
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
+        self._of_groups: Any = None  # Any: see `_store`
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
@@ -173,9 +174,13 @@ class Members:
         return min(found)
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
-        """Return a store for the process group of an epoch, over a connection of its own."""
+        """Return a store for the process group of an epoch, over another connection than this object's own, the same for all epochs."""
+        try:
+            asked(CALL_S, lambda: self._of_groups.add(self._key("rings"), 0), "a rank asks the store of its run")
+        except (AttributeError, StoreSilentError):  # there is none yet, or it is gone
+            self._of_groups = self._connected()
         # A store that was started again may have taken two epochs of one number.
-        return PrefixStore(f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}", self._connected())
+        return PrefixStore(f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}", self._of_groups)
 
     def watch(self) -> None:
         """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
