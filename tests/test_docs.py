@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def _check_command(arguments: list[str]) -> None:
 def _check_study(arguments: list[str]) -> None:
     """Parse `python -m studies ARGUMENTS`, as `_check_command` does."""
     if arguments[0] in studies.PARTS:  # they have their options themselves
-        assert Path(studies.__file__).with_name(f"{arguments[0]}.py").is_file()
+        assert find_spec(f"studies.{arguments[0]}") is not None
         return
     options = studies.parser().parse_args(arguments)
     if options.run is studies._bench:

@@ -542,11 +542,11 @@ def _received(source: int, moved: Callable[[], None] = lambda: None) -> tuple[An
     """Return what `_send` sends, and its bytes; `moved` is called after each part."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, source)
-    whole = torch.empty(int(length), dtype=torch.uint8)
-    for piece in whole.split(_PIECE):
+    memory = bytearray(int(length))
+    for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_PIECE):
         dist.recv(piece, source)
         moved()
-    return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True), whole.numel()
+    return torch.load(io.BytesIO(memory), weights_only=True), len(memory)
 
 
 def _bare(model: nn.Module) -> nn.Module:
