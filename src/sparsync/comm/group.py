@@ -63,6 +63,9 @@ class GroupComm:
     one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
     """
 
+    reports_s: float = field(
+        default=REPORTS_S, init=False, repr=False
+    )  # that a rank waits for others to report a failure
     lane_type: ClassVar[type[Lane]] = Lane
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
@@ -185,11 +188,12 @@ class GroupComm:
         self._unsettled.clear()
         self._announcements = self._again = self._channels = None
 
-    def close_and_report(self, cause: str, within_s: float = REPORTS_S) -> str:
+    def close_and_report(self, cause: str, within_s: float | None = None) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
 
         `cause` is what this rank reports; "" where it only lost its connections. Ranks that report no cause are left out, and those that
-        have not reported within `within_s` seconds are named. Returns "" when this communicator was closed before, and in a fork.
+        have not reported within `within_s` seconds (None: `reports_s`) are named. Returns "" when this communicator was closed before,
+        and in a fork.
         """
         if self.group is None or not self.origin.is_here:
             return ""
@@ -198,9 +202,10 @@ class GroupComm:
         if destroyed:  # by this rank's own program, and perhaps the store with it
             return ""
         assert self._meeting is not None
-        return _reports(
-            self._meeting, self._name, cause, 0.0 if was_interrupted(self) else min(within_s, self._timeout_s)
+        within_s = (
+            0.0 if was_interrupted(self) else min(self.reports_s if within_s is None else within_s, self._timeout_s)
         )
+        return _reports(self._meeting, self._name, cause, within_s)
 
     def announce(self, announcement: Announcement, number: int = 0, waits: Waits = nullcontext) -> Lane:
         """Tell all ranks what the operations that follow are about; the first raises RanksDifferError where ranks differ.

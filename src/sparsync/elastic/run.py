@@ -454,7 +454,8 @@ class Run:
                 each.model._update_process_group(dist.group.WORLD)
             # Ranks that have applied as many exchanges of local steps may have taken different steps.
             local = isinstance(each.handle, LocalTraining) and not behind
-            each.handle.regroup(step=(epoch.step if local else each.done) - 1, timeout_s=self.timeout_s)
+            step = (epoch.step if local else each.done) - 1
+            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0)  # a meeting tells who is lost
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from sparsync.base.scheme import ReduceScatterScheme, overflowed
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told, announcement_cost
 from sparsync.comm.channels import Waits
-from sparsync.comm.group import REPORTS_S, ConnectionLostError, GroupComm
+from sparsync.comm.group import ConnectionLostError, GroupComm
 from sparsync.comm.interrupts import abort
 from sparsync.comm.lane import Lane
 from sparsync.comm.metered import MeteredComm
@@ -466,7 +466,7 @@ class Connection:
         """
         self._broken, self._failed, self._step, self._compared = True, True, None, None
         self._scheme.reset_shared_state()  # now, because a checkpoint may be loaded before the next step
-        within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else REPORTS_S
+        within_s = 0.0 if isinstance(cause, KeyboardInterrupt) else None
         if isinstance(cause, BaseException):
             cause = "" if is_known(cause) else described(cause)
         with suppress(Exception):  # the error that closes the connection is on its way to the caller already

@@ -303,13 +303,18 @@ class Handle:
         return {**states[0], **self._place, "scheme": scheme}
 
     def regroup(
-        self, group: dist.ProcessGroup | None = None, *, step: int | None = None, timeout_s: float | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        step: int | None = None,
+        timeout_s: float | None = None,
+        reports_s: float | None = None,
     ) -> None:
         """Exchange with the ranks of `group` from the next step on, after ranks have gone or come. Collective over them.
 
         None: the default group. The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the
-        same on all ranks; None: that of this handle. What differs in the weights shows in the next step. See `sparsync.elastic`, which
-        calls this, and what one of them lacks others send it.
+        same on all ranks; None: that of this handle. `reports_s`: how long a rank that has lost others waits for them to say why; None: 3
+        seconds. What differs in the weights shows in the next step. `sparsync.elastic` calls this, and sends each rank what it lacks.
         Raises RuntimeError where a rank does not come, or has another scheme or model, and where an error has left a step applied in part.
         """
         self._check_attached()
@@ -325,6 +330,7 @@ class Handle:
         ]  # settings may have changed since a rank that joins has begun; each step compares them
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
+        comm.reports_s = comm.reports_s if reports_s is None else reports_s
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
         self._place = {"rank": comm.rank, "ranks": comm.size}
