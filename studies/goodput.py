@@ -333,7 +333,7 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
 
 
 def _joiner(given: argparse.Namespace) -> str:
-    spec = {"mode": "killed", "until": 10**6, "seed": 0}
+    spec = {"mode": "killed", "until": 10**6, "seed": 0, "first": given.ranks - 1}
     with _started(given, given.out / "joiner", spec) as ranks:
         for place in range(given.ranks - 1):
             ranks.start(place)
@@ -342,7 +342,7 @@ def _joiner(given: argparse.Namespace) -> str:
         asked = time.time()
         ranks.start(given.ranks - 1)
         log = ranks.out / f"{ranks.started - 1}.jsonl"
-        while not log.exists() or '"step"' not in log.read_text():
+        while not log.exists() or '"samples"' not in log.read_text():
             time.sleep(0.1)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         others = [each for each in ranks.told() if "change" in each and each["change"] == 2]
@@ -373,7 +373,7 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         Path(spec["log"]).touch()
         while not Path(spec["waits_for"]).exists():
             time.sleep(0.05)
-    run = elastic.Run(spec["address"], ranks=int(spec["ranks"]), timeout_s=TIMEOUT_S, wait_s=120.0)
+    run = elastic.Run(spec["address"], ranks=spec.get("first", spec["ranks"]), timeout_s=TIMEOUT_S, wait_s=120.0)
     handle: Any = sparsync.attach(model, sparsync.scheme(SCHEME), optimizer=optimizer)  # Any: AdamWSteps
     run.add(model, handle, optimizer, schedule)
     with Path(spec["log"]).open("w", buffering=1) as log:
