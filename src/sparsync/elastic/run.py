@@ -292,7 +292,7 @@ class Run:
                 self._ask()
                 if not self._left:
                     yield self.step
-            elif self._all_done(until):
+            elif self._all_done():
                 return
 
     def attempt(self) -> "_Attempt":
@@ -336,10 +336,11 @@ class Run:
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
 
-    def _all_done(self, until: int) -> bool:
+    def _all_done(self) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
-        self._members.say(f"done/{until}")
-        if self._members.wait_for(f"done/{until}", self.epoch.members):
+        done = f"done/{self.step}"  # of several last steps, where `steps` is called again
+        self._members.say(done)
+        if self._members.wait_for(done, self.epoch.members):
             self._members.end()
             return True
         self._failed = True
