@@ -138,9 +138,8 @@ def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(
         c._ring(c._connected())
         assert c._watching is not None
         c._watching.join(5)
-        began = time.monotonic()
+        a.timeout_s = b.timeout_s = 1000.0  # of those that answer
         epochs = together(*(partial(each.meet, note(1, False)) for each in (a, b)))
-        assert time.monotonic() - began < 2.0  # the timeout of those that answer
         assert set(epochs[0].members) == {"a", "b"} and epochs[0].gone == ("c",)
         assert "c" not in c.meet(note(1, False)).members
         asks = threads.submit(c.join, note(1, False))
