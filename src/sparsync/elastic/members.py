@@ -156,10 +156,8 @@ class Members:
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
-        self._found_before, self._found_again = (
-            False,
-            -math.inf,
-        )  # whether the store has answered, and when another one did
+        self._found_before = False  # the store has answered
+        self._found_again = -math.inf  # when one has answered that may be another
         self._dropped_in = 0  # the epoch in which others have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None

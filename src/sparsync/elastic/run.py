@@ -1,32 +1,29 @@
 """A run of training that survives its ranks."""
 
 import gc
-import io
 import logging
 import os
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from sparsync.comm.group import ConnectionLostError
-from sparsync.comm.interrupts import abort
-from sparsync.comm.meeting import RanksMissingError, StoreSilentError
+from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic.members import Epoch, Members, Note
+from sparsync.elastic.trained import Saved, Trained
+from sparsync.elastic.world import end_world, is_loss, receive, send
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import is_fsdp2
@@ -34,18 +31,8 @@ from sparsync.runtime.handle import Handle
 from sparsync.runtime.parameter_names import inside_wrappers
 
 _LOG = logging.getLogger("sparsync")
-_PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LEAST_TIMEOUT_S, _ROUND_TRIPS = 10.0, 100  # of the timeout where none is given
-_LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
 _LEAST_MARGIN, _MOST_MARGIN = 2, 64  # steps from the call for a meeting to it, so that all hear of it before
-
-
-class Saved(Protocol):
-    """What has a state to send to ranks that join, such as a learning-rate schedule."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # Any: as torch's
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -67,68 +54,6 @@ class Change:
     seconds: float  # from its beginning until training goes on
     received_nbytes: int = 0  # of weights and states of optimizers, where this rank lacked them
     received_s: float = 0.0
-
-
-@dataclass(eq=False)
-class _Trained:
-    """A model and its handle, and what else a rank that joins needs."""
-
-    model: nn.Module
-    handle: Handle
-    optimizers: Sequence[Optimizer]
-    more: Sequence[Saved]
-    steps: int = 0  # of the optimizers, where gradients are exchanged
-
-    def count(self, *_: object) -> None:
-        self.steps += 1
-
-    @property
-    def position(self) -> int:
-        """How many updates, which all ranks share, this one has applied."""
-        return self.handle.exchanged if isinstance(self.handle, LocalTraining) else self.done
-
-    @property
-    def done(self) -> int:
-        """The steps that were taken."""
-        return self.handle.done if isinstance(self.handle, (ExchangedSteps, LocalTraining)) else self.steps
-
-    @property
-    def lag(self) -> int:
-        """How many steps one rank may be ahead of another."""
-        return self.handle.options.every if isinstance(self.handle, LocalTraining) else 1
-
-    def forget(self) -> None:
-        """Forget what a step that failed has left: gradients, and that a loss scaler has unscaled them."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        for each in self.more:
-            if isinstance(each, GradScaler):
-                # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
-                each._per_optimizer_states.clear()
-
-    def state(self) -> dict[str, Any]:
-        """Return what a rank that joins needs, or one that has missed a step."""
-        stepping = isinstance(self.handle, (ExchangedSteps, LocalTraining))
-        return {
-            "handle": self.handle.shared_state(),
-            "model": {} if stepping else _bare(self.model).state_dict(),
-            "optimizers": []
-            if isinstance(self.handle, LocalTraining)
-            else [each.state_dict() for each in self.optimizers],
-            "more": [each.state_dict() for each in self.more],
-            "steps": self.steps,
-        }
-
-    def load(self, state: Mapping[str, Any], late: bool) -> None:
-        """Continue where the rank of this state is; `late`: it has gone on without this one."""
-        if state["model"]:
-            _bare(self.model).load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=False):
-            optimizer.load_state_dict(saved)
-        for each, saved in zip(self.more, state["more"], strict=True):
-            each.load_state_dict(saved)
-        self.steps = state["steps"]
-        self.handle.follow(state["handle"], late)
 
 
 class Run:
@@ -198,7 +123,7 @@ class Run:
             _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
         )
         self._members.timeout_s = self.timeout_s
-        self._trained: list[_Trained] = []
+        self._trained: list[Trained] = []
         self._lost: list[Lost] = []
         self._leaves = self._left = self._failed = False
         self._knows = False  # this rank has the state of the run
@@ -266,7 +191,7 @@ class Run:
                 "be applied on some ranks only; pass delay=0"
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        trained = _Trained(model, handle, optimizers, more)
+        trained = Trained(model, handle, optimizers, more)
         if not isinstance(handle, (ExchangedSteps, LocalTraining)):
             optimizers[0].register_step_post_hook(trained.count)
         self._trained.append(trained)
@@ -279,7 +204,7 @@ class Run:
         if not self._trained:
             raise RuntimeError("there is nothing to train; call run.add(model, handle, optimizer) before run.steps()")
         if not self.epoch.members:
-            self._members.agree("\n".join(each.handle._settings_text() for each in self._trained))
+            self._members.agree("\n".join(each.handle.settings_text() for each in self._trained))
             self._change(joins=True)
             self._members.watch()
         elif self.step < until:
@@ -313,11 +238,11 @@ class Run:
         for each in self._trained:
             each.handle.close()
         self._members.close()
-        _end_world()
+        end_world()
 
     def _fails_with(self, error: BaseException) -> bool:
         """Return whether `error` says that another rank is lost; then the next step begins with a meeting."""
-        lost = any(each.handle._connection.lost for each in self._trained) or _is_loss(error)
+        lost = any(each.handle.lost for each in self._trained) or is_loss(error)
         if lost:
             _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
             self._failed = True
@@ -361,7 +286,7 @@ class Run:
                 break
             except Exception as error:
                 # Without the store the next meeting waits for it.
-                if not (_is_loss(error) or isinstance(error, StoreSilentError)):
+                if not (is_loss(error) or isinstance(error, StoreSilentError)):
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
             whole = False
@@ -388,7 +313,7 @@ class Run:
             return False
         self._note_lost(epoch, before)
         if self.member not in epoch.members:
-            _end_world()
+            end_world()
             self._late = True
             members.join(Note(note.position, note.step, False))
         return False
@@ -401,8 +326,8 @@ class Run:
     def _cut(self) -> None:
         """Close the connections, so that others that wait for this rank learn that it does not come."""
         for each in self._trained:
-            each.handle._connection.abort()
-        _end_world()
+            each.handle.abort()
+        end_world()
 
     def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
         for each in epoch.gone:
@@ -426,12 +351,12 @@ class Run:
                         "this rank had given up its connections before all had come to the meeting"
                     )
                 if self.member == member:
-                    _send([each.handle.held_back() for each in self._trained], before.rank(heir))
+                    send([each.handle.held_back() for each in self._trained], before.rank(heir))
                 elif self.member == heir:
-                    for each, held in zip(self._trained, _received(before.rank(member))[0], strict=True):
+                    for each, held in zip(self._trained, receive(before.rank(member))[0], strict=True):
                         each.handle.take_over(held)
             except RuntimeError as error:
-                if not _is_loss(error):
+                if not is_loss(error):
                     raise
                 self._lost.append(Lost(member, epoch.step, "what it had not sent: lost on the way to another rank"))
 
@@ -440,7 +365,7 @@ class Run:
 
         Returns the bytes that this rank has received, and the seconds that it took.
         """
-        _end_world()
+        end_world()
         dist.init_process_group(
             self._backend,
             store=self._members.store_of(epoch),
@@ -460,10 +385,10 @@ class Run:
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
-                _send([each.state() for each in self._trained], epoch.rank(receiver))
+                send([each.state() for each in self._trained], epoch.rank(receiver))
             elif self.member == receiver:
                 began = time.monotonic()
-                states, nbytes = _received(epoch.rank(source), self._members.moved)
+                states, nbytes = receive(epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
                 for each, state in zip(self._trained, states, strict=True):
                     each.load(state, self._late)
@@ -501,55 +426,3 @@ def _address(address: str | None) -> tuple[str, int]:
             f"address must be host:port of the store, such as 10.0.0.1:29400, got {address!r}; start one: python -m sparsync.elastic"
         )
     return host, int(port)
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, says that another rank cannot be reached."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, StoreSilentError):
-            return False  # without the store nobody knows who goes on
-        if isinstance(seen, (ConnectionLostError, RanksMissingError, dist.DistError)):
-            return True
-        if isinstance(seen, RuntimeError) and any(each in str(seen) for each in _LOSSES):
-            return True  # of torch's own collectives
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def _end_world() -> None:
-    """Close the default process group, if there is one."""
-    if dist.is_initialized():
-        group = dist.group.WORLD
-        assert group is not None
-        with suppress(RuntimeError):
-            abort(group)
-        dist.destroy_process_group()
-    # HACK: torch names groups by a number, which counts one that could not be made, and ranks with other numbers never find each other.
-    # Price: a private name, which may change with torch.
-    dist.distributed_c10d._world.group_count = 0
-
-
-def _send(what: object, to: int) -> None:
-    """Send an object of tensors, numbers and text to a rank of the default group."""
-    buffer = io.BytesIO()
-    torch.save(what, buffer)
-    whole = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    dist.send(torch.tensor([whole.numel()]), to)
-    for piece in whole.split(_PIECE):
-        dist.send(piece, to)
-
-
-def _received(source: int, moved: Callable[[], None] = lambda: None) -> tuple[Any, int]:  # Any: what was sent
-    """Return what `_send` sends, and its bytes; `moved` is called after each part."""
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source)
-    memory = bytearray(int(length))
-    for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_PIECE):
-        dist.recv(piece, source)
-        moved()
-    return torch.load(io.BytesIO(memory), weights_only=True), len(memory)
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model

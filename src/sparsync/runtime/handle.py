@@ -324,10 +324,8 @@ class Handle:
             self._flush()
         self._rescaler.settle()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
-        lines = [
-            self._scheme.name,
-            *self._lines(),
-        ]  # settings may have changed since a rank that joins has begun; each step compares them
+        # Without settings of the scheme, which may have changed since a rank that joins has begun; each step compares them.
+        lines = [self._scheme.name, *self._lines()]
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
         comm.reports_s = comm.reports_s if reports_s is None else reports_s
@@ -337,7 +335,7 @@ class Handle:
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
 
-    def _settings_text(self) -> str:
+    def settings_text(self) -> str:
         """Return the settings and the model, line by line, which must be the same on all ranks."""
         return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
 
@@ -346,6 +344,15 @@ class Handle:
         settings = ", ".join(f"{name}={value!r}" for name, value in described.items())
         layout = [f"parameter {name!r} of {shape}" for name, shape in self.layout().items()]
         return [f"{type(self.exchange).__name__}({settings})", *layout]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the last step failed because another rank has failed, or is gone."""
+        return self._connection.lost
+
+    def abort(self) -> None:
+        """End all waits for other ranks, on all threads: they raise. `regroup` opens other connections."""
+        self._connection.abort()
 
     def _regrouped(self, comm: Comm) -> None:
         """Take what depends on the ranks from `comm`."""

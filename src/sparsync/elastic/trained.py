@@ -1,0 +1,88 @@
+"""What a run trains: a model, its handle, and what else a rank that joins needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.runtime.handle import Handle
+
+
+class Saved(Protocol):
+    """What has a state to send to ranks that join, such as a learning-rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # Any: as torch's
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(eq=False)
+class Trained:
+    """A model and its handle, and what else a rank that joins needs."""
+
+    model: nn.Module
+    handle: Handle
+    optimizers: Sequence[Optimizer]
+    more: Sequence[Saved]
+    steps: int = 0  # of the optimizers, where gradients are exchanged
+
+    def count(self, *_: object) -> None:
+        self.steps += 1
+
+    @property
+    def position(self) -> int:
+        """How many updates, which all ranks share, this one has applied."""
+        return self.handle.exchanged if isinstance(self.handle, LocalTraining) else self.done
+
+    @property
+    def done(self) -> int:
+        """The steps that were taken."""
+        return self.handle.done if isinstance(self.handle, (ExchangedSteps, LocalTraining)) else self.steps
+
+    @property
+    def lag(self) -> int:
+        """How many steps one rank may be ahead of another."""
+        return self.handle.options.every if isinstance(self.handle, LocalTraining) else 1
+
+    def forget(self) -> None:
+        """Forget what a step that failed has left: gradients, and that a loss scaler has unscaled them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for each in self.more:
+            if isinstance(each, GradScaler):
+                # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
+                each._per_optimizer_states.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a rank that joins needs, or one that has missed a step."""
+        local = isinstance(self.handle, LocalTraining)
+        stepping = local or isinstance(self.handle, ExchangedSteps)
+        return {
+            "handle": self.handle.shared_state(),
+            "model": {} if stepping else _bare(self.model).state_dict(),
+            "optimizers": [] if local else [each.state_dict() for each in self.optimizers],
+            "more": [each.state_dict() for each in self.more],
+            "steps": self.steps,
+        }
+
+    def load(self, state: Mapping[str, Any], late: bool) -> None:
+        """Continue where the rank of this state is; `late`: it has gone on without this one."""
+        if state["model"]:
+            _bare(self.model).load_state_dict(state["model"])
+        if state["optimizers"]:
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        for each, saved in zip(self.more, state["more"], strict=True):
+            each.load_state_dict(saved)
+        self.steps = state["steps"]
+        self.handle.follow(state["handle"], late)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
