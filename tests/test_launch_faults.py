@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from helpers.rights import builds
-from sparsync_lab.launch.faults import KINDS, Chaos, Fault, Situation, parse_fault, time_of
-from sparsync_lab.launch.pauses import longest_pause, usual_rate
+from sparsync_lab.faults.pauses import Pause, longest_pause, usual_rate
+from sparsync_lab.faults.plan import KINDS, Chaos, Fault, Situation, parse_fault, time_of
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from test_launch import PYTHON, launched
 
@@ -105,10 +105,10 @@ def test_a_pause_is_the_longest_time_with_less_than_a_tenth_of_the_usual_traffic
     moved = [0, 100, 100, 9, 0, 100, 5, 100, 0, 0]
     looks = [(float(second), second + 1.0, nbytes) for second, nbytes in enumerate(moved)]
     assert usual_rate(looks, 3.0) == 100.0
-    assert longest_pause(looks, 2.5, 8.0, done=False) == (2.0, False)
-    assert longest_pause(looks, 3.5, 8.0, done=False) == (1.5, False)
-    assert longest_pause(looks, 5.0, 10.0, done=False) == (2.0, True)
-    assert longest_pause(looks, 5.0, 10.0, done=True) == (1.0, False)
+    assert longest_pause(looks, 2.5, 8.0, done=False) == Pause(3.0, 5.0, False)
+    assert longest_pause(looks, 3.5, 8.0, done=False) == Pause(3.5, 5.0, False)
+    assert longest_pause(looks, 5.0, 10.0, done=False) == Pause(8.0, 10.0, True)
+    assert longest_pause(looks, 5.0, 10.0, done=True) == Pause(6.0, 7.0, False)
     assert longest_pause(looks, 0.5, 8.0, done=False) is None  # no traffic before
     assert longest_pause(looks, 9.8, 20.0, done=False) is None  # the rank has ended
 

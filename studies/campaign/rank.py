@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync_lab.launch.descendants import die_with_parent
 from sparsync_lab.netlab import RunNetwork
+from sparsync_lab.workers.descendants import die_with_parent
 from studies.campaign.striking import LeaveEarly, Striker
 from studies.campaign.training import training
 from studies.campaign.trials import Trial

@@ -170,8 +170,8 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
+    from sparsync_lab.faults.plan import parse_fault, time_of
     from sparsync_lab.launch.command import launch
-    from sparsync_lab.launch.faults import parse_fault, time_of
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.netlab import delay_of, rates, restart_with_rights
 

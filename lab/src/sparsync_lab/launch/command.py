@@ -6,8 +6,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from sparsync_lab.launch.descendants import subreaper
 from sparsync_lab.launch.settings import LaunchSettings
+from sparsync_lab.workers.descendants import subreaper
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUPERVISOR = "sparsync_lab.launch.supervisor"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsync_lab.launch.faults import Fault, check_faults
+from sparsync_lab.faults.plan import Fault, FaultPlan
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
@@ -40,10 +40,7 @@ class LaunchSettings:
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"--grace must be in [0, inf) seconds, got {self.grace_s:g}")
         check_delay(self.delay, self.limited)
-        if self.elastic:
-            check_faults(self.faults, self.ranks, self.limited, self.faults_until_s)
-        elif self.faults_until_s is not None:
-            raise ValueError("--faults-until is the end of faults, and none were asked for; give --chaos or --fault")
+        self.plan.check(self.ranks, self.limited)
 
     @property
     def limited(self) -> bool:
@@ -52,12 +49,16 @@ class LaunchSettings:
     @property
     def elastic(self) -> bool:
         """Whether there are faults, and hence a store for ranks that come and go."""
-        return bool(self.faults) or self.chaos is not None
+        return bool(self.plan)
+
+    @property
+    def plan(self) -> FaultPlan:
+        return FaultPlan(self.faults, self.chaos, self.faults_until_s)
 
     @property
     def places(self) -> int:
-        """The number of links: of ranks, and, with faults, of those that join and of the store, which has the last one."""
-        return self.ranks + (sum(each.kind == "join" for each in self.faults) + 1 if self.elastic else 0)
+        """The number of links; see `FaultPlan.places`."""
+        return self.plan.places(self.ranks)
 
     @property
     def exact_framing(self) -> bool:

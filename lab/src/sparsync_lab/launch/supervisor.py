@@ -9,7 +9,6 @@ import math
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,17 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsync.base.scheme_text import VARIABLE
-from sparsync_lab.launch.descendants import die_with_parent, subreaper
-from sparsync_lab.launch.injector import Injector
+from sparsync_lab.faults.injector import Injector
 from sparsync_lab.launch.output import Output, prefix
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from sparsync_lab.launch.traffic import Meter
 from sparsync_lab.launch.variables import environment, variables
 from sparsync_lab.netlab import RunNetwork, network
 from sparsync_lab.temporary import temporary_folder
+from sparsync_lab.workers.descendants import die_with_parent, subreaper
 from sparsync_lab.workers.ranks import READABLE, Rank, Ranks, ready_of
 
-PORT = 29500  # torchrun's default; in a network namespace of one rank it is free
 LOOK_S = 0.25  # between two looks at the counters
 
 
@@ -122,11 +120,13 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
     ):
         run = LaunchedRun(settings, ranks, Output(terminal=os.isatty(2)), signals)
         meter = Meter(settings, links)
-        port = PORT if links.limited else _free_port()
+        port = links.free_port()
         began = time.monotonic()
         start = _starter(run, links, meter, notes, port, began)
         if settings.elastic:
-            run.injector = injector = stack.enter_context(Injector(settings, links, port, ranks, start))
+            run.injector = injector = stack.enter_context(
+                Injector(settings.plan, settings.ranks, links, port, ranks, start)
+            )
             injector.begin()
         else:
             for number in range(settings.ranks):
@@ -236,12 +236,6 @@ def _summarise(run: LaunchedRun, meter: Meter, ended_s: float, readers: list[int
             ready = ready_of({run.signals: select.POLLIN, 0: READABLE, output.waits_for: select.POLLOUT})
             if ready & {0, run.signals}:
                 return  # whoever would read it has gone, or wants the end
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 if __name__ == "__main__":

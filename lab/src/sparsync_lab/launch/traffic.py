@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from sparsync_lab.launch.injector import Begun
-from sparsync_lab.launch.pauses import BEFORE_S, Look, longest_pause, pause_text
+from sparsync_lab.faults.injector import Begun
+from sparsync_lab.faults.pauses import BEFORE_S, Look, longest_pause, pause_text
 from sparsync_lab.launch.settings import LaunchSettings
 from sparsync_lab.netlab import Forwarded, RunNetwork, interface_counters
 from sparsync_lab.netlab.topology import BATCH_FRAMES, MOST_FRAMES

@@ -1,6 +1,7 @@
 """The emulated network: P ranks around one switch, each by a cable of limited rates, one each way; or no emulation at all."""
 
 import math
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from sparsync_lab.netlab.rate import FRAME_BYTES, TokenBucket, token_bucket
 MAX_RANKS = 64
 BATCH_FRAMES = 8
 INTERFACE = "eth0"
+PORT = 29500
 MOST_FRAMES = 43  # that make one packet of 64 kB
 PACKET_S = 1e-3  # that one packet takes on its link, where links have a delay
 DEVICE_PACKETS = (
@@ -65,6 +67,14 @@ class RunNetwork:
             self.forwarder.mend(self._checked(rank))
         else:
             self._set_port(rank, "up")
+
+    def free_port(self) -> int:
+        """Return a port at which a rank may listen: torchrun's default, which is free in a namespace, or any over loopback."""
+        if self.limited:
+            return PORT
+        with socket.socket() as taken:
+            taken.bind((self.addresses[0], 0))
+            return taken.getsockname()[1]
 
     def forwarded(self) -> Forwarded | None:
         """Return what the program that delays packets has carried and cost so far; None on links without a delay."""

@@ -1,4 +1,4 @@
-"""Faults for the ranks of `sparsync launch`, as a user writes them and as a seed draws them. No process is touched here."""
+"""Faults as a user writes them and as a seed draws them. No process is touched here."""
 
 import random
 import re
@@ -26,7 +26,7 @@ _FAULT = re.compile(rf"([a-z_]+)(?::(\d+))? *@ *{_TIME}(?: *\+ *{_TIME})?")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. Seconds are those since the ranks were started."""
+    """One fault. Seconds are those of the run: since its ranks were started, or since their first step, as the command says."""
 
     kind: str
     at_s: float
@@ -38,6 +38,46 @@ class Fault:
         """The fault without its time, such as `freeze:3 for 8 s`."""
         rank = "" if self.rank is None else f":{self.rank}"
         return f"{self.kind}{rank}{f' for {self.lasts_s:.3g} s' if self.lasts_s else ''}"
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """The faults of a run: those that are listed, and those that a seed draws. True where there are any."""
+
+    faults: tuple[Fault, ...] = ()
+    chaos: int | None = None  # the seed of faults that are drawn
+    until_s: float | None = None  # after which no fault is drawn
+
+    def __bool__(self) -> bool:
+        return bool(self.faults) or self.chaos is not None
+
+    @property
+    def joins(self) -> int:
+        """The listed processes that join, each with a place of its own."""
+        return sum(each.kind == "join" for each in self.faults)
+
+    def places(self, ranks: int) -> int:
+        """Return the number of links: of ranks, and, with faults, of those that join and of the store, which has the last one."""
+        return ranks + (self.joins + 1 if self else 0)
+
+    def check(self, ranks: int, limited: bool) -> None:
+        """Raise ValueError for a fault that cannot be given to so many ranks, and for an end of faults where there are none."""
+        if self:
+            check_faults(self.faults, ranks, limited, self.until_s)
+        elif self.until_s is not None:
+            raise ValueError("--faults-until is the end of faults, and none were asked for; give --chaos or --fault")
+
+    def sizes(self, ranks: int) -> range:
+        """Return with how many ranks a run may have to train, as far as the plan tells."""
+        if self.chaos is not None:
+            return range(1, self.places(ranks))
+        present, hit, least, most = ranks, set[int](), ranks, ranks
+        for each in sorted(self.faults, key=lambda each: each.at_s):
+            if each.rank is not None:
+                hit.add(each.rank)
+            present += each.kind == "join"
+            least, most = min(least, present - len(hit)), max(most, present)
+        return range(max(1, least), most + 1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Gives faults to the ranks of a launch when their time has come, and keeps the store over which ranks find each other."""
+"""Gives faults to ranks when their time has come, and keeps the store over which ranks find each other."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 
-from sparsync_lab.launch.descendants import die_with_parent
-from sparsync_lab.launch.faults import SETTLED_S, Chaos, Fault, Situation
-from sparsync_lab.launch.settings import LaunchSettings
+from sparsync_lab.faults.plan import SETTLED_S, Chaos, Fault, FaultPlan, Situation
 from sparsync_lab.netlab import RunNetwork
+from sparsync_lab.workers.descendants import die_with_parent
 from sparsync_lab.workers.ranks import Ranks
 
 STORE = "sparsync.elastic"
+_NOT_GIVEN = "not given: "
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,17 @@ class Begun:
     at_s: float
     what: str
 
+    @property
+    def given(self) -> bool:
+        return not self.what.startswith(_NOT_GIVEN)
+
 
 @dataclass
 class Injector:
     """The faults of a run. In its block the store runs, in the last network namespace."""
 
-    settings: LaunchSettings
+    plan: FaultPlan
+    count: int  # of the first ranks
     links: RunNetwork
     port: int
     ranks: Ranks
@@ -48,8 +53,8 @@ class Injector:
     _store: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self._pending = sorted(self.settings.faults, key=lambda each: each.at_s)
-        self._chaos = None if self.settings.chaos is None else Chaos(self.settings.chaos)
+        self._pending = sorted(self.plan.faults, key=lambda each: each.at_s)
+        self._chaos = None if self.plan.chaos is None else Chaos(self.plan.chaos)
 
     def __enter__(self) -> "Injector":
         self._start_store()
@@ -60,7 +65,7 @@ class Injector:
 
     def begin(self) -> None:
         """Start the first ranks."""
-        for rank in range(self.settings.ranks):
+        for rank in range(self.count):
             self._join(rank, rank, 0.0)
 
     @property
@@ -82,7 +87,7 @@ class Injector:
             each[1]()
         over = stopped or not self.ranks.running
         over = over or any(rank.status == 0 and rank.number not in self._leaving for rank in self.ranks.all)
-        until_s = self.settings.faults_until_s
+        until_s = self.plan.until_s
         due = [each for each in self._pending if each.at_s <= now_s]
         self._pending = [each for each in self._pending if each.at_s > now_s]
         if self._chaos is not None and self._chaos.at_s <= now_s:
@@ -91,33 +96,33 @@ class Injector:
             if over or late:
                 self._chaos = None
             due += [] if drawn is None else [drawn]
-        new = [Begun(each, now_s, "not given: the run ends" if over else self._give(each, now_s)) for each in due]
+        new = [Begun(each, now_s, f"{_NOT_GIVEN}the run ends" if over else self._give(each, now_s)) for each in due]
         self.begun += new
         return new
 
     def not_given(self) -> list[Begun]:
         """Return the faults whose time has not come."""
-        return [Begun(each, each.at_s, "not given: the run has ended before") for each in self._pending]
+        return [Begun(each, each.at_s, f"{_NOT_GIVEN}the run has ended before") for each in self._pending]
 
     def _give(self, fault: Fault, now_s: float) -> str:
         """Begin a fault, and return what was done."""
         if fault.kind == "join":
             place, number = self._free_place(), len(self.ranks.all)
             if place is None:
-                return "not given: no network namespace is free"
+                return f"{_NOT_GIVEN}no network namespace is free"
             self._join(number, place, now_s)
             self.hit.add(number)
             return f"rank {number} starts"
         if fault.kind == "store":
             if self._store is None:
-                return "not given: the store is down already"
+                return f"{_NOT_GIVEN}the store is down already"
             self._end_store()
             self._ends.append((now_s + fault.lasts_s, self._start_store))
             return "the store is killed"
         assert fault.rank is not None
         rank = next((each for each in self.ranks.all if each.number == fault.rank and each.running), None)
         if rank is None:
-            return f"not given: rank {fault.rank} does not run"
+            return f"{_NOT_GIVEN}rank {fault.rank} does not run"
         self.hit.add(rank.number)
         if fault.kind == "partition":
             place = self.places[rank.number]
@@ -133,12 +138,16 @@ class Injector:
         rank.send({"kill": SIGKILL, "leave": SIGTERM, "freeze": SIGSTOP}[fault.kind])
         return f"rank {rank.number} {({'kill': 'is killed', 'leave': 'is told to leave', 'freeze': 'is stopped'})[fault.kind]}"
 
+    def disturbed(self, number: int) -> bool:
+        """Return whether a fault is going on that keeps this rank from training with the others."""
+        return number in self._frozen or self.places[number] in self._cut
+
     def _situation(self, now_s: float) -> Situation:
         healthy = [
             rank.number
             for rank in self.ranks.running
-            if rank.number not in self._leaving | self._frozen
-            and self.places[rank.number] not in self._cut
+            if rank.number not in self._leaving
+            and not self.disturbed(rank.number)
             and now_s - self._joined_s[rank.number] >= SETTLED_S
         ]
         return Situation(healthy, self._free_place() is not None, self._store is not None, self.links.limited)
@@ -146,7 +155,7 @@ class Injector:
     def _free_place(self) -> int | None:
         """Return the place that has been without a process for longest, those first that never had one."""
         taken = self._cut | {self.places[rank.number] for rank in self.ranks.running}
-        free = [place for place in range(self.settings.places - 1) if place not in taken]
+        free = [place for place in range(self.plan.places(self.count) - 1) if place not in taken]
         last = {place: number for number, place in enumerate(self.places)}
         return min(free, key=lambda place: last.get(place, -1), default=None)
 
@@ -164,13 +173,13 @@ class Injector:
         self.ranks.all[number].send(SIGCONT)
 
     def _start_store(self) -> None:
-        place = self.settings.places - 1
+        place = self.plan.places(self.count) - 1
         argv = [sys.executable, "-m", STORE, "--host", self.links.address(place), "--port", str(self.port)]
         self._store = subprocess.Popen(
             self.links.command(place, argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,  # noqa: PLW1509  # as for ranks: this program has no threads
+            preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call, which needs no lock of another thread
         )
 
     def _end_store(self) -> None:
