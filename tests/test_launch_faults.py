@@ -5,12 +5,13 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.rights import builds
 from sparsync_lab.faults.pauses import Pause, longest_pause, usual_rate
-from sparsync_lab.faults.plan import KINDS, Chaos, Fault, Situation, parse_fault, time_of
+from sparsync_lab.faults.plan import KINDS, Chaos, Fault, FaultPlan, Situation, parse_fault, parse_faults, time_of
 from sparsync_lab.launch.settings import LaunchSettings, settings_of_json
 from test_launch import PYTHON, launched
 
@@ -51,29 +52,40 @@ def test_a_malformed_fault_is_refused(text: str, message: str) -> None:
         (["kill:4@30s"], {}, r"must be in \[0, 3\], the 4 of --ranks and those that join before, got 4"),
         (["join@30s", "kill:4@20s"], {}, r"must be in \[0, 3\]"),
         (["join@1s"] * 60, {}, "need 65 links, at most 64 are there"),
-        (["partition:0@1s+1s"], {"up_bits_per_s": None, "down_bits_per_s": None}, "no link to cut; give --link a rate"),
-        (["kill:0@30s"], {"faults_until_s": 20.0}, "at 30 s is after --faults-until, 20 s"),
-        ([], {"chaos": 1, "faults_until_s": 0.0}, r"--faults-until must be in \(0, inf\) seconds, got 0"),
-        ([], {"faults_until_s": 1.0}, "none were asked for"),
+        (["partition:0@1s+1s"], {"rate": None}, "no link to cut; give --link a rate"),
+        (["kill:0@30s"], {"until": "20s"}, "at 30 s is after --faults-until, 20 s"),
+        ([], {"chaos": 1, "until": "0s"}, r"--faults-until must be in \(0, inf\) seconds, got 0"),
+        ([], {"until": "1s"}, "none were asked for"),
     ],
 )
-def test_a_fault_that_cannot_be_given_is_refused(
-    faults: list[str], more: dict[str, float | None], message: str
-) -> None:
+def test_a_fault_that_cannot_be_given_is_refused(faults: list[str], more: dict[str, Any], message: str) -> None:
+    rate = more.get("rate", 1e8)
     with pytest.raises(ValueError, match=message):
-        LaunchSettings(
-            ("x",),
-            4,
-            **{"up_bits_per_s": 1e8, "down_bits_per_s": 1e8, "faults": tuple(map(parse_fault, faults)), **more},
-        )
+        LaunchSettings(("x",), 4, rate, rate, faults=parse_faults(faults, more.get("chaos"), more.get("until")))
 
 
 def test_settings_keep_their_faults_and_have_a_link_for_each_that_joins_and_for_the_store() -> None:
-    faults = (parse_fault("join@1s"), parse_fault("kill:4@2s"))
-    settings = LaunchSettings(("x",), 4, 1e8, 1e8, faults=faults, faults_until_s=9.0)
+    settings = LaunchSettings(("x",), 4, 1e8, 1e8, faults=parse_faults(["join@1s", "kill:4@2s"], None, "9s"))
     assert settings_of_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert (settings.places, LaunchSettings(("x",), 4, 1e8, 1e8, chaos=0).places) == (6, 5)
+    assert (settings.places, LaunchSettings(("x",), 4, 1e8, 1e8, faults=FaultPlan(chaos=0)).places) == (6, 5)
     assert LaunchSettings(("x",), 4, 1e8, 1e8).places == 4
+
+
+@pytest.mark.parametrize(
+    ("faults", "chaos", "sizes"),
+    [
+        (["kill:2@30s", "join@45s"], None, (3, 4)),
+        (["join@10s", "kill:2@30s", "leave:4@50s"], None, (3, 5)),
+        (["freeze:1@5s+1s", "freeze:1@20s+1s"], None, (3, 4)),
+        (["store@5s+1s"], None, (4, 4)),
+        (["join@45s"], 7, (1, 5)),
+    ],
+)
+def test_a_plan_tells_with_how_many_ranks_a_run_may_train(
+    faults: list[str], chaos: int | None, sizes: tuple[int, int]
+) -> None:
+    found = parse_faults(faults, chaos, None).sizes(4)
+    assert (found[0], found[-1]) == sizes
 
 
 def drawn(seed: int, now: Situation, count: int = 200) -> list[Fault | None]:

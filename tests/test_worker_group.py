@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsync_lab.workers.group import _diagnosis, _Worker
+from sparsync_lab.workers.group import Worker, diagnosis
 from sparsync_lab.workers.ranks import Rank
 
 WAITED = "Timed out waiting 8000ms for recv operation to complete"
@@ -23,10 +23,10 @@ def started(tmp_path: Path) -> Iterator[ExitStack]:
 
 def worker(
     stack: ExitStack, folder: Path, number: int, code: str, error: str | None = None, done: bool = False
-) -> _Worker:
+) -> Worker:
     process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE))
     stack.callback(process.kill)
-    made = _Worker(folder / f"{number}", error=error, done=done)
+    made = Worker(folder / f"{number}", error=error, done=done)
     made.stderr.touch()
     made.rank = Rank(number, process.pid, 0, process.poll, {}, None if code == RUNS else process.wait())
     return made
@@ -36,7 +36,7 @@ def test_a_rank_that_ended_with_status_0_and_was_not_done_is_blamed(started: Exi
     waits = worker(started, tmp_path, 0, ENDED, error="Connection closed by peer")
     left = worker(started, tmp_path, 1, ENDED)
     done = worker(started, tmp_path, 2, ENDED, done=True)
-    assert _diagnosis([waits, left, done], waits) == (
+    assert diagnosis([waits, left, done], waits) == (
         "rank 1 ended with exit status 0 before its task was done: something in it has ended the process\n"
         "rank 0: Connection closed by peer"
     )
@@ -47,6 +47,6 @@ def test_where_one_has_waited_in_vain_those_that_report_nothing_are_blamed(start
     hangs = worker(started, tmp_path, 1, RUNS)
     other = worker(started, tmp_path, 2, ENDED, error=WAITED)
     told = "rank 1 hangs, or its step takes longer than --timeout: it still runs, and has reported no error"
-    assert _diagnosis([waits, hangs, other], waits) == f"{told}; rank 0 failed: {WAITED}\nrank 2: {WAITED}"
+    assert diagnosis([waits, hangs, other], waits) == f"{told}; rank 0 failed: {WAITED}\nrank 2: {WAITED}"
     waits.error = "no sample 5"
-    assert _diagnosis([waits, hangs], waits) == "rank 0 failed: no sample 5"
+    assert diagnosis([waits, hangs], waits) == "rank 0 failed: no sample 5"

@@ -148,6 +148,12 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
     hosts = _on_hosts(options)
     settings = _settings(options)
+    if hosts and settings.faults:
+        given = f"--fault {options.fault[0]}" if options.fault else f"--chaos {options.chaos}"
+        raise ValueError(
+            f"{given} is for ranks that compare starts, and torchrun, which has started these, ends all when one has died; leave it out, "
+            "or compare without torchrun"
+        )
     check_file(options.csv, "--csv")
     if hosts:
         if not compare_on_hosts(settings, options.out, ["sparsync", *arguments], options.backend):
@@ -170,7 +176,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> None:
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
     from sparsync.base import scheme_text
-    from sparsync_lab.faults.plan import parse_fault, time_of
+    from sparsync_lab.faults.plan import parse_faults
     from sparsync_lab.launch.command import launch
     from sparsync_lab.launch.settings import LaunchSettings, checked_command
     from sparsync_lab.netlab import delay_of, rates, restart_with_rights
@@ -183,11 +189,8 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> None:
         scheme_text.scheme(scheme)  # before any rank starts
     elif scheme := os.environ.get(scheme_text.VARIABLE, "").strip() or None:
         scheme_text.scheme_of_environment()  # names the variable where it raises
-    faults = tuple(parse_fault(each) for each in options.fault)
-    until_s = time_of(options.faults_until)
-    settings = LaunchSettings(
-        command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults, options.chaos, until_s
-    )
+    faults = parse_faults(options.fault, options.chaos, options.faults_until)
+    settings = LaunchSettings(command, options.ranks, up, down, scheme, options.nodes, options.grace, delay, faults)
     if settings.limited:
         restart_with_rights("sparsync_lab.cli", arguments)
     status = launch(settings)
@@ -438,9 +441,12 @@ def _workloads(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _settings(options: argparse.Namespace) -> "CompareSettings":
-    from sparsync_lab.compare.settings import CompareSettings
+    from sparsync_lab.compare.settings import TIMEOUT_S, TIMEOUT_UNDER_FAULTS_S, CompareSettings
+    from sparsync_lab.faults.plan import parse_faults
     from sparsync_lab.scheme_choice import parse_schemes
 
+    faults = parse_faults(options.fault, options.chaos, options.faults_until)
+    usual_s = TIMEOUT_UNDER_FAULTS_S if faults else TIMEOUT_S
     return CompareSettings(
         schemes=parse_schemes(options.schemes, options.density, options.skip),
         **_training(options),
@@ -453,7 +459,8 @@ def _settings(options: argparse.Namespace) -> "CompareSettings":
         target=options.target,
         eval_every=options.eval_every,
         bucket_mb=options.bucket_mb,
-        timeout_s=options.timeout,
+        timeout_s=usual_s if options.timeout is None else options.timeout,
+        faults=faults,
     )
 
 

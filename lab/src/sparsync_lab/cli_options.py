@@ -61,6 +61,14 @@ def add_delay_options(parser: argparse.ArgumentParser) -> None:
     add("--jitter", default=None, metavar="TIME", help=most)
 
 
+def add_fault_options(parser: argparse.ArgumentParser, about: str) -> None:
+    add = parser.add_argument
+    fault = "kill:2@30s, leave:1@60s, freeze:3@20s+8s, partition:0@70s+10s, join@45s or store@10s+3s; again for more; "
+    add("--fault", action="append", default=[], metavar="KIND:RANK@TIME+TIME", help=fault + about)
+    add("--chaos", type=int, default=None, metavar="SEED", help="draw faults, one in about 20 s; a rank is always left")
+    add("--faults-until", default=None, metavar="TIME", help="no fault begins after this, such as 300s (default: none)")
+
+
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_workload_options(parser, default="shakespeare")
@@ -84,10 +92,11 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout",
         type=positive,
-        default=120.0,
+        default=None,
         metavar="S",
-        help="timeout of an operation between ranks (default: 120)",
+        help="timeout of an operation between ranks (default: 120; with faults 30, after which one that is silent counts as lost)",
     )
+    add_fault_options(parser, "each scheme gets them, in seconds since its first step")
     add("--out", type=Path, default=Path("results"), help="folder for results and report (default: results)")
     add_within(parser)
     add_csv(parser)
@@ -162,13 +171,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for the others to end after a rank has failed (default: 5)",
     )
-    fault = (
-        "kill:2@30s, leave:1@60s, freeze:3@20s+8s, partition:0@70s+10s, join@45s or store@10s+3s; again for more; the command is to "
-        "train with sparsync.elastic"
-    )
-    add("--fault", action="append", default=[], metavar="KIND:RANK@TIME+TIME", help=fault)
-    add("--chaos", type=int, default=None, metavar="SEED", help="draw faults, one in about 20 s; a rank is always left")
-    add("--faults-until", default=None, metavar="TIME", help="no fault begins after this, such as 300s (default: none)")
+    add_fault_options(parser, "the command is to train with sparsync.elastic")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs, as with torchrun")
 
 

@@ -14,7 +14,7 @@ Look = tuple[
 
 @dataclass(frozen=True)
 class Pause:
-    """A time with less than a tenth of the usual traffic, in seconds of the run; `ongoing`: it had not ended when it was last looked."""
+    """A time with hardly any traffic, in seconds of the run; `ongoing`: it had not ended when it was last looked."""
 
     from_s: float
     to_s: float
@@ -34,20 +34,20 @@ def usual_rate(looks: Sequence[Look], until_s: float) -> float:
     return sum(nbytes for _, _, nbytes in seen) / (seen[-1][1] - first)
 
 
-def longest_pause(looks: Sequence[Look], from_s: float, to_s: float, done: bool) -> Pause | None:
-    """Return the longest time of a rank with less than a tenth of its usual traffic between two times.
+def longest_pause(looks: Sequence[Look], from_s: float, to_s: float, done: bool, quiet: float = QUIET) -> Pause | None:
+    """Return the longest time of a rank with less than this share of its usual traffic between two times.
 
     None where the rank had no traffic before, or has ended: `done` says that it ended well, and no pause follows its last traffic.
     """
     rate = usual_rate(looks, from_s)
-    quiet = [nbytes < QUIET * rate * (end_s - begin_s) for begin_s, end_s, nbytes in looks]
+    quiets = [nbytes < quiet * rate * (end_s - begin_s) for begin_s, end_s, nbytes in looks]
     if done:
         to_s = min(
-            to_s, max((look[1] for look, is_quiet in zip(looks, quiet, strict=True) if not is_quiet), default=0.0)
+            to_s, max((look[1] for look, is_quiet in zip(looks, quiets, strict=True) if not is_quiet), default=0.0)
         )
     within = [
         (max(begin_s, from_s), min(end_s, to_s), is_quiet)
-        for (begin_s, end_s, _), is_quiet in zip(looks, quiet, strict=True)
+        for (begin_s, end_s, _), is_quiet in zip(looks, quiets, strict=True)
         if end_s > from_s and begin_s < to_s
     ]
     if rate == 0 or not within or within[-1][1] - from_s < LEAST_S:

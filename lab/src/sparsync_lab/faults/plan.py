@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from sparsync_lab.netlab import MAX_RANKS
 
@@ -71,13 +72,18 @@ class FaultPlan:
         """Return with how many ranks a run may have to train, as far as the plan tells."""
         if self.chaos is not None:
             return range(1, self.places(ranks))
-        present, hit, least, most = ranks, set[int](), ranks, ranks
+        present, least, most = ranks, ranks, ranks
+        hit, gone = set[int](), set[int]()
         for each in sorted(self.faults, key=lambda each: each.at_s):
             if each.rank is not None:
                 hit.add(each.rank)
+                gone |= set() if each.lasts_s else {each.rank}
             present += each.kind == "join"
-            least, most = min(least, present - len(hit)), max(most, present)
+            least, most = min(least, present - len(hit)), max(most, present - len(gone))
         return range(max(1, least), most + 1)
+
+
+NO_FAULTS = FaultPlan()
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,16 @@ def parse_fault(text: str) -> Fault:
         None if rank is None else int(rank),
         float(lasts) * _UNITS[lasts_unit] if lasts else 0.0,
     )
+
+
+def parse_faults(listed: Sequence[str], chaos: int | None, until: str | None) -> FaultPlan:
+    """Return the plan of --fault, --chaos and --faults-until. Raises ValueError."""
+    return FaultPlan(tuple(parse_fault(each) for each in listed), chaos, time_of(until))
+
+
+def plan_of_json(content: dict[str, Any]) -> FaultPlan:  # Any: JSON
+    """Return the plan that `dataclasses.asdict` has written."""
+    return FaultPlan(**{**content, "faults": tuple(Fault(**each) for each in content["faults"])})
 
 
 def check_faults(faults: Sequence[Fault], ranks: int, limited: bool, until_s: float | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsync_lab.faults.plan import Fault, FaultPlan
+from sparsync_lab.faults.plan import NO_FAULTS, FaultPlan, plan_of_json
 from sparsync_lab.netlab import MAX_RANKS, NO_DELAY, Delay
 from sparsync_lab.netlab.delay import check_delay
 
@@ -30,9 +30,7 @@ class LaunchSettings:
     nodes: bool = False  # each rank is a machine to the script: LOCAL_RANK is 0
     grace_s: float = 5.0  # after the first failure, and again after SIGTERM
     delay: Delay = NO_DELAY  # between any two ranks
-    faults: tuple[Fault, ...] = ()
-    chaos: int | None = None  # the seed of faults that are drawn
-    faults_until_s: float | None = None  # after which no fault is drawn
+    faults: FaultPlan = NO_FAULTS
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
@@ -40,7 +38,7 @@ class LaunchSettings:
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"--grace must be in [0, inf) seconds, got {self.grace_s:g}")
         check_delay(self.delay, self.limited)
-        self.plan.check(self.ranks, self.limited)
+        self.faults.check(self.ranks, self.limited)
 
     @property
     def limited(self) -> bool:
@@ -49,16 +47,12 @@ class LaunchSettings:
     @property
     def elastic(self) -> bool:
         """Whether there are faults, and hence a store for ranks that come and go."""
-        return bool(self.plan)
-
-    @property
-    def plan(self) -> FaultPlan:
-        return FaultPlan(self.faults, self.chaos, self.faults_until_s)
+        return bool(self.faults)
 
     @property
     def places(self) -> int:
         """The number of links; see `FaultPlan.places`."""
-        return self.plan.places(self.ranks)
+        return self.faults.places(self.ranks)
 
     @property
     def exact_framing(self) -> bool:
@@ -72,7 +66,7 @@ class LaunchSettings:
 
 def settings_of_json(content: dict[str, Any]) -> LaunchSettings:  # Any: JSON
     """Return the settings that `as_json` has written."""
-    faults = tuple(Fault(**each) for each in content["faults"])
+    faults = plan_of_json(content["faults"])
     known = {"command": tuple(content["command"]), "delay": Delay(**content["delay"]), "faults": faults}
     return LaunchSettings(**{**content, **known})
 

@@ -125,7 +125,7 @@ def supervise(settings: LaunchSettings, signals: int) -> int:
         start = _starter(run, links, meter, notes, port, began)
         if settings.elastic:
             run.injector = injector = stack.enter_context(
-                Injector(settings.plan, settings.ranks, links, port, ranks, start)
+                Injector(settings.faults, settings.ranks, links, port, ranks, start)
             )
             injector.begin()
         else:

@@ -50,6 +50,13 @@ _METHOD = (
     "interface, framing and acknowledgements included. The least time of a link is payload x 8 / rate.",
 )
 
+_UNDER_FAULTS = (
+    "With faults training time is that since the first step, pauses included, and stands still while a rank evaluates for all. Loss and "
+    "bytes of a step are means over the ranks that took it, its times are those of the first rank. A pause is a time with less than a third "
+    "of the usual steps, the longest one after each fault. A step by fewer ranks than began has fewer samples in the weights. Compute was "
+    "measured while all ranks began, not all at the same step."
+)
+
 
 def report(folder: Path, run: str | None = None, within: float = WITHIN, csv: Path | None = None) -> tuple[Path, ...]:
     """Write four PNG images and report.html into `folder`, then print the tables, and return the paths.
@@ -121,7 +128,7 @@ def render(
         lines=lambda head: Markup("<br>").join(escape(line) for line in head.split("\n")),
         remarks=remarks(summary),
         notes=summary.notes,
-        method=[text.format(within=within) for text in _METHOD],
+        method=[text.format(within=within) for text in (*_METHOD, *([_UNDER_FAULTS] if run.faults else ()))],
         command=_command(run.command),
         sections=_sections(summary),
         others=others,

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from sparsync_lab.report import breakdown, curves
+from sparsync_lab.report import breakdown, curves, marks
 from sparsync_lab.report.curves import FAINT, INK
 from sparsync_lab.report.format import (
     behind_text,
@@ -107,9 +107,13 @@ def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHI
         + "% behind dense"
     )
     axes = _axes(summary, figure, title, f"{place_text(run)}; {beside}{_band(summary)}")
+    if run.faults:
+        marks.make_room(axes)
     drawn = [curves.curve(each, _seconds, _name_with_time(summary, each), hue[each.label]) for each in summary.schemes]
-    axes.set_xlabel("seconds of training")
+    axes.set_xlabel("seconds since the first step" if run.faults else "seconds of training")
     curves.draw(axes, run, drawn)
+    if run.faults:
+        marks.draw(axes, run, summary.schemes, hue)
 
 
 def quality_over_steps(summary: RunSummary, figure: Figure) -> None:

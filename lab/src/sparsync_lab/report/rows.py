@@ -44,13 +44,29 @@ def compared(summary: RunSummary) -> list[Row]:
 
 
 def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:
-    row = {**asdict(seed), **{name: getattr(seed, name) for name in ("reduce_s", "hidden_s", "other_s")}}
+    row = {
+        **asdict(seed),
+        **_of_faults(summary, scheme, seed),
+        **{name: getattr(seed, name) for name in ("reduce_s", "hidden_s", "other_s")},
+    }
     for label in ("dense", "bf16"):
         base = summary.scheme(label)
         beside = next((each for each in base.seeds if each.seed == seed.seed), None) if base else None
         found = seed_speedup(seed, beside)
         row[f"speedup_over_{label}"] = found[0] if found and not found[1] else None
     return row
+
+
+def _of_faults(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:
+    if not summary.run.faults:
+        return {}
+    found = scheme.under_faults[scheme.seeds.index(seed)]
+    names = ("end_s", "batches", "mean_ranks", "longest_pause_s", "paused_s")
+    return {
+        "faults": len(found.given),
+        "meetings": len(found.meetings),
+        **{name: getattr(found, name) for name in names},
+    }
 
 
 def write_csv(path: Path, found: Sequence[Row]) -> None:

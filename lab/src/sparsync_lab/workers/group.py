@@ -28,7 +28,9 @@ class RankFailedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Worker:
+class Worker:
+    """One rank: its process, what it has told, and its error."""
+
     stderr: Path
     rank: Rank = field(init=False)
     messages: deque[Message] = field(default_factory=deque)  # not yet taken
@@ -60,7 +62,7 @@ class WorkerGroup:
     """The running ranks. `messages` yields what rank 0 sends until all have ended."""
 
     ranks: Ranks
-    workers: Sequence[_Worker]
+    workers: Sequence[Worker]
     silence_s: float  # without a message from any rank for this long, the ranks count as hung
 
     def messages(self) -> Iterator[Message]:
@@ -68,7 +70,7 @@ class WorkerGroup:
 
         Raises RankFailedError for the rank that failed first, after a moment in which the others may report their errors.
         """
-        first: _Worker | None = None
+        first: Worker | None = None
         while self.ranks.busy and not self.ranks.stopped:
             self.ranks.turn(self._silence_ends() if first is None else math.inf)
             if first is not None:
@@ -84,7 +86,7 @@ class WorkerGroup:
                     f"no rank has sent a message for {self.silence_s:g} s; they hang, or steps are longer: raise --timeout"
                 )
         if first is not None:
-            raise RankFailedError(_diagnosis(self.workers, first))
+            raise RankFailedError(diagnosis(self.workers, first))
 
     def _silence_ends(self) -> float:
         return max(worker.heard_at for worker in self.workers) + self.silence_s
@@ -105,21 +107,32 @@ def worker_group(
     with temporary_folder() as folder, Ranks(GRACE_S) as ranks:
         rendezvous = str(folder / "rendezvous")
         order = Order(task, dict(spec), network.interface, network.limited, rendezvous, timeout_s).encoded()
-        workers = [_start(ranks, order, network, folder) for _ in network.addresses]
+        count = len(network.addresses)
+        workers = [start(ranks, order, network, folder, place, count) for place in range(count)]
         yield WorkerGroup(ranks, workers, silence_s=2 * timeout_s)
 
 
-def _start(ranks: Ranks, order: str, network: RunNetwork, folder: Path) -> _Worker:
-    number, count = len(ranks.all), len(network.addresses)
-    worker = _Worker(folder / f"rank{number}.err")
+def start(
+    ranks: Ranks,
+    order: str,
+    network: RunNetwork,
+    folder: Path,
+    place: int,
+    count: int,
+    **options: Any,  # Any: those of Popen
+) -> Worker:
+    """Start the next rank at a place of the network; `count`: of the ranks that begin, which it finds in WORLD_SIZE."""
+    number = len(ranks.all)
+    worker = Worker(folder / f"rank{number}.err")
     environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     with worker.stderr.open("w") as file:
         process = ranks.start(
-            network.command(number, [sys.executable, "-m", PROCESS]),
+            network.command(place, [sys.executable, "-m", PROCESS]),
             {"stdout": worker.take},
             stdin=subprocess.PIPE,
             stderr=file,
             env=environment,
+            **options,
         )
     worker.rank = ranks.all[number]
     assert process.stdin is not None
@@ -128,7 +141,7 @@ def _start(ranks: Ranks, order: str, network: RunNetwork, folder: Path) -> _Work
     return worker
 
 
-def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
+def diagnosis(workers: Sequence[Worker], first: Worker) -> str:
     """Return which ranks failed first and why: those that ended without a word before those that report errors, which follow from the loss.
 
     `first`: the one that was heard of first; where all report errors, the others' follow from its error, or are the same. Where it has
@@ -149,12 +162,12 @@ def _diagnosis(workers: Sequence[_Worker], first: _Worker) -> str:
     return "\n".join(["; ".join(outcomes), *others, *filter(None, tails)])
 
 
-def _waited(worker: _Worker) -> bool:
+def _waited(worker: Worker) -> bool:
     """Return whether the worker's error is that another rank did not come in time, as gloo and torch word it."""
     return worker.error is not None and ("timed out" in worker.error.lower() or "timeout" in worker.error.lower())
 
 
-def _outcome(worker: _Worker) -> str:
+def _outcome(worker: Worker) -> str:
     if worker.error is not None:
         return f"failed: {worker.error}"
     if worker.rank.running:
@@ -164,6 +177,6 @@ def _outcome(worker: _Worker) -> str:
     return f"{'was killed by' if worker.rank.killed else 'ended with'} {worker.rank.ending}"
 
 
-def _tail(worker: _Worker) -> str:
+def _tail(worker: Worker) -> str:
     lines = worker.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
     return "\n".join([f"last lines of rank {worker.rank.number}:", *lines]) if lines else ""

@@ -1,7 +1,8 @@
 """The process of one rank: joins the process group, runs one task, and writes messages as JSON lines to standard output.
 
 The first line of standard input says what to run. The process ends when its standard input does, so no rank outlives the program that
-started it. The rank comes from the variables torchrun would set (RANK, WORLD_SIZE); ranks find each other through a file.
+started it. The rank comes from the variables torchrun would set (RANK, WORLD_SIZE); ranks find each other through a file, or their task
+makes them meet at a store, and then every rank's messages count.
 """
 
 import json
@@ -23,7 +24,10 @@ from sparsync_lab.temporary import remove
 
 Message = dict[str, Any]  # Any: JSON; its "kind" is a string, of which "error" and "done" are taken
 Emit = Callable[[Message], None]
-"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done."""
+"""Sends one message to the program that started the workers; those of rank 0 arrive, and of every rank its error or that it is done.
+
+With a store those of all ranks arrive.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Order:
     own_interface: bool
     rendezvous: str  # a file that all ranks can reach
     timeout_s: float  # for one operation of a rank
+    store: str = ""  # host:port, where the task makes the process groups; "": there is one, of all ranks
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -52,6 +57,7 @@ class Place:
     timeout_s: float  # for one operation of a rank
     device: str = "cpu"  # of the model
     group: dist.ProcessGroup | None = None  # over which gradients travel; None: the default group
+    store: str = ""  # of the Order
 
 
 Task = Callable[[Mapping[str, Any], Place, Emit], None]
@@ -66,12 +72,17 @@ def main() -> None:
     order = Order(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_exit_at_end_of_input, args=(Path(order.rendezvous).parent,), daemon=True).start()
     place = Place(
-        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), order.interface, order.own_interface, order.timeout_s
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        order.interface,
+        order.own_interface,
+        order.timeout_s,
+        store=order.store,
     )
     lock = threading.Lock()
 
     def emit(message: Message) -> None:
-        if place.rank == 0 or message["kind"] in ("error", "done"):
+        if place.store or place.rank == 0 or message["kind"] in ("error", "done"):
             with lock:
                 output.write(json.dumps(message) + "\n")
                 output.flush()
@@ -84,7 +95,8 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(1)  # not sys.exit: a collective that never ends may hold a thread of gloo's
     emit({"kind": "done"})
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _run(order: Order, place: Place, emit: Emit) -> None:
@@ -92,6 +104,9 @@ def _run(order: Order, place: Place, emit: Emit) -> None:
     task: Task = getattr(import_module(module), function)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = order.interface
+    if order.store:
+        task(order.spec, place, emit)
+        return
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.rendezvous}",
