@@ -14,6 +14,7 @@ from sparsync import Dense, Scheme, TopK
 from sparsync.schemes.per_parameter import PerParameter
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
+from sparsync_lab.rivals.laprop import LaProp
 from sparsync_lab.rivals.onebit_adam import OneBitAdam
 from sparsync_lab.workloads.one_process import train_with_scheme
 from sparsync_lab.workloads.own_momentum import PlainSGD, made_for, optimizer_for
@@ -115,6 +116,17 @@ def test_the_momentum_of_demo_follows_the_rate_as_its_authors_do_and_that_of_oth
     train_with_scheme(workload, Followed, 0, 2, 1, {2})
     assert followed == [pytest.approx(1 / 0.9)] * 2  # weight and bias
     train_with_scheme(workload, Left, 0, 2, 1, {2})
+
+
+@pytest.mark.parametrize("scheme", [DGC(density=0.5), LaProp()])
+def test_the_jobs_schedule_sets_the_rate_after_a_state_was_loaded_too(scheme: Scheme) -> None:
+    workload = job(AdamW, lr=0.5)
+    first, _ = optimizer_for(scheme, workload, nn.Linear(2, 1), 8)
+    second, schedule = optimizer_for(scheme, workload, nn.Linear(2, 1), 8)
+    second.load_state_dict(first.state_dict())
+    second.step()
+    schedule.step()
+    assert second.param_groups[0]["lr"] == 0.45
 
 
 def test_schedules_of_the_job_go_on_without_a_warning() -> None:

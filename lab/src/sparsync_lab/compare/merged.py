@@ -94,13 +94,14 @@ class Told:
         return made
 
     def meetings(self) -> list[Message]:
-        """Return when ranks have met, and how many they were then."""
+        """Return when ranks have met, and how many they were then; the first time before the first step, as the clock tells."""
         found: dict[int, list[Message]] = {}
         for _, message in self.of("meeting"):
             found.setdefault(message["epoch"], []).append(message)
         firsts = [_of_last_epoch(found[epoch])[0] for epoch in sorted(found)]
         return [
-            {"step": each["step"], "seconds": self.clock.seconds(each["t"]), "ranks": each["ranks"]} for each in firsts
+            {"step": each["step"], "seconds": self.clock.seconds(each["t"]) if number else 0.0, "ranks": each["ranks"]}
+            for number, each in enumerate(firsts)
         ]
 
     def _step(self, step: int, told: Sequence[Message]) -> Message:

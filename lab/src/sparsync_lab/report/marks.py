@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from sparsync_lab.report.results import Run
 from sparsync_lab.report.summary import SchemeFigures, named_faults
 
-FAINT = "#777777"
+INK, FAINT = "#222222", "#777777"
 _STRIP, _BETWEEN = 0.09, 0.03  # of the height of a picture: the axes of the ranks, and what is free above them
 _NEAR = 14.0  # pixels, within which two names share a line of text
 _APART = 0.1  # of a rank, so that lines of several schemes are seen
@@ -49,7 +49,7 @@ def _draw_names(axes: Axes, run: Run, found: Sequence[tuple[float, str]]) -> Non
             texts.append((at_s, name))
     for at_s, name in texts:
         where = {"xytext": (3, 0), "textcoords": "offset points", "xycoords": place, "rotation": 90, "fontsize": 8}
-        axes.annotate(name, (at_s, 0.98 if at_top else 0.02), va="top" if at_top else "bottom", color=FAINT, **where)
+        axes.annotate(name, (at_s, 0.98 if at_top else 0.02), va="top" if at_top else "bottom", color=INK, **where)
 
 
 def _draw_ranks(axes: Axes, schemes: Sequence[SchemeFigures], hues: Mapping[str, str]) -> None:
@@ -68,7 +68,7 @@ def _draw_ranks(axes: Axes, schemes: Sequence[SchemeFigures], hues: Mapping[str,
                 most = max(most, *(count for _, count in steps))
     strip.set_xlim(axes.get_xlim())
     strip.set_ylim(0, most + 0.5)
-    strip.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    strip.yaxis.set_major_locator(MaxNLocator(min(most, 4), integer=True))
     strip.set_ylabel("ranks")
     strip.set_xlabel(axes.get_xlabel())
     strip.xaxis.set_major_formatter(axes.xaxis.get_major_formatter())

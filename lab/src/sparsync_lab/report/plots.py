@@ -102,7 +102,7 @@ def quality_over_time(summary: RunSummary, figure: Figure, within: float = WITHI
     run, hue = summary.run, hues(summary)
     title = headline(summary, within) or f"{quality_axis(run)} over training time"
     beside = (
-        "without evaluations; beside a name: "
+        f"without evaluations; {'shaded: pauses; ' if run.faults else ''}beside a name: "
         + ("" if run.target is None else "speed-up over dense, ")
         + "% behind dense"
     )

@@ -44,17 +44,13 @@ def compared(summary: RunSummary) -> list[Row]:
 
 
 def _figures(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:
-    row = {
-        **asdict(seed),
-        **_of_faults(summary, scheme, seed),
-        **{name: getattr(seed, name) for name in ("reduce_s", "hidden_s", "other_s")},
-    }
+    row = {**asdict(seed), **{name: getattr(seed, name) for name in ("reduce_s", "hidden_s", "other_s")}}
     for label in ("dense", "bf16"):
         base = summary.scheme(label)
         beside = next((each for each in base.seeds if each.seed == seed.seed), None) if base else None
         found = seed_speedup(seed, beside)
         row[f"speedup_over_{label}"] = found[0] if found and not found[1] else None
-    return row
+    return row | _of_faults(summary, scheme, seed)
 
 
 def _of_faults(summary: RunSummary, scheme: SchemeFigures, seed: SeedFigures) -> Row:

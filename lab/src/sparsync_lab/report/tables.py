@@ -14,6 +14,7 @@ from sparsync_lab.report.format import (
     significant,
 )
 from sparsync_lab.report.lead import details, lead
+from sparsync_lab.report.results import GivenFault
 from sparsync_lab.report.summary import RunSummary, SchemeFigures, Spread, named_faults, spread
 from sparsync_lab.report.under_faults import UnderFaults
 from sparsync_lab.report.verdict import WITHIN
@@ -212,16 +213,17 @@ def _faults(summary: RunSummary) -> list[str]:
     """Return a line for each fault, with the pause of each scheme, and for those that were not given."""
     lines = []
     for at_s, name in named_faults(summary.schemes):
-        told, what = [], ""
-        for scheme in summary.schemes:
-            for training in scheme.under_faults:
-                near = [each for each in training.given if each.name == name and round(each.seconds) == round(at_s)]
-                for each in near:
-                    pause = (
-                        "did not pause" if not each.pause_s else f"{'over ' if each.over else ''}{each.pause_s:.1f} s"
-                    )
-                    told.append(f"{scheme.name} {pause}")
-                    what = what or each.what
+        near = [
+            (scheme, each)
+            for scheme in summary.schemes
+            for training in scheme.under_faults
+            for each in training.given
+            if each.name == name and round(each.seconds) == round(at_s)
+        ]
+        what = near[0][1].what
+        told = [
+            f"{scheme.name} {_pause(each)}{'' if each.what == what else f' ({each.what})'}" for scheme, each in near
+        ]
         lines.append(f"Fault at {at_s:.1f} s, {name}: {what}. Longest pause up to the next: {', '.join(told)}.")
     for scheme in summary.schemes:
         for training in scheme.under_faults:
@@ -231,6 +233,12 @@ def _faults(summary: RunSummary) -> list[str]:
                 if not each.given
             ]
     return lines
+
+
+def _pause(fault: GivenFault) -> str:
+    if not fault.pause_s:
+        return "no pause"
+    return f"{'over ' if fault.over else ''}{fault.pause_s:.1f} s"
 
 
 def _seconds(scheme: SchemeFigures, phase: str) -> float:

@@ -20,6 +20,7 @@ from torch.optim import Adam, Optimizer
 
 from sparsync import Dense, Steps
 from sparsync.exchanges.rules import AdamWRule
+from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 
 
 @dataclass
@@ -41,7 +42,7 @@ class LaProp(Dense):
         return f"LaProp(wire={self.wire!r}, form={self.form!r}, beta2={beta2_described(self.beta2)!r})"
 
 
-class LaPropOptimizer(Optimizer):
+class LaPropOptimizer(BorrowedGroups):
     """LaProp in the place of `optimizer`, an AdamW, whose groups it takes over, so that the job's schedule sets its rates.
 
     Settings are read from the groups in each step; `beta2` is as in LaProp. Raises ValueError for an optimizer that is

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsync import Scheme
+from sparsync_lab.rivals.borrowed_groups import BorrowedGroups
 from sparsync_lab.rivals.laprop import LaProp, in_place_of_adamw
 from sparsync_lab.workloads.base import Workload
 from sparsync_lab.workloads.muon import Several
@@ -19,7 +20,7 @@ from sparsync_lab.workloads.muon import Several
 SGD_BY_ADAM = 100.0  # times a usual learning rate of Adam is a usual one of SGD with momentum: 0.1 by 0.001
 
 
-class PlainSGD(SGD):
+class PlainSGD(BorrowedGroups, SGD):
     """SGD without momentum in the place of a job's `optimizer`, whose groups it takes over, so that the job's schedule sets its rates.
 
     It takes `factor` times the rate of a group. Weights decay beside the gradient (decoupled), as much in a step as by the job's optimizer.
