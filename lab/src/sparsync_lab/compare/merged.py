@@ -113,33 +113,25 @@ class Told:
 
 
 def faults(given: Sequence[Begun], steps: Sequence[Message], errors: Mapping[int, str], ranks: int) -> list[Message]:
-    """Return the faults, each with the longest pause of the training up to the next one.
+    """Return the faults, each with the longest pause of the training that began before the next one.
 
-    `errors`: those that ranks have reported, by their numbers; `ranks`: how many began, after which those that join are numbered.
+    A pause that goes on when the next fault comes belongs to the first. `errors`: those that ranks have reported, by their numbers;
+    `ranks`: how many began, after which those that join are numbered.
     """
     times = [0.0, *(each["seconds"] for each in steps)]
     looks = [(before, after, 1) for before, after in pairwise(times)]
-    made, joined = [], ranks
+    made, joined, free_s = [], ranks, 0.0
     for number, each in enumerate(given):
-        end_s = next((other.at_s for other in given[number + 1 :] if other.given), times[-1])
         rank, joined = (joined, joined + each.given) if each.fault.kind == "join" else (each.fault.rank, joined)
         error = errors.get(rank) if each.given and rank is not None else None
-        failed = f"; it failed: {error}" if error else ""
-        pause = longest_pause(looks, each.at_s, end_s, False, QUIET) if each.given else None
-        made.append(
-            {
-                "seconds": each.at_s,
-                "name": each.fault.name.replace(":", " ", 1),
-                "what": each.what + failed,
-                "given": each.given,
-                "pause_s": None,
-                "paused_s": None,
-                "over": False,
-                **(
-                    {} if pause is None else {"pause_s": pause.seconds, "paused_s": pause.from_s, "over": pause.ongoing}
-                ),
-            }
-        )
+        told = {"seconds": each.at_s, "name": each.fault.name.replace(":", " ", 1), "given": each.given}
+        told["what"] = each.what + (f"; it failed: {error}" if error else "")
+        end_s = next((other.at_s for other in given[number + 1 :] if other.given), times[-1])
+        pause = longest_pause(looks, max(each.at_s, free_s), end_s, False, QUIET) if each.given else None
+        if pause is not None and pause.seconds:
+            free_s = next((at_s for at_s in times if at_s >= pause.to_s), pause.to_s) if pause.ongoing else pause.to_s
+            told |= {"paused_s": pause.from_s, "pause_s": free_s - pause.from_s}
+        made.append(told)
     return made
 
 

@@ -1,5 +1,6 @@
 """Gives faults to ranks when their time has come, and keeps the store over which ranks find each other."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -179,6 +180,8 @@ class Injector:
             self.links.command(place, argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            # Without names of hosts torch warns about each connection, in the middle of what a command shows.
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call, which needs no lock of another thread
         )
 

@@ -200,7 +200,7 @@ class Meeting(_Record):
 
 @dataclass(frozen=True)
 class GivenFault(_Record):
-    """A fault, and the longest pause of the training after it, up to the next one; None where nothing paused, or it was not `given`."""
+    """A fault, and the longest pause of the training that began after it and before the next one; None where there was none."""
 
     kind: ClassVar[str] = "fault"
     run: str
@@ -212,7 +212,6 @@ class GivenFault(_Record):
     given: bool
     pause_s: Number | None = None
     paused_s: Number | None = None  # when the pause began
-    over: bool = False  # it had not ended when the next fault came
 
 
 @dataclass(frozen=True)

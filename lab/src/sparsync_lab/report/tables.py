@@ -224,7 +224,9 @@ def _faults(summary: RunSummary) -> list[str]:
         told = [
             f"{scheme.name} {_pause(each)}{'' if each.what == what else f' ({each.what})'}" for scheme, each in near
         ]
-        lines.append(f"Fault at {at_s:.1f} s, {name}: {what}. Longest pause up to the next: {', '.join(told)}.")
+        lines.append(
+            f"Fault at {at_s:.1f} s, {name}: {what}. Longest pause that began before the next: {', '.join(told)}."
+        )
     for scheme in summary.schemes:
         for training in scheme.under_faults:
             lines += [
@@ -236,9 +238,7 @@ def _faults(summary: RunSummary) -> list[str]:
 
 
 def _pause(fault: GivenFault) -> str:
-    if not fault.pause_s:
-        return "no pause"
-    return f"{'over ' if fault.over else ''}{fault.pause_s:.1f} s"
+    return f"{fault.pause_s:.1f} s" if fault.pause_s else "no pause"
 
 
 def _seconds(scheme: SchemeFigures, phase: str) -> float:
