@@ -3,7 +3,7 @@
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import product
@@ -70,8 +70,9 @@ def _compare_under_faults(settings: CompareSettings, workload: Workload, run: re
         for seed, choice in product(settings.seeds, settings.schemes):
             training = DisturbedTraining(settings, choice, seed, links)
             try:
-                for message in training.messages():
-                    display.update(message)
+                with closing(training.messages()) as messages:
+                    for message in messages:
+                        display.update(message)
             finally:
                 for message in training.records():
                     records.take(message)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 
 from sparsync_lab.compare import merged
@@ -39,7 +39,7 @@ class DisturbedTraining:
     def __post_init__(self) -> None:
         self.told = merged.Told(counted=self.links.limited)
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Generator[Message, None, None]:
         """Train, and yield what a display shows.
 
         Raises RankFailedError where a rank fails that no fault has hit, where faults have ended all ranks, and where replicas differ.
@@ -159,7 +159,7 @@ class DisturbedTraining:
 
     def _check_end(self) -> None:
         if not self.told.of("finished"):
-            ends = "; ".join(f"rank {number}: {each.rank.ending}" for number, each in enumerate(self.workers))
+            ends = "; ".join(f"rank {each.rank.number}: {each.error or each.rank.ending}" for each in self.workers)
             raise RankFailedError(f"no rank has reached the last step, faults have hit all of them: {ends}")
         self.done = True
         if self.told.different:

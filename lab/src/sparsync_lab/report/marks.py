@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from sparsync_lab.report.curves import FAINT, INK
 from sparsync_lab.report.results import Run
 from sparsync_lab.report.summary import SchemeFigures, named_faults
 
-INK, FAINT = "#222222", "#777777"
 _STRIP, _BETWEEN = 0.09, 0.03  # of the height of a picture: the axes of the ranks, and what is free above them
 _NEAR = 14.0  # pixels, within which two names share a line of text
 _APART = 0.1  # of a rank, so that lines of several schemes are seen

@@ -53,8 +53,8 @@ _METHOD = (
 _UNDER_FAULTS = (
     "With faults training time is that since the first step, pauses included, and stands still while a rank evaluates for all. Loss and "
     "bytes of a step are means over the ranks that took it; its times are those of the first rank. The pause after a fault is the longest "
-    "time with less than a third of the usual steps that began before the next one. A step by fewer ranks than began brings fewer samples into the "
-    "weights. Compute was measured while all ranks began, not all at the same step."
+    "time with less than a third of the usual steps that began before the next one. A step by fewer ranks than began brings fewer samples "
+    "into the weights. Compute was measured while all ranks began, not all at the same step."
 )
 
 
