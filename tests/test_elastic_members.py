@@ -13,6 +13,7 @@ import pytest
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic import Epoch, members
 from sparsync.elastic.members import Members, Note, TCPStore, proposed
+from sparsync.elastic.presence import Presence
 
 
 def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
@@ -78,7 +79,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def member_of(store: Any, own: str, *, ranks: int = 2, least: int = 1, wait_s: float = 20.0) -> Members:
-    return Members("127.0.0.1", store.port, "run", own, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
+    presence = Presence("127.0.0.1", store.port, own)
+    return Members("127.0.0.1", store.port, "run", presence, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
 
 
 def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> None:
@@ -91,8 +93,8 @@ def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> 
 
 def wait_for_line(store: Any, meeting: int) -> None:
     """Wait until somebody has come to a meeting, or has asked to be let in there."""
-    key = f"sparsync/elastic/run/meeting/{meeting}"
-    while not (store.check([key]) and b'"note": {' in store.get(key)):
+    key = f"sparsync/elastic/run/said/{meeting - 1}"
+    while not (store.check([key]) and b'"position": ' in store.get(key)):
         time.sleep(0.01)
 
 
@@ -171,7 +173,7 @@ def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
 
 def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: Any) -> None:
     with met(store, "a", "b") as (a, b):
-        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        again, before = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), a.current
 
         def restarted() -> None:
             time.sleep(0.1)
@@ -180,9 +182,9 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: 
 
         epoch, _ = together(partial(a.meet, note(1, False)), restarted)
         assert epoch.members == ("a",)
-        assert again.check(["sparsync/elastic/run/epoch", "sparsync/elastic/run/meeting/2"])
-        assert Epoch.read(again.get("sparsync/elastic/run/epoch")) == epoch
-        assert '"note": {' in again.get("sparsync/elastic/run/meeting/2").decode()
+        assert again.check(["sparsync/elastic/run/epoch", "sparsync/elastic/run/said/1"])
+        assert Epoch.read(again.get("sparsync/elastic/run/epoch")) == before
+        assert '["a", "comes", {' in again.get("sparsync/elastic/run/said/1").decode()
 
 
 def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
@@ -264,7 +266,7 @@ def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(stor
 
 def test_a_rank_says_again_that_it_has_come_where_the_store_has_forgotten_it(store: Any) -> None:
     with met(store, "a", "b") as (a, b), ThreadPoolExecutor(2) as threads:
-        key = "sparsync/elastic/run/meeting/2"
+        key = "sparsync/elastic/run/said/1"
         first = threads.submit(a.meet, note(whole=False))
         wait_for_line(store, 2)
         store.delete_key(key)

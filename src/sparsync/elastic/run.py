@@ -1,14 +1,11 @@
 """A run of training that survives its ranks."""
 
-import gc
 import logging
 import os
 import signal
-import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -21,9 +18,11 @@ from typing_extensions import Self
 
 from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
+from sparsync.core import digest
 from sparsync.elastic.members import Epoch, Members, Note
+from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import end_world, is_loss, receive, send
+from sparsync.elastic.world import end_world, forget_frames, is_loss, receive, send
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import is_fsdp2
@@ -116,9 +115,9 @@ class Run:
             raise RuntimeError(
                 "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
             )
-        self.member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.on_change, self._backend = on_change, backend
-        self._members = Members(host, port, name, self.member, ranks=ranks, least=least, wait_s=wait_s)
+        presence = Presence(host, port)
+        self.member, self.on_change, self._backend = presence.member, on_change, backend
+        self._members = Members(host, port, name, presence, ranks=ranks, least=least, wait_s=wait_s)
         self.timeout_s = (
             _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
         )
@@ -246,6 +245,7 @@ class Run:
         if lost:
             _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
             self._failed = True
+            forget_frames(error)
         return lost
 
     def _is_due(self) -> bool:
@@ -289,8 +289,8 @@ class Run:
                 if not (is_loss(error) or isinstance(error, StoreSilentError)):
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
+                forget_frames(error)
             whole = False
-        gc.collect()  # process groups of before, with a few threads and connections each, are in cycles
         self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
         self._members.look()
@@ -304,7 +304,8 @@ class Run:
             self._cut()
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
-        note = Note(position, self.step, whole, self._leaves)
+        exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
+        note = Note(position, self.step, whole, self._leaves, exchanges)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -315,7 +316,7 @@ class Run:
         if self.member not in epoch.members:
             end_world()
             self._late = True
-            members.join(Note(note.position, note.step, False))
+            members.join(replace(note, whole=False, leaves=False))
         return False
 
     def _give_up(self) -> None:
@@ -374,14 +375,16 @@ class Run:
             timeout=timedelta(seconds=self.timeout_s),
         )
         behind = self.member in epoch.behind
-        for each in self._trained:
+        for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
             # Ranks that have applied as many exchanges of local steps may have taken different steps.
             local = isinstance(each.handle, LocalTraining) and not behind
             step = (epoch.step if local else each.done) - 1
-            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0)  # a meeting tells who is lost
+            # A meeting tells who is lost, and has compared what ranks exchange.
+            agreed = f"handle{place}" if epoch.alike else ""
+            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0, agreed=agreed)
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
