@@ -78,7 +78,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def member_of(store: Any, own: str, *, ranks: int = 2, least: int = 1, wait_s: float = 20.0) -> Members:
+def member_of(store: Any, own: str | None, *, ranks: int = 2, least: int = 1, wait_s: float = 20.0) -> Members:
     presence = Presence("127.0.0.1", store.port, own)
     return Members("127.0.0.1", store.port, "run", presence, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
 
@@ -147,6 +147,28 @@ def test_a_member_that_answers_is_waited_for(store: Any) -> None:
             return b.meet(note(1, False))
 
         assert all(set(each.members) == {"a", "b"} for each in together(partial(a.meet, note(1, False)), late))
+
+
+def test_a_member_whose_process_has_ended_is_not_waited_for(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "ANSWER_S", 1000.0)
+    a, b = member_of(store, None), member_of(store, None)
+    together(*(partial(each.join, note(0)) for each in (a, b)))
+    while b.own not in a._presence._reached:
+        time.sleep(0.01)
+    a.timeout_s = 1000.0
+    b._presence.close()
+    assert a.meet(note(1, False)).gone == (b.own,)
+
+
+def test_one_that_could_never_be_reached_is_not_taken_to_have_ended(store: Any) -> None:
+    own, other = (Presence("127.0.0.1", store.port) for _ in range(2))
+    other.close()
+    for each in (other.member, "no address"):
+        for call in (own.reach, own.ask):
+            call([each])
+            own._asked[each].join()
+    assert own.ended == set()
+    own.close()
 
 
 def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:

@@ -21,6 +21,7 @@ from helpers.distributed import run as run_on
 from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
 from sparsync.elastic.members import TCPStore
+from sparsync.elastic.world import GroupStore
 from sparsync.exchanges.local_steps import LocalTraining
 
 
@@ -302,6 +303,18 @@ def test_the_residual_of_a_rank_that_is_behind_follows_the_rate_of_the_others() 
     ((before, after),) = run_on(slowed, 1)
     assert any(each.any() for each in before.values())
     assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
+def test_the_numbers_of_all_ranks_come_by_one_call() -> None:
+    kept = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store = GroupStore(kept, 3, 1.0)
+    for rank in range(3):
+        kept.set(f"gloo/{rank}", str(rank))
+    store.set("gloo/0", "here")
+    store.wait(["gloo/1"])
+    for rank in range(3):
+        kept.set(f"gloo/{rank}", "later")
+    assert [store.get(f"gloo/{rank}") for rank in (0, 1, 2, 2)] == [b"here", b"1", b"2", b"later"]
 
 
 def refusals(port: int) -> list[str]:

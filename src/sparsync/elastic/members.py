@@ -24,7 +24,6 @@ import torch.distributed as dist
 from sparsync.comm.meeting import StoreSilentError, asked
 from sparsync.core import digest
 from sparsync.elastic.presence import Presence
-from sparsync.elastic.world import GroupStore
 
 Result = TypeVar("Result")
 # Public, but missing from torch's __all__.
@@ -32,7 +31,7 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 POLL_S = 0.02  # between two looks at the others' notes, at first
-SLOWEST_POLL_S = 0.2
+SLOWEST_POLL_S = 0.1
 ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 LOOK_S = 1.0  # how long one that waits looks at the list of a meeting only
@@ -171,7 +170,6 @@ class Members:
         self.timeout_s, self._wait_s = timeout_s, wait_s
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self._of_groups: Any = None  # Any: see `_store`
-        self._kept: GroupStore | None = None  # torch refers to the part of it that is in C++ only
         self.current = Epoch()
         # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
         self._seen: tuple[int, int | None, bool] = (0, None, False)
@@ -202,8 +200,7 @@ class Members:
             self._write_epoch_for_groups()
         # A store that was started again may have taken two epochs of one number.
         prefix = f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}"
-        self._kept = GroupStore(self._of_groups, len(epoch.members), self.timeout_s)
-        return PrefixStore(prefix, self._kept)
+        return PrefixStore(prefix, self._of_groups)
 
     def _write_epoch_for_groups(self) -> None:
         if self._of_groups is None:
@@ -251,7 +248,7 @@ class Members:
             if elsewhere is not None:
                 return self._advanced(elsewhere)
             waited = time.monotonic() - max(began, self._found_again)
-            notes = {member: each for member, each in said.notes.items() if member not in self._presence.ended}
+            notes = said.notes
             if notes.get(self.own) != note:  # another one now, or a store that was started again has forgotten it
                 self._say(kind, asdict(note))
                 continue
@@ -371,7 +368,8 @@ class Members:
                     f"{len(notes)} of {self._ranks} ranks have come within {self._wait_s:g} s; start the others, or pass ranks={len(notes)}"
                 )
             return len(notes) >= self._ranks and waited > FIRST_S
-        missing = [each for each in last.members if each not in notes and each not in self._presence.ended]
+        ended = self._presence.ended.difference(alive)
+        missing = [each for each in last.members if each not in notes and each not in ended]
         # Others may not have found a store yet that was started again.
         sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
         patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)

@@ -22,7 +22,7 @@ from sparsync.core import digest
 from sparsync.elastic.members import Epoch, Members, Note
 from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import end_world, forget_frames, is_loss, receive, send
+from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import is_fsdp2
@@ -129,8 +129,10 @@ class Run:
         self._late = False  # the others went on without this rank
         self._margin = _LEAST_MARGIN
         self.changes: list[Change] = []
-        store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
+        self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
+        dist.init_process_group(
+            backend, store=self._store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +295,6 @@ class Run:
             whole = False
         self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
-        self._members.look()
         if self.on_change is not None:
             with self.attempt():
                 self.on_change(self)
@@ -367,12 +368,11 @@ class Run:
         Returns the bytes that this rank has received, and the seconds that it took.
         """
         end_world()
+        store, size = self._members.store_of(epoch), len(epoch.members)
+        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" else store
+        timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(
-            self._backend,
-            store=self._members.store_of(epoch),
-            rank=epoch.rank(self.member),
-            world_size=len(epoch.members),
-            timeout=timedelta(seconds=self.timeout_s),
+            self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
         )
         behind = self.member in epoch.behind
         for place, each in enumerate(self._trained):
@@ -401,6 +401,8 @@ class Run:
                 self._members.say("ready")
             if not self._members.wait_for("ready", list(epoch.behind)):
                 raise ConnectionLostError("a rank was lost while others got the weights")
+        else:
+            self._members.look()
         return received
 
 

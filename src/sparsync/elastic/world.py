@@ -19,7 +19,10 @@ _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's ow
 
 
 class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
-    """A store of process groups of `size` ranks, from which gloo learns where all ranks are by one call instead of three for each."""
+    """A store of process groups of `size` ranks, from which gloo learns where all ranks are by one call instead of three for each.
+
+    Keep a reference to it: torch has one to the part in C++ only.
+    """
 
     def __init__(
         self, store: Any, size: int, timeout_s: float
