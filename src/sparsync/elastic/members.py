@@ -233,7 +233,7 @@ class Members:
         """
         last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
         kind: Kind = "comes" if self.own in last.members else "asks"
-        self._say(kind, asdict(note))
+        self.say(kind, asdict(note))
         if not note.whole:
             self._presence.ask(last.members)
         while True:
@@ -250,11 +250,11 @@ class Members:
             waited = time.monotonic() - max(began, self._found_again)
             notes = said.notes
             if notes.get(self.own) != note:  # another one now, or a store that was started again has forgotten it
-                self._say(kind, asdict(note))
+                self.say(kind, asdict(note))
                 continue
             if kind == "comes" or not last.members:
                 if self._all_here(last, notes, said.alive, waited):
-                    self._say("next", proposed(last, notes, list(said.of("asks"))).text)
+                    self.say("next", proposed(last, notes, list(said.of("asks"))).text)
                     continue
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
@@ -275,7 +275,8 @@ class Members:
     def join(self, note: Note) -> Epoch:
         """Return the first epoch that this process belongs to. Raises RuntimeError where the run has ended, or does not answer."""
         if self._of_groups is None:
-            self._of_groups = self._connected()  # before others wait for it
+            with suppress(StoreSilentError):  # `store_of` tries again
+                self._of_groups = self._connected()  # before others wait for it
         while True:
             self._check_running()
             text = self._read(self._key("epoch"))  # of an epoch that was decided a moment ago nothing is there yet
@@ -298,7 +299,7 @@ class Members:
 
     def stop_before(self, step: int) -> None:
         """Have all members meet before this step, or the one that another member has named."""
-        self._say("stop", step)
+        self.say("stop", step)
         self._note(self._said(), self.current.number)
         self._do(self._ring)
 
@@ -319,13 +320,14 @@ class Members:
                 return False
             time.sleep(POLL_S)
 
-    def say(self, what: str) -> None:
-        """Tell the other members `what` in this epoch."""
-        self._say(what)
+    def say(self, kind: str, what: Any = None) -> None:  # Any: see `_Said`
+        """Say something in the present epoch."""
+        line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
+        self._do(lambda store: store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
         """Tell those that wait for this member that it is not stuck."""
-        self._say("moved")
+        self.say("moved")
 
     def end(self) -> None:
         """Note that all have taken the last step."""
@@ -415,10 +417,6 @@ class Members:
     def _said(self) -> _Said:
         """Return what was said in the present epoch."""
         return _Said(self._read(self._key("said", self.current.number)))
-
-    def _say(self, kind: str, what: Any = None) -> None:  # Any: see `_Said`
-        line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
-        self._do(lambda store: store.append(key, f"{line}\n"))
 
     def _ring(self, store: Any) -> None:  # Any: see `_store`
         """Wake the watchers of all members."""
