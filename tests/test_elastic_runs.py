@@ -1,4 +1,4 @@
-"""Runs that go on while ranks die, freeze, leave and join: who meets whom, and that replicas stay the same and nothing is lost unsaid."""
+"""Runs that go on while ranks die, freeze, leave and join: replicas stay the same, and nothing is lost unsaid."""
 
 import contextlib
 import hashlib
@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,254 +20,9 @@ import sparsync
 from helpers.distributed import run as run_on
 from sparsync import elastic
 from sparsync.comm.group import ConnectionLostError
-from sparsync.comm.meeting import StoreSilentError
-from sparsync.elastic import Epoch, members
-from sparsync.elastic.members import Members, Note, TCPStore, proposed
+from sparsync.elastic.members import TCPStore
+from sparsync.elastic.world import GroupStore
 from sparsync.exchanges.local_steps import LocalTraining
-
-
-def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int | None = None) -> Note:
-    return Note([position], position if step is None else step, whole, leaves)
-
-
-def test_the_first_meeting_takes_the_state_of_the_first_that_came() -> None:
-    notes = {"b": note(0), "a": note(0), "c": note(0)}
-    assert proposed(Epoch(), notes, ["b", "a", "c"]) == Epoch(1, ("b", "a", "c"), {"a": "b", "c": "b"}, {}, (), 0)
-
-
-def test_ranks_that_are_left_keep_their_order_and_the_lost_one_is_named() -> None:
-    last = Epoch(4, ("a", "b", "c", "d"))
-    notes = {each: note(whole=False) for each in ("d", "a", "c")}
-    assert proposed(last, notes, []) == Epoch(5, ("a", "c", "d"), {}, {}, ("b",), 3)
-
-
-def test_the_step_that_anybody_has_applied_counts_and_the_others_get_it() -> None:
-    last = Epoch(4, ("a", "b", "c"))
-    notes = {"a": note(3, False), "b": note(4, False), "c": note(3, False)}
-    assert proposed(last, notes, []) == Epoch(5, ("a", "b", "c"), {"a": "b", "c": "b"}, {}, (), 4)
-
-
-def test_several_that_join_get_the_state_from_several() -> None:
-    notes = {each: note(3) for each in "ab"} | {each: note(0) for each in "xyz"}
-    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y", "z"])
-    assert (made.members, made.behind) == (("a", "b", "x", "y", "z"), {"x": "a", "y": "b", "z": "a"})
-
-
-def test_a_rank_leaves_to_an_heir_but_not_where_connections_have_failed() -> None:
-    last = Epoch(1, ("a", "b", "c"))
-    notes = {"a": note(leaves=True), "b": note(), "c": note()}
-    assert proposed(last, notes, []) == Epoch(2, ("b", "c"), {}, {"a": "b"}, (), 3)
-    notes["c"] = note(whole=False)
-    assert proposed(last, notes, []).members == ("a", "b", "c")
-    assert proposed(last, {each: notes[each] for each in "ab"}, []).leaving == {}
-
-
-def test_who_leaves_is_never_the_source_of_a_state() -> None:
-    notes = {"a": note(4, leaves=True), "b": note(4), "x": note(0)}
-    assert proposed(Epoch(1, ("a", "b")), notes, ["x"]).behind == {"x": "b"}
-    assert proposed(Epoch(1, ("a",)), {"a": note(leaves=True)}, []).members == ("a",)
-
-
-def test_a_member_that_was_dropped_and_asks_again_is_let_in_once() -> None:
-    made = proposed(Epoch(2, ("a", "b")), {"a": note(), "b": note(), "x": note(0)}, ["x", "x", "b"])
-    assert made.members == ("a", "b", "x")
-
-
-def test_who_has_no_state_yet_gets_it_from_one_that_has_or_all_from_the_first() -> None:
-    notes = {"a": note(-1, False, step=0), "b": note(0, False), "c": note(-1, False, step=0)}
-    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"a": "b", "c": "b"}
-    notes["b"] = note(-1, False, step=0)
-    assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"b": "a", "c": "a"}
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(members, "ANSWER_S", 0.3)
-    monkeypatch.setattr(members, "FIRST_S", 0.1)
-    monkeypatch.setattr(members, "CALL_S", 1.0)
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def member_of(store: Any, own: str, *, ranks: int = 2, least: int = 1, wait_s: float = 20.0) -> Members:
-    return Members("127.0.0.1", store.port, "run", own, ranks=ranks, least=least, timeout_s=2.0, wait_s=wait_s)
-
-
-def test_ranks_without_the_weights_wait_for_those_that_have_them(store: Any) -> None:
-    own, last = member_of(store, "x", wait_s=5.0), Epoch(3, ("a", "x"), step=9)
-    assert not own._all_here(last, {"x": note(-1)}, (), 4.0)
-    assert own._all_here(last, {"x": note(-1), "a": note(9)}, (), 4.0)
-    with pytest.raises(RuntimeError, match="no rank that has the weights of step 9 has come within 5 s"):
-        own._all_here(last, {"x": note(-1)}, (), 6.0)
-
-
-def wait_for_line(store: Any, meeting: int) -> None:
-    """Wait until somebody has come to a meeting, or has asked to be let in there."""
-    key = f"sparsync/elastic/run/meeting/{meeting}"
-    while not (store.check([key]) and b'"note": {' in store.get(key)):
-        time.sleep(0.01)
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [each.result() for each in [threads.submit(call) for call in calls]]
-
-
-@contextlib.contextmanager
-def met(store: Any, *names: str) -> Iterator[list[Members]]:
-    found = [member_of(store, each, ranks=len(names)) for each in names]
-    epochs = together(*(partial(each.join, note(0)) for each in found))
-    assert all(each == epochs[0] for each in epochs)
-    assert set(epochs[0].members) == set(names)
-    for each in found:
-        each.watch()
-    yield found
-    for each in found:
-        each.close()
-
-
-def test_all_agree_on_the_members(store: Any) -> None:
-    with met(store, "a", "b", "c") as (a, b, c):
-        epochs = together(*(partial(each.meet, note(1)) for each in (a, b, c)))
-        assert [each.number for each in epochs] == [2, 2, 2]
-
-
-def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(store: Any) -> None:
-    with met(store, "a", "b", "c") as (a, b, c), ThreadPoolExecutor(1) as threads:
-        c._shut.set()  # as a frozen process, it answers nothing
-        c._ring(c._connected())
-        assert c._watching is not None
-        c._watching.join(5)
-        a.timeout_s = b.timeout_s = 1000.0  # of those that answer
-        epochs = together(*(partial(each.meet, note(1, False)) for each in (a, b)))
-        assert set(epochs[0].members) == {"a", "b"} and epochs[0].gone == ("c",)
-        assert "c" not in c.meet(note(1, False)).members
-        asks = threads.submit(c.join, note(1, False))
-        wait_for_line(store, 3)
-        together(*(partial(each.meet, note(5)) for each in (a, b)))
-        assert set(asks.result().members) == {"a", "b", "c"}
-        assert list(asks.result().behind) == ["c"]
-
-
-def test_a_member_that_answers_is_waited_for(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-
-        def late() -> Epoch:
-            time.sleep(1.0)  # longer than ANSWER_S, as in a long forward pass
-            return b.meet(note(1, False))
-
-        assert all(set(each.members) == {"a", "b"} for each in together(partial(a.meet, note(1, False)), late))
-
-
-def test_one_that_does_not_reach_the_store_does_not_go_on(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        b._port, b._store, b._wait_s = 1, None, 0.5  # nothing listens there
-        with pytest.raises(StoreSilentError, match=r"127\.0\.0\.1:1 has not answered for 0\.5 s.*start it again"):
-            b.meet(note(1, False))
-        b._port = store.port
-        assert a.meet(note(1, False)).members == ("a",)
-
-
-def test_a_store_that_was_started_again_is_told_the_epoch(store: Any) -> None:
-    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(1) as threads:
-        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for each in (a, b):
-            each.close()  # their threads wait at the old store
-            each._port, each._store = again.port, None
-            each.look()
-        asks = threads.submit(member_of(again, "x", ranks=1).join, note(0))
-        wait_for_line(again, 2)
-        joined = together(*(partial(each.meet, note(1)) for each in (a, b)))
-        assert [each.number for each in (*joined, asks.result())] == [2, 2, 2]
-
-
-def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-        def restarted() -> None:
-            time.sleep(0.1)
-            for each in (a, b):
-                each._port, each._store = again.port, None
-
-        epoch, _ = together(partial(a.meet, note(1, False)), restarted)
-        assert epoch.members == ("a",)
-
-
-def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        for each in (a, b):
-            each.current = Epoch(7, each.current.members)
-        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        (alone,) = found = [member_of(again, "x", ranks=1)]
-        assert together(*(partial(each.join, note(0)) for each in found))[0].members == ("x",)
-        alone.watch()
-        assert not alone.dropped
-        a._do(a._ring)  # the watcher of a finds another store at its address
-        for each in (a, b):
-            each._port, each._store = again.port, None
-        a._do(a._ring)
-        for _ in range(100):
-            if alone.dropped:
-                break
-            time.sleep(0.05)
-        assert alone.dropped and not a.dropped
-        alone.close()
-
-
-def test_fewer_than_the_least_do_not_go_on(store: Any) -> None:
-    with met(store, "a", "b") as (a, _):
-        a._least, a._wait_s = 2, 1.0
-        with pytest.raises(RuntimeError, match=r"1 ranks are left after 1 s, and at least 2 are to go on"):
-            a.meet(note(1, False))
-
-
-def test_a_first_meeting_of_too_few_says_how_many_came(store: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have come within 0\.3 s; start the others, or pass ranks=1"):
-        member_of(store, "a", wait_s=0.3).join(note(0))
-
-
-def test_a_run_that_has_ended_lets_nobody_in(store: Any) -> None:
-    with met(store, "a") as (a,):
-        a.end()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            member_of(store, "x").join(note(0))
-
-
-def test_one_with_other_settings_is_refused_before_it_joins(store: Any) -> None:
-    a, b = member_of(store, "a"), member_of(store, "b")
-    a.agree("TopK(density=0.1)\nGradients()")
-    a.agree("TopK(density=0.1)\nGradients()")
-    with pytest.raises(
-        RuntimeError, match=r"this run was begun with 'Gradients\(\)', and this process has 'Steps\(\)'; give all"
-    ):
-        b.agree("TopK(density=0.1)\nSteps()")
-
-
-def test_a_run_that_ends_lets_those_that_wait_know(store: Any) -> None:
-    with met(store, "a") as (a,):
-        ended = threading.Timer(0.3, a.end)
-        ended.start()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            member_of(store, "x").join(note(0))
-        ended.join()
-
-
-def test_a_run_whose_members_are_all_gone_is_named(store: Any) -> None:
-    with met(store, "a"):
-        pass
-    with pytest.raises(
-        RuntimeError, match=r"no member of epoch 1 of this run has answered for 0\.5 s.*remembers the members a"
-    ):
-        member_of(store, "x", wait_s=0.5).join(note(0))
-
-
-def test_a_step_to_stop_before_is_the_first_that_was_named_and_of_its_epoch(store: Any) -> None:
-    with met(store, "a", "b") as (a, b):
-        a.stop_before(7)
-        b.stop_before(9)
-        assert (a.stop_at, b.stop_at) == (7, 7)
-        together(partial(a.meet, note(7)), partial(b.meet, note(7)))
-        assert (a.stop_at, b.stop_at) == (None, None)
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":29400", "host:0", "host:70000", "host:port"])
@@ -377,27 +131,6 @@ CASES = [
     ("gradients", False),
     ("gradients", True),
 ]
-
-
-def test_a_rank_says_again_that_it_has_come_where_the_store_has_forgotten_it(store: Any) -> None:
-    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(2) as threads:
-        key = "sparsync/elastic/run/meeting/2"
-        first = threads.submit(a.meet, note(whole=False))
-        wait_for_line(store, 2)
-        store.delete_key(key)
-        assert b.meet(note(whole=False)) == first.result()
-        assert set(a.current.members) == {"a", "b"}
-
-
-def test_whoever_asks_to_be_let_in_hears_that_the_run_has_ended(store: Any) -> None:
-    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
-        late = member_of(store, "x")
-        asks = threads.submit(late.join, note(-1))
-        wait_for_line(store, 2)
-        a.end()
-        with pytest.raises(RuntimeError, match="this run has ended"):
-            asks.result(10)
-        late.close()
 
 
 @pytest.mark.distributed
@@ -570,6 +303,18 @@ def test_the_residual_of_a_rank_that_is_behind_follows_the_rate_of_the_others() 
     ((before, after),) = run_on(slowed, 1)
     assert any(each.any() for each in before.values())
     assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
+def test_the_numbers_of_all_ranks_come_by_one_call() -> None:
+    kept = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store = GroupStore(kept, 3, 1.0)
+    for rank in range(3):
+        kept.set(f"gloo/{rank}", str(rank))
+    store.set("gloo/0", "here")
+    store.wait(["gloo/1"])
+    for rank in range(3):
+        kept.set(f"gloo/{rank}", "later")
+    assert [store.get(f"gloo/{rank}") for rank in (0, 1, 2, 2)] == [b"here", b"1", b"2", b"later"]
 
 
 def refusals(port: int) -> list[str]:

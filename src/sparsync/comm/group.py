@@ -65,7 +65,7 @@ class GroupComm:
 
     reports_s: float = field(
         default=REPORTS_S, init=False, repr=False
-    )  # that a rank waits for others to report a failure
+    )  # that a rank waits for others to report a failure; 0: none reports
     lane_type: ClassVar[type[Lane]] = Lane
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group
@@ -98,18 +98,21 @@ class GroupComm:
 
     @classmethod
     def private(
-        cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = ""
+        cls, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, fingerprint: str = "", agreed: str = ""
     ) -> "GroupComm":
         """Return a communicator on a new group with the ranks and backend of `group`. Collective over its ranks.
 
         A rank that waits longer than `timeout_s` seconds, in here or in one operation, raises RuntimeError. So do all ranks when
-        their `fingerprint` differs; the error names the lines in which it does.
+        their `fingerprint` differs; the error names the lines in which it does. Where they know that it does not, and that all come, they
+        pass `agreed`, a name that is new to `group`: they do not meet then, which saves many round trips to the store.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s}")
         base = _existing(group)
         rank, size = dist.get_rank(base), dist.get_world_size(base)
         store, own = _store_of(base), f"sparsync/{dist.get_rank(base)}"
+        if agreed:
+            return cls._connected(base, Meeting(store, f"sparsync/{agreed}", rank, size), timeout_s, agreed=True)
         doing = f"rank {rank} of {size} makes a private group"
         number = asked(timeout_s + GRACE_S, lambda: store.add(own, 1), doing)  # each rank counts its own calls
         meeting = Meeting(store, f"sparsync/{base.group_name}/{number}", rank, size)
@@ -117,11 +120,19 @@ class GroupComm:
 
     @classmethod
     def _connected(
-        cls, base: dist.ProcessGroup, meeting: Meeting, timeout_s: float, fingerprint: str, cure: str = ""
+        cls,
+        base: dist.ProcessGroup,
+        meeting: Meeting,
+        timeout_s: float,
+        fingerprint: str = "",
+        cure: str = "",
+        agreed: bool = False,
     ) -> "GroupComm":
         _check_not_destroyed(base)
         ranks, rank = dist.get_process_group_ranks(base), dist.get_rank(base)
-        name, backend = meeting.meet(fingerprint, timeout_s, cure), dist.get_backend(base)
+        # The first meeting is number 1.
+        name = f"{meeting.name}/0" if agreed else meeting.meet(fingerprint, timeout_s, cure)
+        backend = dist.get_backend(base)
 
         # HACK: dist.new_group needs all ranks of the world, or else names the group by how many groups a rank belongs to; where that
         # differs between ranks, they wait for each other without end. Price: a function that torch may change.
@@ -142,7 +153,7 @@ class GroupComm:
             # NCCL belongs to the device that is current on this thread; gloo's rendezvous has no timeout if the store hangs.
             made = make() if "nccl" in backend else within(timeout_s + GRACE_S, make, doing)
         except RuntimeError as error:
-            others = _reports(meeting, name, "", min(REPORTS_S, timeout_s))
+            others = "" if agreed else _reports(meeting, name, "", min(REPORTS_S, timeout_s))
             raise RanksMissingError(
                 f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}{others and f' ({others})'}"
             ) from error
@@ -172,7 +183,7 @@ class GroupComm:
 
         In a fork it does nothing: sockets are shared, and those of the parent would be closed.
         """
-        assert self._base is not None, "only a private communicator can be closed"
+        assert self._base is not None or self.group is None, "only a private communicator can be closed"
         if not self.origin.is_here:
             return
         # At once, because two threads may close: without a group, the world would be destroyed.
@@ -188,6 +199,11 @@ class GroupComm:
         self._unsettled.clear()
         self._announcements = self._again = self._channels = None
 
+    def close_for_good(self) -> None:
+        """Close, and forget the group that `private` was given, whose threads and connections end when nothing refers to it."""
+        self.close()
+        self._base = None
+
     def close_and_report(self, cause: str, within_s: float | None = None) -> str:
         """Close after a failure, exchange causes with the other ranks, and return what they report.
 
@@ -199,7 +215,7 @@ class GroupComm:
             return ""
         destroyed = _is_destroyed(self.group)
         self.close()
-        if destroyed:  # by this rank's own program, and perhaps the store with it
+        if destroyed or not self.reports_s:  # by this rank's own program, and perhaps the store with it
             return ""
         assert self._meeting is not None
         within_s = (

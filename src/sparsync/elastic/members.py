@@ -1,8 +1,9 @@
 """Who takes part in a run: the members agree on it over a store, in epochs.
 
 An epoch has members, in the order of their ranks. Where one of them has lost the others, or somebody wants to join or to leave, all meet:
-each writes a note, and the first that finds all notes there, or has waited long enough, proposes the next epoch. The store takes one
-proposal, by compare-and-set, so there is one next epoch and no second half that goes on: whoever does not reach the store stays behind.
+each writes a note, and the first that finds all notes there, or has waited long enough, proposes the next epoch. All that is said in an
+epoch is in one list on the store, which only grows, so one round trip reads it. The first proposal there is the next epoch, and no second
+half goes on: whoever does not reach the store stays behind.
 """
 
 import atexit
@@ -16,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from sparsync.comm.meeting import StoreSilentError, asked
 from sparsync.core import digest
+from sparsync.elastic.presence import Presence
 
 Result = TypeVar("Result")
 # Public, but missing from torch's __all__.
@@ -29,11 +31,13 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 POLL_S = 0.02  # between two looks at the others' notes, at first
-SLOWEST_POLL_S = 0.2
+SLOWEST_POLL_S = 0.1
 ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
+LOOK_S = 1.0  # how long one that waits looks at the list of a meeting only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 WATCH_S = 60.0  # how long a watcher waits before it asks again
+_NOTHING = "-"  # what no key has as its value
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Epoch:
     leaving: Mapping[str, str] = field(default_factory=dict)  # who goes, and the member that takes over what is unsent
     gone: tuple[str, ...] = ()  # members of the epoch before that did not come
     step: int = 0  # steps that are done
+    alike: bool = True  # all exchange the same: the notes of the members had the same digest
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
@@ -71,6 +76,7 @@ class Note:
     step: int  # steps that it has done
     whole: bool  # it has lost nobody: the connections of the epoch before still serve
     leaves: bool = False
+    exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
 
     @property
     def knows(self) -> bool:
@@ -78,27 +84,37 @@ class Note:
         return min(self.position) >= 0
 
 
-@dataclass(frozen=True)
-class _Line:
-    """What a process says of a meeting. Without a note it says only that it lives."""
+Kind = Literal["lives", "comes", "asks", "stop", "moved", "next"]
 
-    member: str
-    asks: bool = False  # to be let in
-    note: Note | None = None
+
+class _Said:
+    """What was said in an epoch, in order: who has said it, of what kind it is, and what more.
+
+    Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
+    "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
+    """
+
+    def __init__(self, text: bytes | None) -> None:
+        self._lines = [json.loads(each) for each in (text or b"").splitlines()]
+
+    def of(self, kind: str) -> dict[str, Any]:  # Any: see above
+        """Return what was said last, of a kind, by member."""
+        return {member: what for member, each, what in self._lines if each == kind}
+
+    def first(self, kind: Kind) -> Any:  # Any: see above
+        return next((what for _, each, what in self._lines if each == kind), None)
+
+    def count(self, kind: Kind) -> int:
+        return sum(each == kind for _, each, _ in self._lines)
 
     @property
-    def calls(self) -> bool:
-        """Whether a member has come, which all others must follow."""
-        return self.note is not None and not self.asks
+    def notes(self) -> dict[str, Note]:
+        return {member: Note(**each) for kind in ("asks", "comes") for member, each in self.of(kind).items()}
 
     @property
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def read(text: bytes) -> "_Line":
-        found = json.loads(text)
-        return _Line(found["member"], found["asks"], found["note"] and Note(**found["note"]))
+    def alive(self) -> set[str]:
+        """Who has answered since a meeting was called, or asks to be let in."""
+        return {member for member, kind, _ in self._lines if kind in ("lives", "comes", "asks")}
 
 
 def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> Epoch:
@@ -127,11 +143,12 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> E
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in notes),
         max(notes[each].step for each in sources),
+        len({notes[each].exchanges for each in members}) == 1,
     )
 
 
 class Members:
-    """The store of a run as member `own` sees it. Raises StoreSilentError when the store has not answered for `wait_s` seconds.
+    """The store of a run as one member sees it. Raises StoreSilentError when the store has not answered for `wait_s` seconds.
 
     A store that was started again is empty, and its members write down the epoch once more.
     """
@@ -141,14 +158,14 @@ class Members:
         host: str,
         port: int,
         name: str,
-        own: str,
+        presence: Presence,
         *,
         ranks: int,
         least: int,
         wait_s: float,
         timeout_s: float = 30.0,
     ) -> None:
-        self.own, self._ranks, self._least = own, ranks, least
+        self.own, self._presence, self._ranks, self._least = presence.member, presence, ranks, least
         self._host, self._port, self._prefix = host, port, f"sparsync/elastic/{name}"
         self.timeout_s, self._wait_s = timeout_s, wait_s
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
@@ -172,13 +189,23 @@ class Members:
         return min(found)
 
     def store_of(self, epoch: Epoch) -> Any:  # Any: see there
-        """Return a store for the process group of an epoch, over another connection than this object's own, the same for all epochs."""
+        """Return a store for the process group of an epoch, over another connection than this object's own, the same for all epochs.
+
+        Writes down the epoch, for those that come later.
+        """
         try:
-            asked(CALL_S, lambda: self._of_groups.add(self._key("rings"), 0), "a rank asks the store of its run")
-        except (AttributeError, StoreSilentError):  # there is none yet, or it is gone
-            self._of_groups = self._connected()
+            self._write_epoch_for_groups()
+        except StoreSilentError:
+            self._of_groups = None
+            self._write_epoch_for_groups()
         # A store that was started again may have taken two epochs of one number.
-        return PrefixStore(f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}", self._of_groups)
+        prefix = f"{self._prefix}/groups/{epoch.number}/{digest(epoch.text)}"
+        return PrefixStore(prefix, self._of_groups)
+
+    def _write_epoch_for_groups(self) -> None:
+        if self._of_groups is None:
+            self._of_groups = self._connected()
+        asked(CALL_S, lambda: self._write_epoch(self._of_groups), "a rank asks the store of its run")
 
     def watch(self) -> None:
         """Answer others that ask whether this process lives, and learn of who wants to join, on a thread."""
@@ -191,6 +218,7 @@ class Members:
         """End the thread."""
         atexit.unregister(self.close)
         self._shut.set()
+        self._presence.close()
         with suppress(RuntimeError):  # the store may be gone
             store = self._store or self._connected()
             asked(CALL_S, lambda: self._ring(store), "a rank ends")
@@ -203,45 +231,57 @@ class Members:
         Where another member does not know of the meeting and waits for this one, `give_up` is called, which ends that.
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
-        last, number, began, pause = self.current, self.current.number + 1, time.monotonic(), POLL_S
+        last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
+        kind: Kind = "comes" if self.own in last.members else "asks"
+        self.say(kind, asdict(note))
+        if not note.whole:
+            self._presence.ask(last.members)
         while True:
-            if (text := self._read(self._key("decided", number))) is not None:
+            elsewhere = None
+            if not last.members or time.monotonic() > looked + LOOK_S:
+                looked, elsewhere = time.monotonic(), self._elsewhere(last)
+                if last.members and kind == "asks":
+                    self._check_running()
+            said = self._said()
+            if (text := said.first("next")) is not None:
                 return self._advanced(Epoch.read(text))
-            if (now := self._elsewhere(last)) is not None:
-                return self._advanced(now)
-            lines = self._do(lambda store: self._lines(store, number))
+            if elsewhere is not None:
+                return self._advanced(elsewhere)
             waited = time.monotonic() - max(began, self._found_again)
-            notes = {each.member: each.note for each in lines if each.note is not None}
-            if notes.get(self.own) != note:  # at first, and where a store that was started again has forgotten it
-                line = _Line(self.own, self.own not in last.members, note)
-                self._do(lambda store, line=line: self._add_line(store, number, line))
-                self._do(self._ring)
+            notes = said.notes
+            if notes.get(self.own) != note:  # another one now, or a store that was started again has forgotten it
+                self.say(kind, asdict(note))
                 continue
-            if self.own in last.members or not last.members:
-                asking = [each.member for each in lines if each.asks]
-                alive = {each.member for each in lines}
-                if self._all_here(last, notes, alive, waited):
-                    text = proposed(last, notes, asking).text
-                    self._do(lambda store, text=text: store.compare_set(self._key("decided", number), "", text))
+            if kind == "comes" or not last.members:
+                if self._all_here(last, notes, said.alive, waited):
+                    self.say("next", proposed(last, notes, list(said.of("asks"))).text)
                     continue
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
                     note = replace(note, whole=False)
-            else:
-                self._check_running()
-                if waited > self._wait_s:
-                    raise RuntimeError(
-                        f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
-                    )
+                self._presence.ask([each for each in last.members if each not in notes])
+            elif waited > self._wait_s:
+                raise RuntimeError(
+                    f"no member of epoch {last.number} of this run has answered for {self._wait_s:g} s; {self._found()}"
+                )
+            if not rang:  # those that have noticed nothing
+                self._do(self._ring)
+                rang = True
+                continue
             time.sleep(pause)
-            pause = min(1.5 * pause, SLOWEST_POLL_S)
+            under_way = kind == "asks" and said.of("comes")
+            pause = POLL_S if under_way else min(1.5 * pause, SLOWEST_POLL_S)
 
     def join(self, note: Note) -> Epoch:
         """Return the first epoch that this process belongs to. Raises RuntimeError where the run has ended, or does not answer."""
+        if self._of_groups is None:
+            with suppress(StoreSilentError):  # `store_of` tries again
+                self._of_groups = self._connected()  # before others wait for it
         while True:
             self._check_running()
-            text = self._read(self._key("epoch"))
-            self.current = Epoch() if text is None else Epoch.read(text)
+            text = self._read(self._key("epoch"))  # of an epoch that was decided a moment ago nothing is there yet
+            if text is not None and (found := Epoch.read(text)).number >= self.current.number:
+                self.current = found
             epoch = self.meet(note)
             if self.own in epoch.members:
                 return epoch
@@ -259,35 +299,35 @@ class Members:
 
     def stop_before(self, step: int) -> None:
         """Have all members meet before this step, or the one that another member has named."""
-        key = self._key("order", self.current.number)
-        self._do(lambda store: store.compare_set(key, "", str(step)))
+        self.say("stop", step)
+        self._note(self._said(), self.current.number)
         self._do(self._ring)
-        self._look(self._do)
 
     def wait_for(self, what: str, of: Sequence[str]) -> bool:
         """Wait until all of these have said `what` in this epoch, and return True.
 
         False where somebody has called a meeting before, or where nothing was said, nor `moved` told, for the timeout.
         """
-        number, pause, deadline, moved = self.current.number, POLL_S, time.monotonic() + self.timeout_s, 0
-        keys = [self._key(what, number, each) for each in of]
-        while not self._do(lambda store: store.check(keys)):
-            now = self._do(lambda store: store.add(self._key("moved", number), 0))
-            if now != moved:
+        deadline, moved = time.monotonic() + self.timeout_s, 0
+        while True:
+            said = self._said()
+            if said.of(what).keys() >= set(of):
+                self._note(said, self.current.number)
+                return True
+            if (now := said.count("moved")) != moved:
                 moved, deadline = now, time.monotonic() + self.timeout_s
-            if self.called or time.monotonic() > deadline:
+            if said.of("comes") or time.monotonic() > deadline:
                 return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, SLOWEST_POLL_S)
-        return True
+            time.sleep(POLL_S)
 
-    def say(self, what: str) -> None:
-        """Tell the other members `what` in this epoch."""
-        self._do(lambda store: store.set(self._key(what, self.current.number, self.own), "1"))
+    def say(self, kind: str, what: Any = None) -> None:  # Any: see `_Said`
+        """Say something in the present epoch."""
+        line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
+        self._do(lambda store: store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
         """Tell those that wait for this member that it is not stuck."""
-        self._do(lambda store: store.add(self._key("moved", self.current.number), 1))
+        self.say("moved")
 
     def end(self) -> None:
         """Note that all have taken the last step."""
@@ -296,12 +336,6 @@ class Members:
     def go_on(self) -> None:
         """Note that there are more steps."""
         self._do(lambda store: store.delete_key(self._key("ended")))
-
-    @property
-    def called(self) -> bool:
-        """Whether a member has come to the next meeting."""
-        number = self.current.number + 1
-        return any(each.calls for each in self._do(lambda store: self._lines(store, number)))
 
     @property
     def stop_at(self) -> int | None:
@@ -322,7 +356,7 @@ class Members:
 
     def look(self) -> None:
         """Look for who wants to join, and whether a step to meet before was named."""
-        self._look(self._do)
+        self._note(self._said(), self.current.number)
 
     def _check_running(self) -> None:
         if self._read(self._key("ended")) is not None:
@@ -336,7 +370,8 @@ class Members:
                     f"{len(notes)} of {self._ranks} ranks have come within {self._wait_s:g} s; start the others, or pass ranks={len(notes)}"
                 )
             return len(notes) >= self._ranks and waited > FIRST_S
-        missing = [each for each in last.members if each not in notes]
+        ended = self._presence.ended.difference(alive)
+        missing = [each for each in last.members if each not in notes and each not in ended]
         # Others may not have found a store yet that was started again.
         sure = any(each in alive for each in missing) or time.monotonic() < self._found_again + 2 * self.timeout_s
         patience_s = self.timeout_s if sure else min(self.timeout_s, ANSWER_S)
@@ -366,28 +401,22 @@ class Members:
 
     def _advanced(self, epoch: Epoch) -> Epoch:
         self.current = epoch
-        self._do(self._write_epoch)
+        self._presence.reach([each for each in epoch.members if each != self.own])
         return epoch
 
     def _write_epoch(self, store: Any) -> None:  # Any: see `_store`
         """Write down the present epoch, unless a later one is."""
         key, epoch = self._key("epoch"), self.current
-        if not epoch.members:
-            return
-        while True:
-            found = store.get(key) if store.check([key]) else b""
-            if found and Epoch.read(found).number >= epoch.number:
-                return
-            if store.compare_set(key, found.decode(), epoch.text) == epoch.text.encode():
+        found = _value(store, key)
+        while epoch.members and (found is None or Epoch.read(found).number < epoch.number):
+            before = found
+            found = store.compare_set(key, "" if before is None else before.decode(), epoch.text)
+            if found == epoch.text.encode():
                 return
 
-    def _lines(self, store: Any, number: int) -> "list[_Line]":  # Any: see `_store`
-        """Return what was said of a meeting, in order."""
-        key = self._key("meeting", number)
-        return [_Line.read(each) for each in store.get(key).splitlines()] if store.check([key]) else []
-
-    def _add_line(self, store: Any, number: int, line: "_Line") -> None:  # Any: see `_store`
-        store.append(self._key("meeting", number), f"{line.text}\n")
+    def _said(self) -> _Said:
+        """Return what was said in the present epoch."""
+        return _Said(self._read(self._key("said", self.current.number)))
 
     def _ring(self, store: Any) -> None:  # Any: see `_store`
         """Wake the watchers of all members."""
@@ -403,34 +432,37 @@ class Members:
                     if heard >= 0:  # the store may have been started again, and others have begun anew in it
                         self._ring(store)
                     heard = store.add(self._key("rings"), 0)
-                    self._look(lambda call, store=store: call(store))
+                    self._look(store)
                     continue  # it may have been told to end before it began to listen
                 store.wait([self._key("bell", str(heard + 1))], timedelta(seconds=WATCH_S))
                 heard += 1
-                self._look(lambda call, store=store: call(store))
+                self._look(store)
             except RuntimeError as error:
                 if not isinstance(error, dist.DistStoreError) or "timeout" not in str(error).lower():
                     store = None
                     self._shut.wait(0.5)
 
-    def _look(self, do: Callable[[Callable[[Any], Any]], Any]) -> None:
+    def _look(self, store: Any) -> None:  # Any: see `_store`
         """Say that this process lives, if a member has called a meeting, and look for what is wanted of it."""
         number = self.current.number
         if not self.current.members:
             return
-        lines = do(lambda store: self._lines(store, number + 1))
-        if any(each.calls for each in lines) and self.own not in {each.member for each in lines}:
-            do(lambda store: self._add_line(store, number + 1, _Line(self.own)))
-        text = do(lambda store: store.get(self._key("epoch")) if store.check([self._key("epoch")]) else None)
+        key = self._key("said", number)
+        said = _Said(_value(store, key))
+        if said.of("comes") and self.own not in said.alive:
+            store.append(key, f"{json.dumps([self.own, 'lives', None])}\n")
+        self._note(said, number)
+        text = _value(store, self._key("epoch"))
         if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
             self._dropped_in = number
-        order = self._key("order", number)
-        step = int(do(lambda store: store.get(order))) if do(lambda store: store.check([order])) else None
-        if number >= self._seen[0]:  # the other thread may have seen a later epoch meanwhile
-            self._seen = number, step, any(each.asks for each in lines)
+
+    def _note(self, said: _Said, number: int) -> None:
+        """Note the step that was named in an epoch, and whether somebody wants to join."""
+        if number >= self._seen[0]:  # another thread may have seen a later epoch meanwhile
+            self._seen = number, said.first("stop"), bool(said.of("asks"))
 
     def _read(self, key: str) -> bytes | None:
-        return self._do(lambda store: store.get(key) if store.check([key]) else None)
+        return self._do(lambda store: _value(store, key))
 
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])
@@ -467,3 +499,9 @@ class Members:
             f"its store at {self._host}:{self._port} remembers the members {', '.join(self.current.members)}; if these have ended, start "
             "a store anew, or give this run another name"
         )
+
+
+def _value(store: Any, key: str) -> bytes | None:  # Any: see `Members._store`
+    """Return the value of a key, or None, in one round trip: a comparison with what no key has changes nothing, and brings the value."""
+    found = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if found == _NOTHING.encode() else found

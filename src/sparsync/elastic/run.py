@@ -1,14 +1,11 @@
 """A run of training that survives its ranks."""
 
-import gc
 import logging
 import os
 import signal
-import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -21,9 +18,11 @@ from typing_extensions import Self
 
 from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
+from sparsync.core import digest
 from sparsync.elastic.members import Epoch, Members, Note
+from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import end_world, is_loss, receive, send
+from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import is_fsdp2
@@ -116,9 +115,9 @@ class Run:
             raise RuntimeError(
                 "torch.distributed is initialised already, and a run makes its process groups itself; leave init_process_group out"
             )
-        self.member = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.on_change, self._backend = on_change, backend
-        self._members = Members(host, port, name, self.member, ranks=ranks, least=least, wait_s=wait_s)
+        presence = Presence(host, port)
+        self.member, self.on_change, self._backend = presence.member, on_change, backend
+        self._members = Members(host, port, name, presence, ranks=ranks, least=least, wait_s=wait_s)
         self.timeout_s = (
             _LEAST_TIMEOUT_S + _ROUND_TRIPS * self._members.round_trip_s() if timeout_s is None else timeout_s
         )
@@ -130,8 +129,10 @@ class Run:
         self._late = False  # the others went on without this rank
         self._margin = _LEAST_MARGIN
         self.changes: list[Change] = []
-        store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s))
+        self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
+        dist.init_process_group(
+            backend, store=self._store, rank=0, world_size=1, timeout=timedelta(seconds=self.timeout_s)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -246,6 +247,7 @@ class Run:
         if lost:
             _LOG.warning("rank %d of %d has lost others at step %d: %s", self.rank, self.size, self.step, error)
             self._failed = True
+            forget_frames(error)
         return lost
 
     def _is_due(self) -> bool:
@@ -289,11 +291,10 @@ class Run:
                 if not (is_loss(error) or isinstance(error, StoreSilentError)):
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
+                forget_frames(error)
             whole = False
-        gc.collect()  # process groups of before, with a few threads and connections each, are in cycles
         self._failed = self._late = False
         self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
-        self._members.look()
         if self.on_change is not None:
             with self.attempt():
                 self.on_change(self)
@@ -304,7 +305,8 @@ class Run:
             self._cut()
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
-        note = Note(position, self.step, whole, self._leaves)
+        exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
+        note = Note(position, self.step, whole, self._leaves, exchanges)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -315,7 +317,7 @@ class Run:
         if self.member not in epoch.members:
             end_world()
             self._late = True
-            members.join(Note(note.position, note.step, False))
+            members.join(replace(note, whole=False, leaves=False))
         return False
 
     def _give_up(self) -> None:
@@ -366,22 +368,23 @@ class Run:
         Returns the bytes that this rank has received, and the seconds that it took.
         """
         end_world()
+        store, size = self._members.store_of(epoch), len(epoch.members)
+        self._store = GroupStore(store, size, self.timeout_s) if self._backend == "gloo" else store
+        timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(
-            self._backend,
-            store=self._members.store_of(epoch),
-            rank=epoch.rank(self.member),
-            world_size=len(epoch.members),
-            timeout=timedelta(seconds=self.timeout_s),
+            self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
         )
         behind = self.member in epoch.behind
-        for each in self._trained:
+        for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
                 each.model._update_process_group(dist.group.WORLD)
             # Ranks that have applied as many exchanges of local steps may have taken different steps.
             local = isinstance(each.handle, LocalTraining) and not behind
             step = (epoch.step if local else each.done) - 1
-            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0)  # a meeting tells who is lost
+            # A meeting tells who is lost, and has compared what ranks exchange.
+            agreed = f"handle{place}" if epoch.alike else ""
+            each.handle.regroup(step=step, timeout_s=self.timeout_s, reports_s=0.0, agreed=agreed)
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
@@ -398,6 +401,8 @@ class Run:
                 self._members.say("ready")
             if not self._members.wait_for("ready", list(epoch.behind)):
                 raise ConnectionLostError("a rank was lost while others got the weights")
+        else:
+            self._members.look()
         return received
 
 

@@ -1,8 +1,10 @@
-"""The default process group of a run: its end, what its loss looks like, and what is sent over it as a whole."""
+"""The default process group of a run: its store, its end, what its loss looks like, and what is sent over it as a whole."""
 
 import io
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,75 @@ from sparsync.comm.meeting import RanksMissingError, StoreSilentError
 
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
+
+
+class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # public, but missing from torch's __all__
+    """A store of process groups of `size` ranks, from which gloo learns where all ranks are by one call instead of three for each.
+
+    Keep a reference to it: torch has one to the part in C++ only.
+    """
+
+    def __init__(
+        self, store: Any, size: int, timeout_s: float
+    ) -> None:  # Any: torch's stubs have several stores and no common class
+        super().__init__()
+        self._store, self._size = store, size
+        self._numbered = set[str]()  # prefixes under which this rank has set its number
+        self._found = dict[str, bytes]()
+        store.set_timeout(timedelta(seconds=timeout_s))
+
+    def set(self, key: str, value: Any) -> None:  # Any: bytes from C++, or a str
+        head, _, number = key.rpartition("/")
+        if number.isdecimal():
+            self._numbered.add(head)
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        head, _, number = keys[0].rpartition("/")
+        if head in self._numbered and number.isdecimal() and int(number) < self._size:
+            # HACK: gloo connects to all ranks, and the address of each is under its number. Price: torch may change that; then it waits.
+            self._numbered.remove(head)
+            numbered = [f"{head}/{rank}" for rank in range(self._size)]
+            self._found.update(zip(numbered, self._store.multi_get(numbered), strict=True))
+        if not all(each in self._found for each in keys):
+            self._store.wait(keys, timeout or self._store.timeout)
+
+    def get(self, key: str) -> bytes:
+        return self._found.pop(key, None) or self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        self._store.multi_set(keys, values)
+
+    def append(self, key: str, value: bytes) -> None:
+        self._store.append(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:  # Any: see `set`
+        return self._store.compare_set(key, expected_value, desired_value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
 
 
 def is_loss(error: BaseException) -> bool:
@@ -28,6 +99,14 @@ def is_loss(error: BaseException) -> bool:
             return True  # of torch's own collectives
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def forget_frames(error: BaseException) -> None:
+    """Forget the variables of the functions that an error has ended: process groups, with threads and connections, are among them."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def end_world() -> None:

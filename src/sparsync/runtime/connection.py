@@ -389,10 +389,9 @@ class Connection:
 
     def regroup(self, group: Comm, step: int) -> None:
         """Reduce over `group`, that of other ranks, after `step`, the last one that was reduced. Weights are compared in the next one."""
-        if isinstance(self._group, GroupComm) and self._group.group is not None:
+        if isinstance(self._group, GroupComm):
             with suppress(Exception):  # the process group may be gone already
-                abort(self._group.group)
-                self._group.close()
+                self._group.close_for_good()
         self._group = group
         self._broken = self.lost = False
         self._failed = True

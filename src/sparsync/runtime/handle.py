@@ -309,12 +309,15 @@ class Handle:
         step: int | None = None,
         timeout_s: float | None = None,
         reports_s: float | None = None,
+        agreed: str = "",
     ) -> None:
         """Exchange with the ranks of `group` from the next step on, after ranks have gone or come. Collective over them.
 
         None: the default group. The model, the optimizer and what this rank holds back stay. `step` is the last one that was applied, the
         same on all ranks; None: that of this handle. `reports_s`: how long a rank that has lost others waits for them to say why; None: 3
-        seconds. What differs in the weights shows in the next step. `sparsync.elastic` calls this, and sends each rank what it lacks.
+        seconds; 0: ranks say nothing. `agreed`: a name that is new to the group, where all ranks know that they exchange the same and come;
+        "": they find that out. What differs in the weights shows in the next step. `sparsync.elastic` calls this, and
+        sends each rank what it lacks.
         Raises RuntimeError where a rank does not come, or has another scheme or model, and where an error has left a step applied in part.
         """
         self._check_attached()
@@ -324,10 +327,8 @@ class Handle:
             self._flush()
         self._rescaler.settle()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
-        # Without settings of the scheme, which may have changed since a rank that joins has begun; each step compares them.
-        lines = [self._scheme.name, *self._lines()]
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
-        comm = GroupComm.private(group, timeout_s, fingerprint="\n".join(lines))
+        comm = GroupComm.private(group, timeout_s, fingerprint=self.exchanged_text(), agreed=agreed)
         comm.reports_s = comm.reports_s if reports_s is None else reports_s
         self._step = self._step if step is None else step
         self._connection.regroup(comm, self._step)
@@ -338,6 +339,13 @@ class Handle:
     def settings_text(self) -> str:
         """Return the settings and the model, line by line, which must be the same on all ranks."""
         return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
+
+    def exchanged_text(self) -> str:
+        """Return what must be the same on all ranks that exchange, line by line.
+
+        Without settings of the scheme, which may have changed since a rank that joins has begun; each step compares them.
+        """
+        return "\n".join([self._scheme.name, *self._lines()])
 
     def _lines(self) -> list[str]:
         described = getattr(self.exchange, "described", dict)()

@@ -1,0 +1,76 @@
+"""Whether the process of another member still exists. Its kernel knows that at once, and answers however busy the process is."""
+
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+
+_CONNECT_S = 5.0
+_WAITING = 128  # connections that nobody has accepted
+
+
+class Presence:
+    """A listening socket, which the kernel closes when this process ends: it refuses connections from then on.
+
+    A refusal tells that a member has ended only where a connection to it was made before. A process that is frozen, or was forked by the
+    member, still listens, and nothing answers for a machine that is gone: of these a refusal tells nothing.
+    """
+
+    def __init__(self, host: str, port: int, member: str | None = None) -> None:
+        """Listen at the address that this machine has towards a host; the name of the member tells it, unless another one is given."""
+        family, here = _towards(host, port)
+        self._socket = socket.create_server((here, 0), family=family, backlog=_WAITING)
+        self._socket.setblocking(False)
+        place = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}@{here}:{self._socket.getsockname()[1]}"
+        self.member = place if member is None else member
+        self.ended = set[str]()  # members whose processes have ended
+        self._reached = set[str]()
+        self._asked = dict[str, threading.Thread]()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._socket.close()
+
+    def reach(self, members: Iterable[str]) -> None:
+        """Connect to members for the first time."""
+        with suppress(OSError):  # nobody else waits
+            while True:
+                self._socket.accept()[0].close()
+        self._connect(each for each in members if each not in self._reached)
+
+    def ask(self, members: Iterable[str]) -> None:
+        """Find out whether the processes of members have ended; see `ended`."""
+        self._connect(each for each in members if each in self._reached and each not in self.ended)
+
+    def _connect(self, members: Iterable[str]) -> None:
+        """Connect to each, on a thread, unless one does."""
+        for each in members:
+            if each not in self._asked or not self._asked[each].is_alive():
+                self._asked[each] = threading.Thread(
+                    target=self._try, args=(each,), name="sparsync-presence", daemon=True
+                )
+                self._asked[each].start()
+
+    def _try(self, member: str) -> None:
+        host, _, port = member.rpartition("@")[2].rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+            self._reached.add(member)
+        except ConnectionRefusedError:
+            if member in self._reached:
+                self.ended.add(member)
+        except (OSError, ValueError):  # cut off, or a name without an address
+            return
+
+
+def _towards(host: str, port: int) -> tuple[int, str]:
+    """Return the family and the address that this machine has towards a host; that of loopback, where others do not connect, if none."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as towards:
+            towards.connect(address)  # which sends nothing
+            return family, towards.getsockname()[0]
+    except OSError:
+        return socket.AF_INET, "127.0.0.1"
