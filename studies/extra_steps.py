@@ -38,11 +38,15 @@ COMMON = (
     "exdyna:density=0.01:values=int8,skip_reduce:skip=1,skip_reduce:skip=2,powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4,"
     "local_steps(every=8)/dense"
 )
-STEPS = "steps/two_shot:density=0.03:values=sign:density_down=0.12,steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign"
+ADAM = (
+    "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign,adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign"
+)
 LONG = (
     "two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8,"
-    f"skip_reduce:skip=1,powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4,{STEPS}"
+    "skip_reduce:skip=1,powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4,"
+    "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign"
 )
+
 LONG_SGD = (
     "two_shot:density=0.02:values=int4,topk:density=0.01:values=int8,topk:density=0.002,oktopk:density=0.01:values=int8,skip_reduce:skip=1,"
     "powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4"
@@ -67,13 +71,7 @@ class StudiedJob:
 
 JOBS = (
     StudiedJob("shakespeare-small", 300, (40, 75, 110, 150, 200, 250), COMMON, True),
-    StudiedJob(
-        "gpt-tiny",
-        800,
-        (100, 150, 200, 300, 400, 550),
-        f"{COMMON},steps/two_shot:density=1.0:values=sign,{STEPS}",
-        True,
-    ),
+    StudiedJob("gpt-tiny", 800, (100, 150, 200, 300, 400, 550), f"{COMMON},{ADAM}", True),
     StudiedJob("gpt", 300, (60, 100, 150, 200), LONG, False),
     StudiedJob(
         "gpt", 400, (60, 100, 150, 200, 300), LONG, False, ("width=96", "layers=3", "context=48", "batch_size=32")
