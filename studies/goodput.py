@@ -1,12 +1,13 @@
 """Trains while ranks are killed and others join, and says what that costs: samples a second, pauses, and the loss at the end.
 
-    .venv/bin/python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--delay 25ms] [--out build/goodput] [--print]
+    .venv/bin/python -m studies goodput [--seconds 180] [--every 60] [--link 100mbit] [--torchft PYTHON] [--out build/goodput] [--print]
     .venv/bin/python -m studies goodput --quality [--seeds 0,1,2] [--steps 800] [--kills 10] [--out build/goodput]
     .venv/bin/python -m studies goodput --joiner [--option width=384 --option layers=6] [--out build/goodput]
 
 The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
 without `sparsync.elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
-torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps. Goodput is the
+torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps; and, where
+--torchft names the Python of an environment that has it, with torchft, undisturbed and with these kills. Goodput is the
 samples of the steps that are in the weights at the end, a second, over that of the undisturbed run. --quality compares the perplexity
 after --kills kills and joins with an undisturbed run of each seed; there links do not matter, and ranks talk over loopback. --joiner lets
 one rank join a model of the given size over the links. Needs root or a user namespace, and a C compiler, except for --quality.
@@ -47,7 +48,14 @@ MODES = {
     "undisturbed": "`elastic.Run`, undisturbed",
     "killed": "`elastic.Run`, a rank killed every {every:g} s, another joins",
     "torchrun": "torchrun, a rank killed every {every:g} s, all start again from a checkpoint",
+    "torchft": "torchft, whole gradients, undisturbed",
+    "torchft-killed": "torchft, a rank killed every {every:g} s, another joins",
 }
+KILLED = ("killed", "torchrun", "torchft-killed")
+UNDISTURBED = {
+    "torchft": "torchft",
+    "torchft-killed": "torchft",
+}  # what a run is compared with; of the others "undisturbed"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -61,6 +69,9 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--link", default="100mbit")
     options.add_argument("--delay", default="25ms")
     options.add_argument("--only", default=",".join(MODES), help="runs to make; the others are read from --out")
+    options.add_argument(
+        "--torchft", default="", help="the Python of an environment with torchft; without it these runs are left out"
+    )
     options.add_argument("--checkpoint-every", type=int, default=50, help="steps, under torchrun (default: 50)")
     options.add_argument("--option", action="append", default=[], help="of the job, as width=384")
     options.add_argument("--quality", action="store_true", help="compare the loss at the end")
@@ -88,8 +99,21 @@ class Ranks:
         self.places: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: dict[int, subprocess.Popen[bytes]] = {}  # to take a place when the rank there is killed
         self.started, self.port = 0, _free_port()
-        self.store = self._process(ranks, [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)], "store")
+        self.store = self._process(ranks, self._serves(), "store")
         time.sleep(4.0)
+
+    def _serves(self) -> list[str]:
+        """Return the program at which ranks find each other."""
+        if "python" in self.spec:
+            lighthouse = str(Path(self.spec["python"]).with_name("torchft_lighthouse"))
+            return [
+                lighthouse,
+                "--min_replicas=1",
+                f"--bind=0.0.0.0:{self.port}",
+                "--quorum_tick_ms=100",
+                "--join_timeout_ms=10000",
+            ]
+        return [sys.executable, "-m", "sparsync.elastic", "--port", str(self.port)]
 
     def start(self, place: int, torchrun: bool = False, waits_for: Path | None = None) -> Path:
         """Start a rank at a place, beside the one that is there if it is to wait for a file first; return its log."""
@@ -97,10 +121,12 @@ class Ranks:
             **self.spec,
             "address": f"{self.net.address(self.ranks)}:{self.port}",
             "log": str(self.out / f"{self.started}.jsonl"),
+            "place": place,
+            "own": self.net.address(place),
         }
         if waits_for is not None:
             spec["waits_for"] = str(waits_for)
-        program = [sys.executable, "-m", "studies", "goodput", "rank", json.dumps(spec)]
+        program = [self.spec.get("python", sys.executable), "-m", "studies", "goodput", "rank", json.dumps(spec)]
         if torchrun:
             rendezvous = f"--rdzv-endpoint={self.net.address(self.ranks)}:{self.port}"
             launcher = [
@@ -205,16 +231,16 @@ def _goodput(given: argparse.Namespace) -> str:
     found = {}
     for mode in MODES:
         file = given.out / f"{mode}.json"
-        if mode in given.only.split(","):
+        if mode in given.only.split(",") and (given.torchft or not mode.startswith("torchft")):
             file.write_text(json.dumps(_trained(given, mode), indent=1))
         if file.exists():
             found[mode] = json.loads(file.read_text())
-    whole = found["undisturbed"]["samples_per_s"]
+    whole = {mode: found[UNDISTURBED.get(mode, "undisturbed")]["samples_per_s"] for mode in found}
     heads = (
         "",
         "kills",
         "samples a second",
-        "of the undisturbed run",
+        "of the undisturbed run of its kind",
         "step, ms",
         "MB a rank and 1000 steps",
         "longest pause, s",
@@ -224,7 +250,7 @@ def _goodput(given: argparse.Namespace) -> str:
             MODES[mode].format(every=given.every),
             str(each["kills"]),
             significant(each["samples_per_s"]),
-            f"{100 * each['samples_per_s'] / whole:.1f} %",
+            f"{100 * each['samples_per_s'] / whole[mode]:.1f} %",
             significant(1e3 * each["step_s"]),
             significant(each["mb"]),
             significant(each["pause_s"]),
@@ -232,7 +258,7 @@ def _goodput(given: argparse.Namespace) -> str:
         for mode, each in found.items()
     ]
     links = f"{given.link} and {given.delay} one way, {given.seconds:g} s each"
-    about = f"{given.ranks} ranks on {os.cpu_count()} cores, {links}, steps at 0.8 bits:"
+    about = f"{given.ranks} ranks on {os.cpu_count()} cores, {links}, steps at 0.8 bits but for torchft:"
     return f"{about}\n\n{parts.table(heads, rows)}"
 
 
@@ -246,6 +272,8 @@ def _trained(given: argparse.Namespace, mode: str) -> dict[str, Any]:  # Any: JS
         "folder": str(given.out / mode / "checkpoint"),
         "every": given.checkpoint_every,
     }
+    if mode.startswith("torchft"):
+        spec["python"] = given.torchft
     with _started(given, given.out / mode, spec) as ranks:
         for place in range(given.ranks):
             ranks.start(place, torchrun=mode in ("torchrun", "plain"))
@@ -253,7 +281,7 @@ def _trained(given: argparse.Namespace, mode: str) -> dict[str, Any]:  # Any: JS
             time.sleep(0.2)
         began, first, kills, back = time.time(), ranks.step(), [], {}
         while (now := time.time() - began) < given.seconds:
-            if mode in ("killed", "torchrun") and now > given.every * (len(kills) + 0.5):
+            if mode in KILLED and now > given.every * (len(kills) + 0.5):
                 place = chance.randrange(given.ranks)
                 ranks.kill(place, torchrun)
                 kills.append(time.time())
@@ -368,6 +396,9 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
     if spec["mode"] in ("plain", "torchrun"):
         _plain(spec, job, model, optimizer, schedule)
         return
+    if spec["mode"].startswith("torchft"):
+        _torchft(spec, job, model, optimizer, schedule)
+        return
     if "waits_for" in spec:
         job.batch(0, 0, 0, spec["ranks"])
         Path(spec["log"]).touch()
@@ -416,6 +447,42 @@ def _plain(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, schedu
                 if rank == 0:
                     torch.save(schedule.state_dict(), folder / "schedule.pt")
                     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+def _torchft(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, schedule: Any) -> None:  # Any: as in _rank
+    """Train as torchft's own example does: a replica of one rank, with DDP's all-reduce of whole gradients in its process group."""
+    import torchft  # of another environment  # pyright: ignore[reportMissingImports]
+
+    socket.gethostname = lambda: spec["own"]  # by which torchft has others fetch the weights
+    own = dist.TCPStore(spec["own"], 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    trained = (model, optimizer, schedule)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S)),
+        min_replica_size=1,
+        load_state_dict=lambda state: [each.load_state_dict(saved) for each, saved in zip(trained, state, strict=True)],
+        state_dict=lambda: [each.state_dict() for each in trained],
+        replica_id=Path(spec["log"]).stem,
+        store_addr=spec["own"],
+        store_port=own.port,
+        rank=0,
+        world_size=1,
+        hostname=spec["own"],
+        lighthouse_addr=f"http://{spec['address']}",
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    wrapped, stepping = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, optimizer)
+    nbytes = 2 * (spec["ranks"] - 1) / spec["ranks"] * sum(4 * each.numel() for each in model.parameters())
+    with Path(spec["log"]).open("w", buffering=1) as log:
+        while (step := manager.current_step()) < spec["until"]:
+            stepping.zero_grad()
+            job.loss(wrapped, job.batch(spec["seed"], step, spec["place"], spec["ranks"])).backward()
+            job.clip(model)
+            stepping.step()
+            schedule.step()
+            if manager.current_step() > step:
+                samples = job.batch_size * manager.num_participants() / spec["ranks"]
+                log.write(json.dumps({"t": time.time(), "step": step + 1, "samples": samples, "nbytes": nbytes}) + "\n")
+    manager.shutdown()
 
 
 def _step(
