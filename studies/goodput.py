@@ -6,9 +6,9 @@
 
 The first form trains the gpt job over links with a rate and a delay, one rank in each network namespace, and the store in one of its own:
 without `sparsync.elastic`; with it, undisturbed; with it, a random rank killed every --every seconds and a new one started; and under
-torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps; and, where
---torchft names the Python of an environment that has it, with torchft, undisturbed and with these kills. Goodput is the
-samples of the steps that are in the weights at the end, a second, over that of the undisturbed run. --quality compares the perplexity
+torchrun, which after the same kills starts all ranks again from the last checkpoint, one every --checkpoint-every steps. Where --torchft
+names the Python of an environment with torchft and this project, also with torchft, undisturbed and with these kills. Goodput is the
+samples of the steps that are in the weights at the end, a second, over those of the undisturbed run. --quality compares the perplexity
 after --kills kills and joins with an undisturbed run of each seed; there links do not matter, and ranks talk over loopback. --joiner lets
 one rank join a model of the given size over the links. Needs root or a user namespace, and a C compiler, except for --quality.
 """
@@ -70,7 +70,9 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--delay", default="25ms")
     options.add_argument("--only", default=",".join(MODES), help="runs to make; the others are read from --out")
     options.add_argument(
-        "--torchft", default="", help="the Python of an environment with torchft; without it these runs are left out"
+        "--torchft",
+        default="",
+        help="the Python of an environment with torchft and this project; without it these runs are left out",
     )
     options.add_argument("--checkpoint-every", type=int, default=50, help="steps, under torchrun (default: 50)")
     options.add_argument("--option", action="append", default=[], help="of the job, as width=384")

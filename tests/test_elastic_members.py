@@ -122,6 +122,21 @@ def test_all_agree_on_the_members(store: Any) -> None:
         assert [each.number for each in epochs] == [2, 2, 2]
 
 
+def test_whoever_gets_the_weights_part_by_part_is_waited_for_and_whoever_gets_none_is_not(store: Any) -> None:
+    with met(store, "a", "b") as (a, b):
+        a.timeout_s = 3.0
+
+        def receive() -> None:
+            for _ in range(40):
+                time.sleep(0.1)
+                b.moved()
+            b.say("ready")
+
+        assert together(partial(a.wait_for, "ready", ["b"]), receive)[0]
+        a.timeout_s = 0.3
+        assert not a.wait_for("done/9", ["b"])
+
+
 def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(store: Any) -> None:
     with met(store, "a", "b", "c") as (a, b, c), ThreadPoolExecutor(1) as threads:
         c._shut.set()  # as a frozen process, it answers nothing

@@ -63,9 +63,8 @@ class GroupComm:
     one failed collective breaks the group permanently. `private()` makes such a group, `reconnect()` another after a failure.
     """
 
-    reports_s: float = field(
-        default=REPORTS_S, init=False, repr=False
-    )  # that a rank waits for others to report a failure; 0: none reports
+    # How long a rank waits for others to report a failure; 0: none reports.
+    reports_s: float = field(default=REPORTS_S, init=False, repr=False)
     lane_type: ClassVar[type[Lane]] = Lane
     group: dist.ProcessGroup | None = None  # None afterwards only once closed
     ranks: list[int] = field(init=False)  # of the world, in the order of the group

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ POLL_S = 0.02  # between two looks at the others' notes, at first
 SLOWEST_POLL_S = 0.1
 ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its main thread computes
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
-LOOK_S = 1.0  # how long one that waits looks at the list of a meeting only
+LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 _NOTHING = "-"  # what no key has as its value
@@ -84,14 +84,12 @@ class Note:
         return min(self.position) >= 0
 
 
-Kind = Literal["lives", "comes", "asks", "stop", "moved", "next"]
-
-
 class _Said:
     """What was said in an epoch, in order: who has said it, of what kind it is, and what more.
 
     Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
     "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
+    "ready" says one that has got the weights, and "done/N" one that has taken step N, the last.
     """
 
     def __init__(self, text: bytes | None) -> None:
@@ -101,11 +99,8 @@ class _Said:
         """Return what was said last, of a kind, by member."""
         return {member: what for member, each, what in self._lines if each == kind}
 
-    def first(self, kind: Kind) -> Any:  # Any: see above
+    def first(self, kind: str) -> Any:  # Any: see above
         return next((what for _, each, what in self._lines if each == kind), None)
-
-    def count(self, kind: Kind) -> int:
-        return sum(each == kind for _, each, _ in self._lines)
 
     @property
     def notes(self) -> dict[str, Note]:
@@ -232,7 +227,7 @@ class Members:
         Raises RuntimeError where fewer than the least number of ranks come within `wait_s` seconds.
         """
         last, began, pause, looked, rang = self.current, time.monotonic(), POLL_S, -math.inf, False
-        kind: Kind = "comes" if self.own in last.members else "asks"
+        kind = "comes" if self.own in last.members else "asks"
         self.say(kind, asdict(note))
         if not note.whole:
             self._presence.ask(last.members)
@@ -306,17 +301,20 @@ class Members:
     def wait_for(self, what: str, of: Sequence[str]) -> bool:
         """Wait until all of these have said `what` in this epoch, and return True.
 
-        False where somebody has called a meeting before, or where nothing was said, nor `moved` told, for the timeout.
+        False where somebody has called a meeting before, or where nobody has told of `moved` for the timeout.
         """
-        deadline, moved = time.monotonic() + self.timeout_s, 0
+        looked = moved_at = time.monotonic()
+        moved, key = 0, self._key("moved", self.current.number)
         while True:
-            said = self._said()
+            said, now = self._said(), time.monotonic()
             if said.of(what).keys() >= set(of):
                 self._note(said, self.current.number)
                 return True
-            if (now := said.count("moved")) != moved:
-                moved, deadline = now, time.monotonic() + self.timeout_s
-            if said.of("comes") or time.monotonic() > deadline:
+            if now > looked + min(LOOK_S, self.timeout_s / 4):
+                looked, before = now, moved
+                moved = self._do(lambda store: store.add(key, 0))
+                moved_at = moved_at if moved == before else now
+            if said.of("comes") or now > moved_at + self.timeout_s:
                 return False
             time.sleep(POLL_S)
 
@@ -326,8 +324,9 @@ class Members:
         self._do(lambda store: store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
-        """Tell those that wait for this member that it is not stuck."""
-        self.say("moved")
+        """Tell those that wait for this member that it is not stuck: with each part of a transfer, so not in the list, which all read."""
+        key = self._key("moved", self.current.number)
+        self._do(lambda store: store.add(key, 1))
 
     def end(self) -> None:
         """Note that all have taken the last step."""

@@ -24,9 +24,7 @@ class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]  # pu
     Keep a reference to it: torch has one to the part in C++ only.
     """
 
-    def __init__(
-        self, store: Any, size: int, timeout_s: float
-    ) -> None:  # Any: torch's stubs have several stores and no common class
+    def __init__(self, store: Any, size: int, timeout_s: float) -> None:  # Any: as in `members`
         super().__init__()
         self._store, self._size = store, size
         self._numbered = set[str]()  # prefixes under which this rank has set its number

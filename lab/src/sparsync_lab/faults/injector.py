@@ -42,9 +42,8 @@ class Injector:
     ranks: Ranks
     start: Callable[[int, int], None]  # starts the next rank: its number, its place (network namespace)
     places: list[int] = field(default_factory=list)  # by rank
-    hit: set[int] = field(
-        default_factory=set
-    )  # ranks whose end ends nothing else, and that have no say in the exit status
+    # Ranks whose end ends nothing else, and that have no say in the exit status.
+    hit: set[int] = field(default_factory=set)
     begun: list[Begun] = field(default_factory=list)
     _joined_s: list[float] = field(default_factory=list)  # by rank
     _leaving: set[int] = field(default_factory=set)
