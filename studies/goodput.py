@@ -363,8 +363,15 @@ def _disturbed(given: argparse.Namespace, seed: int, kills: int) -> dict[str, An
 
 
 def _joiner(given: argparse.Namespace) -> str:
-    spec = {"mode": "killed", "until": 10**6, "seed": 0, "first": given.ranks - 1}
-    with _started(given, given.out / "joiner", spec) as ranks:
+    found = [_joined(given, background) for background in (True, False)]
+    rows = [(name, *(each[name] for each in found)) for name in found[0]]
+    return f"{given.link} and {given.delay} one way:\n\n{parts.table(('', 'in the background', 'while the others wait'), rows)}"
+
+
+def _joined(given: argparse.Namespace, background: bool) -> dict[str, str]:
+    """Return what there is to say of a rank that joins."""
+    spec = {"mode": "killed", "until": 10**6, "seed": 0, "first": given.ranks - 1, "background": background}
+    with _started(given, given.out / f"joiner-{background}", spec) as ranks:
         for place in range(given.ranks - 1):
             ranks.start(place)
         while ranks.step() < 5:
@@ -375,18 +382,22 @@ def _joiner(given: argparse.Namespace) -> str:
         while not log.exists() or '"samples"' not in log.read_text():
             time.sleep(0.1)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
-        others = [each for each in ranks.told() if "change" in each and each["change"] == 2]
+        told = ranks.told()
+    others = [each for each in told if "change" in each and each["change"] == 2 and not each["nbytes"]]
     change, first = next(each for each in lines if "change" in each), next(each for each in lines if "samples" in each)
-    heads = ("", "")
-    rows = [
-        ("parameters", f"{change['parameters']:,}"),
-        ("from the start of its process to its first step in the weights, s", significant(first["t"] - asked)),
-        ("sent to it, MB", significant(change["nbytes"] / 1e6)),
-        ("that took, s", significant(change["received_s"])),
-        ("from the last byte to its first step in the weights, s", significant(first["t"] - change["t"])),
-        ("the others waited, s", significant(max(each["s"] for each in others if not each["nbytes"]))),
-    ]
-    return f"{given.link} and {given.delay} one way:\n\n{parts.table(heads, rows)}"
+    began = change["t"] - change["s"]
+    meanwhile = {each["step"] for each in told if "samples" in each and began < each["t"] < change["t"]}
+    return {
+        "parameters": f"{change['parameters']:,}",
+        "from the start of its process to its first step in the weights, s": significant(first["t"] - asked),
+        "sent to it while the others trained, MB": significant(change["ahead_nbytes"] / 1e6),
+        "that took, s": significant(change["ahead_s"]),
+        "steps that the others took meanwhile": str(len(meanwhile)),
+        "sent to it while they waited, MB": significant(change["nbytes"] / 1e6),
+        "that took them, s": significant(change["received_s"]),
+        "from the last byte to its first step in the weights, s": significant(first["t"] - change["t"]),
+        "the others waited, s": significant(max(each["s"] for each in others)),
+    }
 
 
 def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
@@ -406,7 +417,13 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         Path(spec["log"]).touch()
         while not Path(spec["waits_for"]).exists():
             time.sleep(0.05)
-    run = elastic.Run(spec["address"], ranks=spec.get("first", spec["ranks"]), timeout_s=TIMEOUT_S, wait_s=120.0)
+    run = elastic.Run(
+        spec["address"],
+        ranks=spec.get("first", spec["ranks"]),
+        timeout_s=TIMEOUT_S,
+        wait_s=120.0,
+        background=spec.get("background", True),
+    )
     handle: Any = sparsync.attach(model, sparsync.scheme(SCHEME), optimizer=optimizer)  # Any: AdamWSteps
     run.add(model, handle, optimizer, schedule)
     with Path(spec["log"]).open("w", buffering=1) as log:
@@ -417,6 +434,7 @@ def _rank(spec: Mapping[str, Any]) -> None:  # Any: JSON
         def changed(of: elastic.Run) -> None:
             change, count = of.changes[-1], sum(each.numel() for each in model.parameters())
             sent = {"nbytes": change.received_nbytes, "received_s": change.received_s}
+            sent |= {"ahead_nbytes": change.ahead_nbytes, "ahead_s": change.ahead_s}
             tell(change=change.epoch, ranks=change.ranks, step=change.step, s=change.seconds, parameters=count, **sent)
 
         run.on_change = changed
@@ -452,7 +470,10 @@ def _plain(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, schedu
 
 
 def _torchft(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, schedule: Any) -> None:  # Any: as in _rank
-    """Train as torchft's own example does: a replica of one rank, with DDP's all-reduce of whole gradients in its process group."""
+    """Train with torchft: a replica of one rank, with an all-reduce of the whole gradient in its process group.
+
+    By `Manager.allreduce`, because the DistributedDataParallel of torchft 0.2.0 ends with an AssertionError where a replica is lost.
+    """
     import torchft  # of another environment  # pyright: ignore[reportMissingImports]
 
     socket.gethostname = lambda: spec["own"]  # by which torchft has others fetch the weights
@@ -472,12 +493,16 @@ def _torchft(spec: Mapping[str, Any], job: Any, model: Any, optimizer: Any, sche
         lighthouse_addr=f"http://{spec['address']}",
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    wrapped, stepping = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, optimizer)
+    stepping, parameters = torchft.Optimizer(manager, optimizer), list(model.parameters())
     nbytes = 2 * (spec["ranks"] - 1) / spec["ranks"] * sum(4 * each.numel() for each in model.parameters())
     with Path(spec["log"]).open("w", buffering=1) as log:
         while (step := manager.current_step()) < spec["until"]:
             stepping.zero_grad()
-            job.loss(wrapped, job.batch(spec["seed"], step, spec["place"], spec["ranks"])).backward()
+            job.loss(model, job.batch(spec["seed"], step, spec["place"], spec["ranks"])).backward()
+            mean = torch.cat([each.grad.flatten() for each in parameters])
+            manager.allreduce(mean).wait()
+            for each, part in zip(parameters, mean.split([each.numel() for each in parameters]), strict=True):
+                each.grad.copy_(part.view(each.shape))
             job.clip(model)
             stepping.step()
             schedule.step()

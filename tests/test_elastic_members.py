@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,19 @@ def test_who_has_no_state_yet_gets_it_from_one_that_has_or_all_from_the_first() 
     assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"a": "b", "c": "b"}
     notes["b"] = note(-1, False, step=0)
     assert proposed(Epoch(1, ("a", "b", "c")), notes, []).behind == {"b": "a", "c": "a"}
+
+
+def test_one_that_has_got_most_of_the_state_before_gets_the_rest_from_the_same_source() -> None:
+    notes = {each: note(3) for each in "ab"} | {each: note(-1) for each in "xyz"}
+    notes["x"] = replace(notes["x"], source="b")
+    notes["y"] = replace(notes["y"], source="gone")
+    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y", "z"])
+    assert made.behind == {"x": "b", "y": "b", "z": "a"}
+    assert made.ahead == ("x",)
+    notes["b"] = note(2)
+    made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y"])
+    assert (made.behind, made.ahead) == ({"b": "a", "x": "a", "y": "a"}, ())
+    assert Epoch.read(made.text) == made
 
 
 @pytest.fixture
@@ -152,6 +166,33 @@ def test_a_member_without_a_process_is_missing_soon_and_finds_out_when_it_wakes(
         together(*(partial(each.meet, note(5)) for each in (a, b)))
         assert set(asks.result().members) == {"a", "b", "c"}
         assert list(asks.result().behind) == ["c"]
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_one_that_is_to_join_asks_a_member_for_the_state(store: Any, serves: bool) -> None:
+    with met(store, "a") as (a,), ThreadPoolExecutor(1) as threads:
+        x = member_of(store, "x")
+        found = threads.submit(x.source)
+        while a.fetching != ["x"]:
+            time.sleep(0.01)
+        own = a.answer("x", serves)
+        if not serves:
+            assert (own, found.result()) == (None, None)
+            return
+        source, theirs = found.result() or ("", own)
+        assert source == "a"
+        own.set("key", "value")
+        assert theirs.get("key") == b"value"
+
+
+def test_nobody_is_asked_for_the_state_where_nobody_trains(store: Any) -> None:
+    assert member_of(store, "x").source() is None
+    with met(store, "a", "b") as (a, b), ThreadPoolExecutor(1) as threads:
+        meets = threads.submit(a.meet, note(1))
+        wait_for_line(store, 2)
+        assert member_of(store, "x").source() is None
+        b.meet(note(1))
+        meets.result()
 
 
 def test_a_member_that_answers_is_waited_for(store: Any) -> None:

@@ -15,7 +15,7 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,11 +106,11 @@ def _interrupt() -> None:
             abort(group)
 
 
-def abort(group: dist.ProcessGroup) -> None:
+def abort(group: Any) -> None:  # Any: a process group, also one of gloo's by itself, of which torch's stubs know little
     """Close the connections of `group`, and make everything that waits on them fail, on whatever thread."""
     with suppress(RuntimeError):
         group.abort()
-        if group._get_backend(torch.device("cpu")).name() == "gloo":
+        if isinstance(group, dist.ProcessGroupGloo) or group._get_backend(torch.device("cpu")).name() == "gloo":
             # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
             # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
             # what gloo does after a timeout, and on a tag without other users.

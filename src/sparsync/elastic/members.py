@@ -9,6 +9,7 @@ half goes on: whoever does not reach the store stays behind.
 import atexit
 import json
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,6 +52,7 @@ class Epoch:
     gone: tuple[str, ...] = ()  # members of the epoch before that did not come
     step: int = 0  # steps that are done
     alike: bool = True  # all exchange the same: the notes of the members had the same digest
+    ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
@@ -65,7 +67,7 @@ class Epoch:
     def read(text: str | bytes) -> "Epoch":
         """Return the epoch of a text."""
         found = json.loads(text)
-        return Epoch(**{**found, "members": tuple(found["members"]), "gone": tuple(found["gone"])})
+        return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Note:
     whole: bool  # it has lost nobody: the connections of the epoch before still serve
     leaves: bool = False
     exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
+    source: str = ""  # the member from which it has got most of the state already
 
     @property
     def knows(self) -> bool:
@@ -89,7 +92,8 @@ class _Said:
 
     Of a meeting: "comes", with the note of a member, which all others must follow; "asks", with the note of one that is to be let in; and
     "lives", of one that has heard. The first "next" has the text of the next epoch, and the first "stop" the step before which all meet.
-    "ready" says one that has got the weights, and "done/N" one that has taken step N, the last.
+    "ready" says one that has got the weights, and "done/N" one that has taken step N, the last. "fetches" names the source from which one
+    that will ask to be let in would have the state before, and that one "serves" or "declines".
     """
 
     def __init__(self, text: bytes | None) -> None:
@@ -98,6 +102,10 @@ class _Said:
     def of(self, kind: str) -> dict[str, Any]:  # Any: see above
         """Return what was said last, of a kind, by member."""
         return {member: what for member, each, what in self._lines if each == kind}
+
+    def has(self, *line: object) -> bool:
+        """Return whether a member has said this: member, kind, and what more."""
+        return list(line) in self._lines
 
     def first(self, kind: str) -> Any:  # Any: see above
         return next((what for _, each, what in self._lines if each == kind), None)
@@ -130,15 +138,17 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> E
     sources = sources if min(furthest) >= 0 else sources[:1]
     members = [*staying, *joining]
     late = [each for each in members if each not in sources]
+    served = {each: notes[each].source for each in late if notes[each].source in sources}
     leaving = [each for each in present if each not in staying]
     return Epoch(
         last.number + 1,
         tuple(members),
-        {each: sources[place % len(sources)] for place, each in enumerate(late)},
+        {each: served.get(each, sources[place % len(sources)]) for place, each in enumerate(late)},
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in notes),
         max(notes[each].step for each in sources),
         len({notes[each].exchanges for each in members}) == 1,
+        tuple(served),
     )
 
 
@@ -166,8 +176,8 @@ class Members:
         self._store: Any = None  # Any: torch's stubs have several stores and no common class
         self._of_groups: Any = None  # Any: see `_store`
         self.current = Epoch()
-        # The epoch that was looked at, the step before which its members meet, and whether somebody wants to join.
-        self._seen: tuple[int, int | None, bool] = (0, None, False)
+        # The epoch that was looked at, the step before which its members meet, whether somebody wants to join, and who fetches from whom.
+        self._seen: tuple[int, int | None, bool, Mapping[str, str]] = (0, None, False, {})
         self._found_before = False  # the store has answered
         self._found_again = -math.inf  # when one has answered that may be another
         self._dropped_in = 0  # the epoch in which others have gone on without this process
@@ -273,13 +283,47 @@ class Members:
             with suppress(StoreSilentError):  # `store_of` tries again
                 self._of_groups = self._connected()  # before others wait for it
         while True:
-            self._check_running()
-            text = self._read(self._key("epoch"))  # of an epoch that was decided a moment ago nothing is there yet
-            if text is not None and (found := Epoch.read(text)).number >= self.current.number:
-                self.current = found
+            self._find()
             epoch = self.meet(note)
             if self.own in epoch.members:
                 return epoch
+
+    def _find(self) -> None:
+        """Take the epoch that is written down for the present one, if it is not an older one."""
+        self._check_running()
+        text = self._read(self._key("epoch"))  # of an epoch that was decided a moment ago nothing is there yet
+        if text is not None and (found := Epoch.read(text)).number >= self.current.number:
+            self.current = found
+
+    def source(self) -> tuple[str, Any] | None:  # Any: a store
+        """Ask one of the members, while they train, for the state, before `join`; return it, and a store for this process and it.
+
+        None where there is nobody, or nobody who trains: all are at a meeting already, or a rank is lost.
+        """
+        self._find()
+        others = [each for each in self.current.members if each != self.own]
+        if not others or self._said().of("comes"):
+            return None
+        source, began, pause = random.SystemRandom().choice(others), time.monotonic(), POLL_S
+        self.say("fetches", source)
+        self._do(self._ring)
+        while not (said := self._said()).has(source, "serves", self.own):
+            if said.has(source, "declines", self.own) or said.of("comes") or time.monotonic() > began + self._wait_s:
+                return None
+            self._check_running()
+            time.sleep(pause)
+            pause = min(1.5 * pause, SLOWEST_POLL_S)
+        return source, self.store_of_pair(source, self.own)
+
+    def answer(self, member: str, serves: bool) -> Any:  # Any: a store
+        """Tell one that asks this member for the state whether it gets it; return a store for both."""
+        store = self.store_of_pair(self.own, member) if serves else None
+        self.say("serves" if serves else "declines", member)
+        return store
+
+    def store_of_pair(self, source: str, member: str) -> Any:  # Any: see `_store`
+        """Return a store for a process group of these two, over a connection of its own."""
+        return PrefixStore(f"{self._prefix}/pairs/{self.current.number}/{source}/{member}", self._connected())
 
     def agree(self, own: str) -> None:
         """Raise RuntimeError where the run was begun with other settings than `own`, which would end it on all ranks."""
@@ -339,14 +383,20 @@ class Members:
     @property
     def stop_at(self) -> int | None:
         """The step before which all members meet, if one was named."""
-        number, step, _ = self._seen
+        number, step, *_ = self._seen
         return step if number == self.current.number else None
 
     @property
     def asked_for(self) -> bool:
         """Whether somebody wants to join."""
-        number, _, asked = self._seen
+        number, _, asked, _ = self._seen
         return asked and number == self.current.number
+
+    @property
+    def fetching(self) -> Sequence[str]:
+        """Who asks this member for the state."""
+        number, *_, fetching = self._seen
+        return [each for each, source in fetching.items() if source == self.own and number == self.current.number]
 
     @property
     def dropped(self) -> bool:
@@ -458,7 +508,7 @@ class Members:
     def _note(self, said: _Said, number: int) -> None:
         """Note the step that was named in an epoch, and whether somebody wants to join."""
         if number >= self._seen[0]:  # another thread may have seen a later epoch meanwhile
-            self._seen = number, said.first("stop"), bool(said.of("asks"))
+            self._seen = number, said.first("stop"), bool(said.of("asks")), said.of("fetches")
 
     def _read(self, key: str) -> bytes | None:
         return self._do(lambda store: _value(store, key))

@@ -19,10 +19,11 @@ from typing_extensions import Self
 from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.core import digest
+from sparsync.elastic.catching_up import Serving, fetch
 from sparsync.elastic.members import Epoch, Members, Note
 from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
-from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send
+from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send, world
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.findings import is_fsdp2
@@ -50,9 +51,11 @@ class Change:
     epoch: int
     ranks: int
     step: int  # steps that were done
-    seconds: float  # from its beginning until training goes on
+    seconds: float  # from its beginning until training goes on; of a rank that joins, with what came before
     received_nbytes: int = 0  # of weights and states of optimizers, where this rank lacked them
     received_s: float = 0.0
+    ahead_nbytes: int = 0  # received before, while the others trained
+    ahead_s: float = 0.0
 
 
 class Run:
@@ -86,6 +89,8 @@ class Run:
         timeout_s: seconds that a rank waits for the others before they count as lost; longer than a step takes, with whatever one of them
             does between two steps. None: 10 s and 100 round trips to the store, as measured.
         wait_s: seconds that a rank waits for the store, for the first meeting and to be let in.
+        background: whether a rank that joins gets the state while the others train, and only what these have changed meanwhile when it is
+            let in; with steps and local steps. It needs twice the memory of the state on one rank. False: the others wait for it.
         backend: of the process groups.
         on_change: called with the run after every meeting, on all ranks at the same step, such as to share out the batch anew.
 
@@ -103,6 +108,7 @@ class Run:
         name: str = "run",
         timeout_s: float | None = None,
         wait_s: float = 300.0,
+        background: bool = True,
         backend: str = "gloo",
         on_change: Callable[["Run"], None] | None = None,
     ) -> None:
@@ -128,6 +134,11 @@ class Run:
         self._knows = False  # this rank has the state of the run
         self._late = False  # the others went on without this rank
         self._margin = _LEAST_MARGIN
+        self._background = background
+        self._servings: dict[str, Serving] = {}  # by the member that is to join
+        self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
+        self._source = ""  # the member from which this rank has got most of the state
+        self._ahead = 0, 0.0  # bytes and seconds of that
         self.changes: list[Change] = []
         self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(
@@ -236,6 +247,8 @@ class Run:
 
     def close(self) -> None:
         """Close the handles, the process group and the connections to the store."""
+        for serving in self._servings.values():
+            serving.stop()
         for each in self._trained:
             each.handle.close()
         self._members.close()
@@ -254,14 +267,45 @@ class Run:
         return self._members.stop_at is not None and self.step >= self._members.stop_at
 
     def _ask(self) -> None:
-        """Call a meeting where somebody wants to join or to leave."""
+        """Call a meeting where somebody wants to join or to leave, and serve those who will want to."""
         members = self._members
+        for each in members.fetching:
+            if (self.epoch.number, each) not in self._answered:
+                self._answered.add((self.epoch.number, each))
+                self._serve(each)
         if self._leaves and self.size == 1 and not members.asked_for:
             _LOG.warning("the last rank of this run leaves; what was trained is in this process only")
             members.end()
             self._left = True
         elif members.stop_at is None and (self._leaves or (members.asked_for and self.rank == 0)):
             members.stop_before(self.step + self._margin * max(each.lag for each in self._trained))
+
+    def _serve(self, member: str) -> None:
+        """Send the state to one that is to join, beside the training."""
+        serves = self.step > 0 and not self._leaves and self._catches_up()
+        store = self._members.answer(member, serves)
+        if serves:
+            if member in self._servings:
+                self._servings[member].stop()
+            self._servings[member] = Serving(self._trained, member, store, self.timeout_s)
+
+    def _catches_up(self) -> bool:
+        return self._background and all(each.method is not None for each in self._trained)
+
+    def _get_ahead(self) -> None:
+        """Get most of the state while the others train, if there are any."""
+        self._source, self._ahead = "", (0, 0.0)
+        found = self._members.source() if self._catches_up() else None
+        if found is not None:
+            source, store = found
+            try:
+                self._ahead = fetch(self._trained, store, self.timeout_s)
+                self._source = source
+            except RuntimeError as error:
+                if not is_loss(error):
+                    raise
+                _LOG.warning("the rank that was to send the weights ahead was lost: %s", error)
+                forget_frames(error)
 
     def _all_done(self) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
@@ -294,7 +338,9 @@ class Run:
                 forget_frames(error)
             whole = False
         self._failed = self._late = False
-        self.changes.append(Change(self.epoch.number, self.size, self.step, time.monotonic() - began, *received))
+        seconds = time.monotonic() - began
+        self.changes.append(Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead))
+        self._ahead = 0, 0.0
         if self.on_change is not None:
             with self.attempt():
                 self.on_change(self)
@@ -306,7 +352,9 @@ class Run:
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
         exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
-        note = Note(position, self.step, whole, self._leaves, exchanges)
+        if joins:
+            self._get_ahead()
+        note = Note(position, self.step, whole, self._leaves, exchanges, self._source)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -317,7 +365,8 @@ class Run:
         if self.member not in epoch.members:
             end_world()
             self._late = True
-            members.join(replace(note, whole=False, leaves=False))
+            self._get_ahead()
+            members.join(replace(note, whole=False, leaves=False, source=self._source))
         return False
 
     def _give_up(self) -> None:
@@ -353,9 +402,9 @@ class Run:
                         "this rank had given up its connections before all had come to the meeting"
                     )
                 if self.member == member:
-                    send([each.handle.held_back() for each in self._trained], before.rank(heir))
+                    send([each.handle.held_back() for each in self._trained], world(), before.rank(heir))
                 elif self.member == heir:
-                    for each, held in zip(self._trained, receive(before.rank(member))[0], strict=True):
+                    for each, held in zip(self._trained, receive(world(), before.rank(member))[0], strict=True):
                         each.handle.take_over(held)
             except RuntimeError as error:
                 if not is_loss(error):
@@ -388,10 +437,11 @@ class Run:
         received = 0, 0.0
         for receiver, source in epoch.behind.items():
             if self.member == source:
-                send([each.state() for each in self._trained], epoch.rank(receiver))
+                send(self._state_for(receiver), world(), epoch.rank(receiver))
             elif self.member == receiver:
                 began = time.monotonic()
-                states, nbytes = receive(epoch.rank(source), self._members.moved)
+                self._source = ""
+                states, nbytes = receive(world(), epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
                 for each, state in zip(self._trained, states, strict=True):
                     each.load(state, self._late)
@@ -404,6 +454,15 @@ class Run:
         else:
             self._members.look()
         return received
+
+    def _state_for(self, receiver: str) -> list[dict[str, Any]]:  # Any: as Trained.state
+        """Return what a rank lacks that is behind."""
+        serving = self._servings.pop(receiver, None)
+        rest = None
+        if serving is not None:
+            rest = serving.rest() if receiver in self.epoch.ahead else None
+            serving.stop()
+        return [each.state() for each in self._trained] if rest is None else rest
 
 
 class _Attempt:

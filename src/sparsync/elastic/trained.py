@@ -9,8 +9,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sparsync.comm.group import ConnectionLostError
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
+from sparsync.exchanges.journal import Journal, Packed
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.handle import Handle
 
 
@@ -61,18 +64,57 @@ class Trained:
 
     def state(self) -> dict[str, Any]:
         """Return what a rank that joins needs, or one that has missed a step."""
+        return self._state(self.handle.shared_state())
+
+    def _state(self, handle: Mapping[str, Any]) -> dict[str, Any]:
         local = isinstance(self.handle, LocalTraining)
-        stepping = local or isinstance(self.handle, ExchangedSteps)
         return {
-            "handle": self.handle.shared_state(),
-            "model": {} if stepping else _bare(self.model).state_dict(),
+            "handle": handle,
+            "model": _bare(self.model).state_dict() if self.method is None else {},
             "optimizers": [] if local else [each.state_dict() for each in self.optimizers],
             "more": [each.state_dict() for each in self.more],
             "steps": self.steps,
         }
 
+    @property
+    def method(self) -> StepMethod | None:
+        """The handle, where its common weights move by what a journal can hold."""
+        return self.handle if isinstance(self.handle, StepMethod) else None
+
+    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as StepMethod.recorded
+        """Return a copy of the handle's state, and a journal from there on. Where `method` is not None, as all below."""
+        assert self.method is not None
+        return self.method.recorded()
+
+    def forget_journal(self, journal: Journal) -> None:
+        assert self.method is not None
+        self.method.forget(journal)
+
+    def start_from(self, state: Mapping[str, Any]) -> None:
+        """Begin to catch up with the rank that has made `state` by `recorded`."""
+        assert self.method is not None
+        self.method.start_from(state)
+
+    def replay(self, moves: Sequence[Packed]) -> None:
+        assert self.method is not None
+        self.method.replay(moves)
+
+    def rest(self, moves: Sequence[Packed]) -> dict[str, Any]:
+        """Return what a rank lacks that has caught up but for these moves. See `load`."""
+        assert self.method is not None
+        handle, digests = self.method.rest_of_state(), self.method.digests()
+        return {**self._state(handle), "moves": list(moves), "digests": digests}
+
     def load(self, state: Mapping[str, Any], late: bool) -> None:
-        """Continue where the rank of this state is; `late`: it has gone on without this one."""
+        """Continue where the rank of this state is; `late`: it has gone on without this one.
+
+        Raises ConnectionLostError where this rank should have caught up and has other weights: it needs all then.
+        """
+        if "moves" in state:
+            assert self.method is not None
+            self.method.replay(state["moves"])
+            if self.method.digests() != state["digests"]:
+                raise ConnectionLostError("a rank that was to catch up has other weights than its source, and gets all")
         if state["model"]:
             _bare(self.model).load_state_dict(state["model"])
         if state["optimizers"]:

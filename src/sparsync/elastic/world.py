@@ -14,6 +14,7 @@ from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.interrupts import abort
 from sparsync.comm.meeting import RanksMissingError, StoreSilentError
 
+Group = Any  # a process group, also one of gloo's by itself, of which torch's stubs do not know that it sends
 _PIECE = 1 << 22  # bytes of one message of a transfer, which the timeout of the process group is about
 _LOSSES = ("gloo/", "Gloo ", "[Rank", "pair closure")  # in errors of torch's own collectives: files and texts of gloo's
 
@@ -110,32 +111,39 @@ def forget_frames(error: BaseException) -> None:
 def end_world() -> None:
     """Close the default process group, if there is one."""
     if dist.is_initialized():
-        group = dist.group.WORLD
-        assert group is not None
         with suppress(RuntimeError):
-            abort(group)
+            abort(world())
         dist.destroy_process_group()
     # HACK: torch names groups by a number, which counts one that could not be made, and ranks with other numbers never find each other.
     # Price: a private name, which may change with torch.
     dist.distributed_c10d._world.group_count = 0
 
 
-def send(what: object, to: int) -> None:
-    """Send an object of tensors, numbers and text to a rank of the default group."""
+def world() -> dist.ProcessGroup:
+    """Return the default process group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def send(what: object, group: Group, to: int) -> None:
+    """Send an object of tensors, numbers and text to a rank of a group."""
     buffer = io.BytesIO()
     torch.save(what, buffer)
     whole = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    dist.send(torch.tensor([whole.numel()]), to)
+    group.send([torch.tensor([whole.numel()])], to, 0).wait()
     for piece in whole.split(_PIECE):
-        dist.send(piece, to)
+        group.send([piece], to, 0).wait()
 
 
-def receive(source: int, moved: Callable[[], None] = lambda: None) -> tuple[Any, int]:  # Any: what was sent
+def receive(
+    group: Group, source: int, moved: Callable[[], None] = lambda: None
+) -> tuple[Any, int]:  # Any: what was sent
     """Return what `send` sends, and its bytes; `moved` is called after each part."""
     length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source)
+    group.recv([length], source, 0).wait()
     memory = bytearray(int(length))
     for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_PIECE):
-        dist.recv(piece, source)
+        group.recv([piece], source, 0).wait()
         moved()
     return torch.load(io.BytesIO(memory), weights_only=True), len(memory)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches
+from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, optimizers_of
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
@@ -206,6 +207,7 @@ class ExchangedSteps(StepMethod):
         self._totals = {"skipped": 0, **self._totals}
         self._skipped = 0  # steps in a row
         self._applied = -1  # the last step that was applied, or skipped
+        self._catching_up = False  # since `start_from`: the common weights are ahead of the steps taken
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
@@ -281,9 +283,7 @@ class ExchangedSteps(StepMethod):
         changed, own_shown = self._weights.changed(), self._shown is None or not self._shown.common
         loaded = [name for name in changed if name not in self._idle and self._weights.shows_common(name)]
         others = [name for name in changed if name not in loaded]
-        if others:
-            self._weights.adopt(others)
-            self._adopted.update(others)
+        self._take_from_model(others)
         if self._shown is not None:
             self._shown.take(others)
         if loaded and own_shown:
@@ -334,6 +334,7 @@ class ExchangedSteps(StepMethod):
     def _apply(self, place: int, mean: "_Mean") -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
         if (whole := mean.whole()) is not None:
+            self._note_move([whole], place=place, idle=sorted(self._idle))
             self._move(place, whole)
 
     def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:  # Any: those of torch's function of this name
@@ -369,6 +370,7 @@ class ExchangedSteps(StepMethod):
             for bucket, mean in zip(self._weights.buckets, done.means, strict=True):
                 if (whole := mean.whole()) is not None:
                     bucket.common.sub_(whole)
+            self._stop_journals()
             self._write_own()
         return done.reports
 
@@ -411,10 +413,11 @@ class ExchangedSteps(StepMethod):
         super()._regrouped(comm)
         self._taken.forget_step()
         self._applied = self._step
-        # A step that failed may have counted before it did, and is taken again.
-        self._counts = {
-            key: {name: min(t, self.done) for name, t in each.items()} for key, each in self._counts.items()
-        }
+        if not self._catching_up:
+            # A step that failed may have counted before it did, and is taken again.
+            self._counts = {
+                key: {name: min(t, self.done) for name, t in each.items()} for key, each in self._counts.items()
+            }
         self._groups.recount()
         self._check_own()
         self._ratios.regrouped(self._step + 1, before, comm.size)
@@ -428,10 +431,43 @@ class ExchangedSteps(StepMethod):
         own = {key: value for key, value in state[self.integration].items() if key not in left_out}
         return {**state, self.integration: own}
 
+    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        state = super().rest_of_state()
+        left_out = (*self.vectors, "seen")
+        own = {key: value for key, value in state[self.integration].items() if key not in left_out}
+        return {**state, self.integration: own}
+
+    def start_from(self, state: State) -> None:
+        saved, made = state[self.integration], self._step >= 0
+        self._take_common(self._weights.from_saved(saved["common"]))
+        for key in self.vectors:
+            # Second moments are a rank's own, if it has made steps.
+            if not (made and key == "square"):
+                for vector, values in zip(self._vectors[key], self._weights.from_saved(saved[key]), strict=True):
+                    vector.copy_(values)
+        self._catching_up = True
+        self._counts |= {key: dict(saved[key]) for key in self.counts if not (made and key == "seen")}
+        self._groups.recount()
+
+    @torch.no_grad()
+    def replay(self, moves: Sequence[Packed]) -> None:
+        idle = self._idle
+        for move in moves:
+            self._take_settings(move["groups"])
+            self._groups.read()
+            self._idle = frozenset(move["idle"])
+            place = move["place"]
+            (mean,) = move["means"]
+            self._move(place, unpacked(mean).to(self._weights.buckets[place].common.device))
+        self._idle = idle
+
+    def _movers(self) -> Sequence[Optimizer]:
+        return self.optimizers
+
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
-        kept = {key: mine[key] for key in self.vectors if key not in theirs}
-        if own["step"] >= 0:
+        kept = {key: mine[key] for key in (*self.vectors, "common") if key not in theirs}
+        if own["step"] >= 0 or "seen" not in theirs:
             # This rank may be a step ahead, which those that went on without it have not taken.
             seen = {name: min(t, state["step"] + 1) for name, t in mine["seen"].items()}
             kept |= {"square": mine["square"], "seen": seen}
@@ -448,7 +484,7 @@ class ExchangedSteps(StepMethod):
         saved, ratios = state[self.integration], self._ratios
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
-        self._applied = self._step
+        self._applied, self._catching_up = self._step, False
         for key, vectors in self._vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):
                 vector.copy_(values)

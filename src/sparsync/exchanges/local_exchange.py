@@ -232,7 +232,7 @@ class Exchanger:
         if exchange.dropped:
             exchange.return_to_start()
         else:
-            self._apply_to_common(exchange)
+            self.apply_to_common(exchange)
             exchange.write_own(self._options.mixing)
             if exchange.buffers:
                 self.buffers.take(exchange.buffers)
@@ -253,7 +253,8 @@ class Exchanger:
         self._comm = comm
         self.measured = ClipFactor(comm.size, self.measured.own, self.measured.mean)
 
-    def _apply_to_common(self, exchange: PendingExchange) -> None:
+    def apply_to_common(self, exchange: PendingExchange) -> None:
+        """Move the common weights by the mean changes of an exchange."""
         if self.outer is not None:
             self.outer.step(exchange)
             return

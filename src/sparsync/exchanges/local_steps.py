@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
+from sparsync.exchanges.journal import Journal, Packed, unpacked
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
@@ -238,11 +239,52 @@ class LocalTraining(StepMethod, options=LocalSteps):
 
     def _following(self, state: State, own: State) -> dict[str, Any]:  # Any: as Handle.state_dict
         theirs, mine = state[self.integration], own[self.integration]
-        kept = {}
-        if own["step"] >= 0:  # moments are a rank's own, but rates and other settings are the same on all
+        kept = {key: mine[key] for key in ("common", "outer") if key not in theirs}
+        if own["step"] >= 0 or kept:  # moments are a rank's own, but rates and other settings are the same on all
             pairs = zip(mine["optimizers"], theirs["optimizers"], strict=True)
-            kept = {"optimizers": [{**one, "param_groups": other["param_groups"]} for one, other in pairs]}
-        return {**super()._following(state, own), self.integration: {**theirs, "start": {}, "own": {}, **kept}}
+            kept["optimizers"] = [{**one, "param_groups": other["param_groups"]} for one, other in pairs]
+        return {**super()._following(state, own), self.integration: {**theirs, **kept}}
+
+    def shared_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        """Return this rank's state without what it holds back, and without what it has learnt since the last exchange. See `follow`."""
+        state = super().shared_state()
+        return {**state, self.integration: {**state[self.integration], "start": {}, "own": {}}}
+
+    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as Handle.state_dict
+        state, journal = super().recorded()
+        own = state[self.integration]
+        copied = {key: deepcopy(own[key]) for key in ("outer", "optimizers")}  # optimizers change these in place
+        return {**state, self.integration: {**own, **copied}}, journal
+
+    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        state = super().rest_of_state()
+        own = {key: value for key, value in state[self.integration].items() if key != "outer"}
+        own["optimizers"] = [{**each, "state": {}} for each in own["optimizers"]]
+        return {**state, self.integration: own}
+
+    def start_from(self, state: State) -> None:
+        saved = state[self.integration]
+        for bucket in self._weights.buckets:
+            # What was learnt since the last exchange is the difference to these.
+            bucket.start = bucket.start.clone() if bucket.start is bucket.common else bucket.start
+        self._take_common(self._weights.from_saved(saved["common"]))
+        if self._exchanger.outer is not None:
+            self._exchanger.outer.optimizer.load_state_dict(saved["outer"])
+        for optimizer, one in zip(self.optimizers, saved["optimizers"], strict=True) if self._step < 0 else ():
+            optimizer.load_state_dict(one)
+
+    @torch.no_grad()
+    def replay(self, moves: Sequence[Packed]) -> None:
+        for move in moves:
+            self._take_settings(move["groups"])
+            buckets = self._weights.fragments[move["fragment"]]
+            exchange = PendingExchange(buckets, 0, background=False, idle=frozenset(move["idle"]))
+            pairs = zip(buckets, map(unpacked, move["means"]), strict=True)
+            exchange.changes = [bucket.bucket(mean.to(bucket.common.device), 0) for bucket, mean in pairs]
+            self._exchanger.apply_to_common(exchange)
+
+    def _movers(self) -> Sequence[Optimizer]:
+        return [] if self._exchanger.outer is None else [self._exchanger.outer.optimizer]
 
     def held_back(self) -> dict[str, Any]:  # Any: as Handle
         """Return what this rank has not sent, and what it has learnt since the last exchange."""
@@ -334,6 +376,9 @@ class LocalTraining(StepMethod, options=LocalSteps):
                 return []
             raise RuntimeError(failure)
         with self._applying(), torch.no_grad():
+            if not exchange.dropped:
+                means = [each.grad for each in exchange.changes]
+                self._note_move(means, fragment=fragment, idle=sorted(exchange.idle))
             self._exchanger.apply(exchange, fragment)
             if self._place["rank"] in exchange.not_finite:
                 self._exchanger.recover()
@@ -364,9 +409,8 @@ class LocalTraining(StepMethod, options=LocalSteps):
             return []
         changed = self._weights.changed()
         others = [name for name in changed if not self._weights.shows_common(name)]
+        self._take_from_model(others)
         if others:
-            self._weights.adopt(others)
-            self._adopted.update(others)
             self._in_model.take(others)
         with torch.no_grad():
             if own_shown and len(others) < len(changed):

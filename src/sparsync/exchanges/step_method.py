@@ -8,6 +8,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,11 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
+from sparsync.exchanges.journal import Journal, Packed, nbytes_of, packed
 from sparsync.exchanges.training_loop import Replica, ShownWeights
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
+from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
@@ -116,6 +119,7 @@ class StepMethod(Handle):
         self._comm, self._keep = comm, options.keep_for(scheme)
         self._totals = {"bytes_sent": 0}
         self._averaging = False  # `averaged` has the common weights in the model
+        self._journals: list[Journal] = []
         self._shown: ShownWeights | None = None  # where own weights differ from the common ones
         self.on_detach: Callable[[], None] | None = None  # what `detach` does besides
         drive(replica.owned.items(), self, replica.axis)
@@ -178,6 +182,69 @@ class StepMethod(Handle):
     def _method_state(self) -> dict[str, Any]:
         """Return what this method saves besides common weights, buffers and totals."""
 
+    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as Handle.state_dict
+        """Return what `shared_state` does, and a journal of what moves the common weights from here on, until `forget`.
+
+        Another rank gets there by `start_from` and `replay`, while this one trains, and then only by `follow` with a `rest_of_state`.
+        """
+        state = self.shared_state()
+        journal = Journal(sum(each.nbytes for each in _tensors(state)))
+        self._journals.append(journal)
+        return state, journal
+
+    def forget(self, journal: Journal) -> None:
+        """End a journal."""
+        self._journals = [each for each in self._journals if each is not journal]
+
+    @abstractmethod
+    def start_from(self, state: State) -> None:
+        """Take the vectors of a state of another rank, which `recorded` returned: a beginning for `replay`, and nothing to train with."""
+
+    @abstractmethod
+    def replay(self, moves: Sequence[Packed]) -> None:
+        """Move the common weights as another rank has moved its own, by a part of its journal."""
+
+    def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
+        """Return `shared_state` without what `start_from` and `replay` bring."""
+        state = self.shared_state()
+        own = {key: value for key, value in state[self.integration].items() if key != "common"}
+        return {**state, self.integration: own}
+
+    def digests(self) -> list[int]:
+        """Return digests of the bits of the common weights."""
+        return kernels.digests([each.common for each in self._weights.buckets]).tolist()
+
+    def _note_move(self, means: Sequence[Tensor], **more: Any) -> None:  # Any: numbers, names and settings
+        """Note in the journals what moves the common weights now: `means` [n] and what else `replay` needs."""
+        self._journals = [each for each in self._journals if not each.broken]
+        if self._journals:
+            found = [packed(each) for each in means]
+            nbytes = sum(map(nbytes_of, found))
+            for journal in self._journals:
+                journal.note({"means": found, "groups": self._settings(), **more}, nbytes)
+
+    def _settings(self) -> list[dict[str, Any]]:  # Any: settings
+        """Return the settings of the optimizer of the common weights, by group."""
+        return [_settings(group) for each in self._movers() for group in each.param_groups]
+
+    def _take_settings(self, found: Sequence[Mapping[str, Any]]) -> None:  # Any: settings
+        groups = [group for each in self._movers() for group in each.param_groups]
+        for group, settings in zip(groups, found, strict=True):
+            group.update(settings)
+
+    @abstractmethod
+    def _movers(self) -> Sequence[Optimizer]:
+        """Return the optimizers whose settings say how the common weights move."""
+
+    def _take_common(self, common: Sequence[Tensor]) -> None:
+        for bucket, weights in zip(self._weights.buckets, common, strict=True):
+            bucket.common.copy_(weights)
+        self._stop_journals()
+
+    def _stop_journals(self) -> None:
+        for each in self._journals:
+            each.stop()
+
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned; see Handle. Settings may have changed."""
         self._check_own()
@@ -209,8 +276,7 @@ class StepMethod(Handle):
         saved = state[self.integration]
         common = self._weights.from_saved(saved["common"])
         super()._load(state)
-        for bucket, weights in zip(self._weights.buckets, common, strict=True):
-            bucket.common.copy_(weights)
+        self._take_common(common)
         for name, buffer in self.model.named_buffers():
             if name in saved["buffers"]:
                 buffer.detach().copy_(saved["buffers"][name])
@@ -234,11 +300,16 @@ class StepMethod(Handle):
     def _may_show(self) -> bool:
         return not self._averaging
 
+    @abstractmethod
     def _adopt(self) -> list[str]:
         """Take weights that were set from outside for the common ones, and return their names."""
-        changed = self._weights.adopt_changed()
-        self._adopted.update(changed)
-        return changed
+
+    def _take_from_model(self, names: Sequence[str]) -> None:
+        """Make the model's present values of these parameters the common weights."""
+        if names:
+            self._weights.adopt(names)
+            self._adopted.update(names)
+            self._stop_journals()
 
     def _check_trained(self) -> None:
         """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
@@ -266,6 +337,22 @@ class StepMethod(Handle):
         except BaseException as error:
             self._connection.close_partly_applied(error)
             raise
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: settings
+    return {key: deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _tensors(state: object) -> Iterator[Tensor]:
+    """Yield all tensors in a state."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for each in state.values():
+            yield from _tensors(each)
+    elif isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _tensors(each)
 
 
 def _model_lines(model: nn.Module) -> list[str]:

@@ -183,12 +183,6 @@ class Weights:
         common = next(entry.span.of(bucket.common) for entry in bucket.layout if entry.name == name)
         return torch.equal(parameter.reshape(-1), common.to(parameter.dtype))
 
-    def adopt_changed(self) -> list[str]:
-        """Adopt the weights that were set from outside, and return their names."""
-        if changed := self.changed():
-            self.adopt(changed)
-        return changed
-
     def common(self) -> Iterable[tuple[str, Tensor]]:
         """Return the name and the common weights of each parameter, flat: views."""
         return by_name(self.buckets, [each.common for each in self.buckets]).items()

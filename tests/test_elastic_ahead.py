@@ -1,0 +1,148 @@
+"""A rank that joins gets the state while the others train, and all of it later where that goes wrong."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sparsync
+from helpers.distributed import run as run_on
+from sparsync import elastic
+from sparsync.elastic.catching_up import Serving
+from sparsync.elastic.members import TCPStore
+from sparsync.elastic.trained import Trained
+
+EXCHANGES = {
+    "steps": sparsync.Steps(),
+    "local": sparsync.LocalSteps(every=3, outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9)),
+    "gradients": sparsync.Gradients(),
+}
+
+
+@dataclass
+class Told:
+    """What a rank says of its training."""
+
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # of the common weights, by epoch and step
+    ahead: list[int] = field(default_factory=list)  # bytes that came before a meeting, of each
+    received: list[int] = field(default_factory=list)  # and at it
+    size: int = 0
+
+
+def spoil(what: str) -> None:
+    """Have this process go wrong in what it does for, or as, one that joins."""
+    if what in ("the source dies", "the source breaks off"):
+
+        def take(self: Serving) -> Any:
+            if what == "the source dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("broken off")
+
+        Serving._take = take
+    if what == "other weights":
+        own, left = Trained.load, [1]
+
+        def load(self: Trained, state: Any, late: bool) -> None:
+            wrong = {"digests": [-1]} if left and left.pop() and "digests" in state else {}
+            own(self, {**state, **wrong}, late)
+
+        Trained.load = load
+
+
+def trained(port: int, exchange: str, first: int, wrong: str = "", background: bool = True) -> Told:
+    """Train; the last rank joins when the others have taken 6 steps."""
+    number, joins = dist.get_rank(), dist.get_rank() == first
+    dist.destroy_process_group()
+    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if joins:
+        signals.wait(["six"])
+    spoil(wrong)
+    torch.manual_seed(number)
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=first, timeout_s=10.0, wait_s=60.0, background=background)
+    model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 20))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    scheme: Any = (
+        sparsync.MiCRO(density=0.2) if exchange == "gradients" else sparsync.TwoShot(density=0.2, values="sign")
+    )
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
+    run.add(model, handle, optimizer, schedule)
+    told, last = Told(), 3 if wrong in ("the source dies", "other weights") else 2
+    for step in run.steps(60):
+        with run.attempt():
+            inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(100 * step + run.rank))
+            optimizer.zero_grad()
+            (model(inputs) - inputs[:, :20].sin()).square().mean().backward()
+            if exchange == "gradients":
+                handle.reduce()
+            optimizer.step()
+            schedule.step()
+            if exchange != "local" or handle.exchanged * 3 == run.step:
+                told.digests[run.epoch.number, run.step] = digest_of(model, handle)
+            if run.step == 6:
+                signals.set("six", "")
+            if run.step >= 6 and run.epoch.number < last:
+                time.sleep(0.1)  # until the one that joins is there
+        told.ahead = [each.ahead_nbytes for each in run.changes]
+        told.received = [each.received_nbytes for each in run.changes]
+    told.size = run.size
+    run.close()
+    return told
+
+
+def digest_of(model: nn.Module, handle: Any) -> str:
+    shown = handle.averaged() if hasattr(handle, "averaged") else contextlib.nullcontext()
+    with shown:
+        content = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return hashlib.sha256(content).hexdigest()
+
+
+def joined(exchange: str, first: int = 2, **more: Any) -> Told:
+    """Return what the one that has joined says; all have had the same weights after the same step."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    doomed = range(first) if more.get("wrong") == "the source dies" else []
+    found = run_on(trained, first + 1, doomed=doomed, port=store.port, exchange=exchange, first=first, **more)
+    seen: dict[tuple[int, int], str] = {}
+    stayed = [each for each in found if each is not None]
+    for told in stayed:
+        assert told.size == first + (not doomed)
+        for place, digest in told.digests.items():
+            assert seen.setdefault(place, digest) == digest, place
+    return found[-1]
+
+
+STATE = 4 * 3 * (200 * 300 + 300 * 20)  # bytes: weights and two moments
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("exchange", ["steps", pytest.param("local", marks=pytest.mark.slow)])
+def test_one_that_joins_gets_nearly_all_while_the_others_train(exchange: str) -> None:
+    told = joined(exchange)
+    assert told.ahead[0] > STATE
+    assert 0 < told.received[0] < STATE / 4
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "background"), [("steps", False), ("gradients", True)])
+def test_it_gets_all_when_it_is_let_in_where_asked_for_and_with_gradients(exchange: str, background: bool) -> None:
+    told = joined(exchange, background=background)
+    assert told.ahead[0] == 0
+    assert told.received[0] > STATE
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["the source dies", "the source breaks off", "other weights"])
+def test_it_gets_all_when_it_is_let_in_where_that_goes_wrong(wrong: str) -> None:
+    told = joined("steps", first=3 if wrong == "the source dies" else 2, wrong=wrong)
+    assert told.received[0] > STATE
