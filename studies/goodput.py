@@ -237,12 +237,14 @@ def _goodput(given: argparse.Namespace) -> str:
             file.write_text(json.dumps(_trained(given, mode), indent=1))
         if file.exists():
             found[mode] = json.loads(file.read_text())
+    job: Any = workloads.get("gpt", **dict(each.split("=") for each in given.option))  # Any: a job has no batch size in general
     whole = {mode: found[UNDISTURBED.get(mode, "undisturbed")]["samples_per_s"] for mode in found}
     heads = (
         "",
         "kills",
         "samples a second",
         "of the undisturbed run of its kind",
+        "of whole steps without a pause",
         "step, ms",
         "MB a rank and 1000 steps",
         "longest pause, s",
@@ -253,6 +255,7 @@ def _goodput(given: argparse.Namespace) -> str:
             str(each["kills"]),
             significant(each["samples_per_s"]),
             f"{100 * each['samples_per_s'] / whole[mode]:.1f} %",
+            f"{100 * each['samples_per_s'] * each['step_s'] / job.batch_size:.1f} %",
             significant(1e3 * each["step_s"]),
             significant(each["mb"]),
             significant(each["pause_s"]),

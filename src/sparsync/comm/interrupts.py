@@ -110,7 +110,8 @@ def abort(group: Any) -> None:  # Any: a process group, also one of gloo's by it
     """Close the connections of `group`, and make everything that waits on them fail, on whatever thread."""
     with suppress(RuntimeError):
         group.abort()
-        if isinstance(group, dist.ProcessGroupGloo) or group._get_backend(torch.device("cpu")).name() == "gloo":
+        own = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        if own.name() == "gloo":
             # HACK: gloo's abort leaves those waiting who wait already. A receive that times out closes all connections of its group,
             # and wakes them; one from a rank that is gone raises at once and closes nothing, so each rank is tried. Price: it rests on
             # what gloo does after a timeout, and on a tag without other users.
