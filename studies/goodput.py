@@ -237,7 +237,8 @@ def _goodput(given: argparse.Namespace) -> str:
             file.write_text(json.dumps(_trained(given, mode), indent=1))
         if file.exists():
             found[mode] = json.loads(file.read_text())
-    job: Any = workloads.get("gpt", **dict(each.split("=") for each in given.option))  # Any: a job has no batch size in general
+    options = dict(each.split("=") for each in given.option)
+    job: Any = workloads.get("gpt", **options)  # Any: a job has no batch size in general
     whole = {mode: found[UNDISTURBED.get(mode, "undisturbed")]["samples_per_s"] for mode in found}
     heads = (
         "",

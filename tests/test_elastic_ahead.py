@@ -42,16 +42,16 @@ def spoil(what: str) -> None:
     """Have this process go wrong in what it does for, or as, one that joins."""
     if what in ("the source dies", "the source breaks off"):
 
-        def take(self: Serving) -> Any:
+        def send_moves(self: Serving, counts: Any) -> None:
             if what == "the source dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("broken off")
 
-        Serving._take = take
+        Serving._send_moves = send_moves
     if what == "other weights":
         own, left = Trained.load, [1]
 
-        def load(self: Trained, state: Any, late: bool) -> None:
+        def load(self: Trained, state: Any, late: bool, moved: Any = None) -> None:
             wrong = {"digests": [-1]} if left and left.pop() and "digests" in state else {}
             own(self, {**state, **wrong}, late)
 
@@ -60,13 +60,13 @@ def spoil(what: str) -> None:
 
 def trained(port: int, exchange: str, first: int, wrong: str = "", background: bool = True) -> Told:
     """Train; the last rank joins when the others have taken 6 steps."""
-    number, joins = dist.get_rank(), dist.get_rank() == first
+    joins = dist.get_rank() == first
     dist.destroy_process_group()
     signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if joins:
         signals.wait(["six"])
     spoil(wrong)
-    torch.manual_seed(number)
+    torch.manual_seed(0)
     run = elastic.Run(f"127.0.0.1:{port}", ranks=first, timeout_s=10.0, wait_s=60.0, background=background)
     model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -75,6 +75,7 @@ def trained(port: int, exchange: str, first: int, wrong: str = "", background: b
         sparsync.MiCRO(density=0.2) if exchange == "gradients" else sparsync.TwoShot(density=0.2, values="sign")
     )
     handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
+    model.load_state_dict({name: each.sign() / 16 for name, each in model.state_dict().items()})  # as from a checkpoint
     run.add(model, handle, optimizer, schedule)
     told, last = Told(), 3 if wrong in ("the source dies", "other weights") else 2
     for step in run.steps(60):
@@ -146,3 +147,54 @@ def test_it_gets_all_when_it_is_let_in_where_asked_for_and_with_gradients(exchan
 def test_it_gets_all_when_it_is_let_in_where_that_goes_wrong(wrong: str) -> None:
     told = joined("steps", first=3 if wrong == "the source dies" else 2, wrong=wrong)
     assert told.received[0] > STATE
+
+
+def comes_back(port: int) -> list[tuple[int, int]]:
+    """Return the steps of the run and of its schedule after each step of a rank that is stopped after 10 steps.
+
+    The other one has it go on after 20, and dies when it should send it the rest of the state.
+    """
+    number = dist.get_rank()
+    dist.destroy_process_group()
+    signals = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=2, timeout_s=4.0, wait_s=30.0)
+    torch.manual_seed(0)
+    model = nn.Linear(20, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    handle = sparsync.attach(model, sparsync.TwoShot(density=0.2, values="sign"), optimizer=optimizer)
+    run.add(model, handle, optimizer, schedule)
+    if number == 0:
+        first = elastic.Run._state_for
+
+        def state_for(self: elastic.Run, receiver: str) -> Any:
+            if len(run.changes) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return first(self, receiver)
+
+        elastic.Run._state_for = state_for
+    told = []
+    for step in run.steps(20 if number else 10**6):
+        with run.attempt():
+            optimizer.zero_grad()
+            model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            told.append((run.step, schedule.last_epoch))
+            if number == 1 and run.step == 10 and len(told) == 10:
+                signals.set("stopped", str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if number == 0 and run.size == 1:
+                time.sleep(0.1)
+            if number == 0 and run.step == 25:
+                os.kill(int(signals.get("stopped")), signal.SIGCONT)
+    run.close()
+    return told
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_one_that_comes_back_goes_on_from_where_it_was_if_the_others_die_before_it_has_all() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _, told = run_on(comes_back, 2, doomed=[0], port=store.port)
+    assert told == [(step, step) for step in range(1, 21)]

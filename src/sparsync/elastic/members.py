@@ -308,7 +308,7 @@ class Members:
         self.say("fetches", source)
         self._do(self._ring)
         while not (said := self._said()).has(source, "serves", self.own):
-            if said.has(source, "declines", self.own) or said.of("comes") or time.monotonic() > began + self._wait_s:
+            if said.has(source, "declines", self.own) or said.of("comes") or time.monotonic() > began + self.timeout_s:
                 return None
             self._check_running()
             time.sleep(pause)

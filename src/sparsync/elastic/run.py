@@ -26,6 +26,7 @@ from sparsync.elastic.trained import Saved, Trained
 from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send, world
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.findings import is_fsdp2
 from sparsync.runtime.handle import Handle
 from sparsync.runtime.parameter_names import inside_wrappers
@@ -138,6 +139,7 @@ class Run:
         self._servings: dict[str, Serving] = {}  # by the member that is to join
         self._answered: set[tuple[int, str]] = set()  # in which epoch, and to whom
         self._source = ""  # the member from which this rank has got most of the state
+        self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
         self._ahead = 0, 0.0  # bytes and seconds of that
         self.changes: list[Change] = []
         self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
@@ -218,7 +220,6 @@ class Run:
         if not self.epoch.members:
             self._members.agree("\n".join(each.handle.settings_text() for each in self._trained))
             self._change(joins=True)
-            self._members.watch()
         elif self.step < until:
             self._members.go_on()
         while not self._left:
@@ -248,7 +249,7 @@ class Run:
     def close(self) -> None:
         """Close the handles, the process group and the connections to the store."""
         for serving in self._servings.values():
-            serving.stop()
+            serving.end()
         for each in self._trained:
             each.handle.close()
         self._members.close()
@@ -282,30 +283,49 @@ class Run:
 
     def _serve(self, member: str) -> None:
         """Send the state to one that is to join, beside the training."""
-        serves = self.step > 0 and not self._leaves and self._catches_up()
-        store = self._members.answer(member, serves)
+        methods = self._methods()
+        serves = bool(methods) and not self._leaves and all(each.done for each in self._trained)
+        try:
+            store = self._members.answer(member, serves)
+        except StoreSilentError as error:
+            _LOG.warning("the store does not answer, and a rank that is to join waits: %s", error)
+            return
         if serves:
             if member in self._servings:
                 self._servings[member].stop()
-            self._servings[member] = Serving(self._trained, member, store, self.timeout_s)
+            self._servings[member] = Serving(methods, member, store, self.timeout_s)
 
-    def _catches_up(self) -> bool:
-        return self._background and all(each.method is not None for each in self._trained)
+    def _methods(self) -> list[StepMethod]:
+        """Return the handles that can catch up; none where not all of them can."""
+        found = [each.method for each in self._trained if self._background and each.method is not None]
+        return found if len(found) == len(self._trained) else []
 
     def _get_ahead(self) -> None:
         """Get most of the state while the others train, if there are any."""
         self._source, self._ahead = "", (0, 0.0)
-        found = self._members.source() if self._catches_up() else None
-        if found is not None:
-            source, store = found
-            try:
-                self._ahead = fetch(self._trained, store, self.timeout_s)
+        if not (methods := self._methods()):
+            return
+        try:
+            found = self._members.source()
+            if found is not None:
+                source, store = found
+                # One that comes back may still be the last that is left, and goes on then from where it was.
+                self._before = [each.state() for each in self._trained] if self._knows else None
+                self._ahead = fetch(methods, store, self.timeout_s)
                 self._source = source
-            except RuntimeError as error:
-                if not is_loss(error):
-                    raise
-                _LOG.warning("the rank that was to send the weights ahead was lost: %s", error)
-                forget_frames(error)
+        except RuntimeError as error:
+            if not (is_loss(error) or isinstance(error, StoreSilentError)):
+                raise
+            _LOG.warning("the weights did not come while the others train, all of them are to come later: %s", error)
+            forget_frames(error)
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Take the state from before `_get_ahead` where the rest did not come."""
+        if self._before is not None:
+            for each, state in zip(self._trained, self._before, strict=True):
+                each.load(state, late=True)
+        self._before, self._source = None, ""
 
     def _all_done(self) -> bool:
         """Return whether all have taken the last step; False where one of them has called a meeting instead."""
@@ -327,6 +347,7 @@ class Run:
             joins = self._meet(joins, whole)
             if self._left:
                 return
+            self._members.watch()
             try:
                 received = self._gather(self.epoch)
                 break
@@ -336,6 +357,8 @@ class Run:
                     raise
                 _LOG.warning("a rank was lost in epoch %d before its first step: %s", self.epoch.number, error)
                 forget_frames(error)
+                if self._before is not None:
+                    self._go_back()
             whole = False
         self._failed = self._late = False
         seconds = time.monotonic() - began
@@ -440,11 +463,14 @@ class Run:
                 send(self._state_for(receiver), world(), epoch.rank(receiver))
             elif self.member == receiver:
                 began = time.monotonic()
-                self._source = ""
                 states, nbytes = receive(world(), epoch.rank(source), self._members.moved)
                 received = nbytes, time.monotonic() - began
-                for each, state in zip(self._trained, states, strict=True):
-                    each.load(state, self._late)
+                try:
+                    for each, state in zip(self._trained, states, strict=True):
+                        each.load(state, self._late, self._members.moved)
+                    self._before = None
+                finally:
+                    self._source = ""
         self._knows = True
         if epoch.behind:
             if behind:
@@ -460,7 +486,7 @@ class Run:
         serving = self._servings.pop(receiver, None)
         rest = None
         if serving is not None:
-            rest = serving.rest() if receiver in self.epoch.ahead else None
+            rest = serving.rest(self._trained) if receiver in self.epoch.ahead else None
             serving.stop()
         return [each.state() for each in self._trained] if rest is None else rest
 

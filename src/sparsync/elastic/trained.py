@@ -1,6 +1,6 @@
 """What a run trains: a model, its handle, and what else a rank that joins needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from sparsync.comm.group import ConnectionLostError
 from sparsync.exchanges.exchanged_steps import ExchangedSteps
-from sparsync.exchanges.journal import Journal, Packed
+from sparsync.exchanges.journal import Packed
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.runtime.handle import Handle
@@ -78,41 +78,25 @@ class Trained:
 
     @property
     def method(self) -> StepMethod | None:
-        """The handle, where its common weights move by what a journal can hold."""
+        """The handle, where a journal can hold what moves its common weights."""
         return self.handle if isinstance(self.handle, StepMethod) else None
 
-    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as StepMethod.recorded
-        """Return a copy of the handle's state, and a journal from there on. Where `method` is not None, as all below."""
-        assert self.method is not None
-        return self.method.recorded()
-
-    def forget_journal(self, journal: Journal) -> None:
-        assert self.method is not None
-        self.method.forget(journal)
-
-    def start_from(self, state: Mapping[str, Any]) -> None:
-        """Begin to catch up with the rank that has made `state` by `recorded`."""
-        assert self.method is not None
-        self.method.start_from(state)
-
-    def replay(self, moves: Sequence[Packed]) -> None:
-        assert self.method is not None
-        self.method.replay(moves)
-
     def rest(self, moves: Sequence[Packed]) -> dict[str, Any]:
-        """Return what a rank lacks that has caught up but for these moves. See `load`."""
+        """Return what a rank lacks that has caught up but for these moves, where there is a `method`. See `load`."""
         assert self.method is not None
         handle, digests = self.method.rest_of_state(), self.method.digests()
         return {**self._state(handle), "moves": list(moves), "digests": digests}
 
-    def load(self, state: Mapping[str, Any], late: bool) -> None:
-        """Continue where the rank of this state is; `late`: it has gone on without this one.
+    def load(self, state: Mapping[str, Any], late: bool, moved: Callable[[], None] = lambda: None) -> None:
+        """Continue where the rank of this state is; `late`: it has gone on without this one. `moved` is called after each move.
 
         Raises ConnectionLostError where this rank should have caught up and has other weights: it needs all then.
         """
         if "moves" in state:
             assert self.method is not None
-            self.method.replay(state["moves"])
+            for each in state["moves"]:
+                self.method.replay([each])
+                moved()
             if self.method.digests() != state["digests"]:
                 raise ConnectionLostError("a rank that was to catch up has other weights than its source, and gets all")
         if state["model"]:

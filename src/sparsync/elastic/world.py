@@ -126,14 +126,15 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def send(what: object, group: Group, to: int) -> None:
-    """Send an object of tensors, numbers and text to a rank of a group."""
+def send(what: object, group: Group, to: int, check: Callable[[], None] = lambda: None) -> None:
+    """Send an object of tensors, numbers and text to a rank of a group; `check` is called after each part."""
     buffer = io.BytesIO()
     torch.save(what, buffer)
     whole = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     group.send([torch.tensor([whole.numel()])], to, 0).wait()
     for piece in whole.split(_PIECE):
         group.send([piece], to, 0).wait()
+        check()
 
 
 def receive(
@@ -146,4 +147,4 @@ def receive(
     for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_PIECE):
         group.recv([piece], source, 0).wait()
         moved()
-    return torch.load(io.BytesIO(memory), weights_only=True), len(memory)
+    return torch.load(io.BytesIO(memory), map_location="cpu", weights_only=True), len(memory)

@@ -429,7 +429,11 @@ class ExchangedSteps(StepMethod):
         state = super().shared_state()
         left_out = self.vectors if self._step < 0 else ()
         own = {key: value for key, value in state[self.integration].items() if key not in left_out}
-        return {**state, self.integration: own}
+        return {
+            **state,
+            "step": self._applied,
+            self.integration: own,
+        }  # one that failed counts as taken until `regroup`
 
     def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         state = super().rest_of_state()
@@ -438,6 +442,7 @@ class ExchangedSteps(StepMethod):
         return {**state, self.integration: own}
 
     def start_from(self, state: State) -> None:
+        self._check_own()
         saved, made = state[self.integration], self._step >= 0
         self._take_common(self._weights.from_saved(saved["common"]))
         for key in self.vectors:

@@ -4,6 +4,7 @@ A mean that a scheme has made of few positions and of values in few bits takes a
 any other takes what its non-zero elements take.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ class Journal:
     """
 
     def __init__(self, most_nbytes: int) -> None:
-        self.moves: list[Packed] = []
+        self.moves: deque[Packed] = deque()
         self.broken = False
         self._nbytes, self._most_nbytes = 0, most_nbytes
 
@@ -38,7 +39,18 @@ class Journal:
     def stop(self) -> None:
         """Note that there is no way to catch up by these moves."""
         self.broken = True
-        self.moves = []
+        self.moves.clear()
+
+    def take(self) -> Packed:
+        """Return the first move, and forget it. Raises RuntimeError where the journal has ended."""
+        try:
+            return self.moves.popleft()
+        except IndexError as error:
+            raise RuntimeError("the journal has ended") from error
+
+    def take_all(self) -> list[Packed]:
+        """Return all moves, and forget them."""
+        return [self.take() for _ in range(len(self.moves))]
 
 
 def packed(x: Tensor) -> Packed:
@@ -53,14 +65,11 @@ def packed(x: Tensor) -> Packed:
     # Cloned, because a part of a tensor is sent with the whole of its memory.
     index = wire.encode_fixed_length(index.to(torch.int32), x.numel()).clone()
     found = {"n": x.numel(), "k": len(bits), "index": index}
+    if 2 * len(counts) > len(bits):
+        return {**found, "bits": bits.clone()}
     different, which = torch.unique(magnitudes, return_inverse=True)
-    runs = {
-        "magnitudes": different.clone(),
-        "which": _short(which),
-        "counts": _short(counts),
-        "signs": _packed_bits(bits < 0),
-    }
-    return {**found, **(runs if nbytes_of(runs) < bits.nbytes else {"bits": bits.clone()})}
+    runs = {"magnitudes": different.clone(), "which": _short(which), "counts": _short(counts)}
+    return {**found, **runs, "signs": _packed_bits(bits < 0)}
 
 
 def unpacked(found: Packed) -> Tensor:

@@ -263,6 +263,7 @@ class LocalTraining(StepMethod, options=LocalSteps):
         return {**state, self.integration: own}
 
     def start_from(self, state: State) -> None:
+        self._check_own()
         saved = state[self.integration]
         for bucket in self._weights.buckets:
             # What was learnt since the last exchange is the difference to these.

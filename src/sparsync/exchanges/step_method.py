@@ -187,7 +187,7 @@ class StepMethod(Handle):
 
         Another rank gets there by `start_from` and `replay`, while this one trains, and then only by `follow` with a `rest_of_state`.
         """
-        state = self.shared_state()
+        state = _on_processor(self.shared_state())
         journal = Journal(sum(each.nbytes for each in _tensors(state)))
         self._journals.append(journal)
         return state, journal
@@ -341,6 +341,15 @@ class StepMethod(Handle):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: settings
     return {key: deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _on_processor(state: Any) -> Any:  # Any: as Handle.state_dict
+    """Return a state with its tensors in this machine's memory."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {key: _on_processor(each) for key, each in state.items()}
+    return [_on_processor(each) for each in state] if isinstance(state, list) else state
 
 
 def _tensors(state: object) -> Iterator[Tensor]:
