@@ -175,7 +175,7 @@ def apart(name: str) -> list[Tensor]:
         ["2 MemoryError", "3 RuntimeError"] if rank == 0 else ["", "3 ConnectionLostError", "4 RuntimeError"]
     )
     assert "load a checkpoint on all ranks, handle and model, or start again" in seen[-1]
-    if name == "_apply_to_common" and rank == 0:
+    if name == "apply_to_common" and rank == 0:
         with pytest.raises(RuntimeError, match="applied in part on this rank"):
             steps.state_dict()
     steps.load_state_dict(saved)
@@ -184,7 +184,7 @@ def apart(name: str) -> list[Tensor]:
 
 
 def both_apart() -> None:
-    for name in ("_apply_to_common", "held"):
+    for name in ("apply_to_common", "held"):
         with case(name):
             apart(name)
 

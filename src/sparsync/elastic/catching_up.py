@@ -38,8 +38,8 @@ class Serving:
         self._group: Group | None = None
         states = [state for state, _ in recorded]
         self._thread = threading.Thread(target=self._send, args=(states, store), name="sparsync-serving", daemon=True)
-        self._thread.start()
         atexit.register(self.end)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
+        self._thread.start()
 
     def _send(self, states: list[dict[str, Any]], store: Any) -> None:  # Any: as StepMethod.recorded; a store
         try:
@@ -57,6 +57,7 @@ class Serving:
                 _LOG.warning("the weights that a rank sends ahead to %s did not arrive: %s", self.member, error)
         finally:
             self._group = None
+            atexit.unregister(self.end)
             if not self._near:
                 self._stop_journals()
 
@@ -92,7 +93,6 @@ class Serving:
 
     def end(self) -> None:
         """Stop, and wait for the thread."""
-        atexit.unregister(self.end)
         self.stop()
         self._thread.join(_END_S)
 
@@ -121,9 +121,9 @@ def fetch(methods: Sequence[StepMethod], store: Any, timeout_s: float) -> tuple[
     for each in methods:
         each.start_from(next_one())
     before = counts = None
-    while before is None or not _is_near(before, counts):
-        before, counts = next_one(), before
-        for each, count in zip(methods, before, strict=True):
+    while counts is None or not _is_near(counts, before):
+        before, counts = counts, next_one()
+        for each, count in zip(methods, counts, strict=True):
             for _ in range(count):
                 each.replay([next_one()])
     return nbytes, time.monotonic() - began
