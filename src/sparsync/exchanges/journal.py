@@ -92,6 +92,15 @@ def nbytes_of(found: Packed) -> int:
     return sum(each.nbytes for each in found.values() if isinstance(each, Tensor))
 
 
+def on_processor(state: Any) -> Any:  # Any: as Handle.state_dict
+    """Return a state with its tensors in this machine's memory."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {key: on_processor(each) for key, each in state.items()}
+    return [on_processor(each) for each in state] if isinstance(state, list) else state
+
+
 def _short(x: Tensor) -> Tensor:
     """Return numbers of 0 and more in the shortest type that holds them."""
     most = int(x.max()) if len(x) else 0

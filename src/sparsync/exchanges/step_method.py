@@ -21,7 +21,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.comm.announcement import differences
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report, digest
-from sparsync.exchanges.journal import Journal, Packed, nbytes_of, packed
+from sparsync.exchanges.journal import Journal, Packed, nbytes_of, on_processor, packed
 from sparsync.exchanges.training_loop import Replica, ShownWeights
 from sparsync.exchanges.weights import Weights, copy_from_first
 from sparsync.feedback import state_from
@@ -31,7 +31,7 @@ from sparsync.runtime.handle import Handle
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Members, ResidualRescaler
 from sparsync.runtime.ownership import check_undriven, drive
 from sparsync.runtime.parameter_names import trained
-from sparsync.runtime.state_checks import check_alike
+from sparsync.runtime.state_checks import check_alike, tensors_in
 
 State = Mapping[str, Any]  # Any: as Handle.state_dict
 
@@ -187,8 +187,8 @@ class StepMethod(Handle):
 
         Another rank gets there by `start_from` and `replay`, while this one trains, and then only by `follow` with a `rest_of_state`.
         """
-        state = _on_processor(self.shared_state())
-        journal = Journal(sum(each.nbytes for each in _tensors(state)))
+        state = on_processor(self.shared_state())
+        journal = Journal(sum(each.nbytes for _, each in tensors_in("", state)))
         self._journals.append(journal)
         return state, journal
 
@@ -341,27 +341,6 @@ class StepMethod(Handle):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: settings
     return {key: deepcopy(value) for key, value in group.items() if key != "params"}
-
-
-def _on_processor(state: Any) -> Any:  # Any: as Handle.state_dict
-    """Return a state with its tensors in this machine's memory."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, Mapping):
-        return {key: _on_processor(each) for key, each in state.items()}
-    return [_on_processor(each) for each in state] if isinstance(state, list) else state
-
-
-def _tensors(state: object) -> Iterator[Tensor]:
-    """Yield all tensors in a state."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for each in state.values():
-            yield from _tensors(each)
-    elif isinstance(state, (list, tuple)):
-        for each in state:
-            yield from _tensors(each)
 
 
 def _model_lines(model: nn.Module) -> list[str]:

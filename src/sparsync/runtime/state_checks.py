@@ -164,7 +164,7 @@ def check_residuals(scheme: State, layout: Layout, sizes: Mapping[str, int]) -> 
             )
         for name, values in held.items():
             _check_vector(key, name, values, sizes)
-    for path, tensor in _tensors("state['scheme']", scheme):
+    for path, tensor in tensors_in("state['scheme']", scheme):
         if tensor.is_floating_point():
             _check_finite(path, tensor)
     for inner in scheme.get("schemes", {}).values():
@@ -199,10 +199,11 @@ def _check_vector(key: str, name: str, values: Any, sizes: Mapping[str, int]) ->
         )
 
 
-def _tensors(path: str, state: Any) -> list[tuple[str, Tensor]]:  # Any: as Scheme.state_dict
+def tensors_in(path: str, state: Any) -> list[tuple[str, Tensor]]:  # Any: as Scheme.state_dict
+    """Return the tensors of a state and where each is, as `path` and keys after it."""
     if isinstance(state, Tensor):
         return [(path, state)] if state.device != torch.device("meta") else []
     inner = (
         state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
     )
-    return [tensor for key, each in inner for tensor in _tensors(f"{path}[{key!r}]", each)]
+    return [tensor for key, each in inner for tensor in tensors_in(f"{path}[{key!r}]", each)]
