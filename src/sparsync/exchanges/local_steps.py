@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from sparsync.base.scheme import Scheme
 from sparsync.core import Comm, Report
 from sparsync.exchanges.agreement import BUFFERS, Agreement
-from sparsync.exchanges.journal import Journal, Packed, unpacked
+from sparsync.exchanges.journal import Packed, unpacked
 from sparsync.exchanges.local_exchange import OPTIMIZER, Exchanger, PendingExchange, merged
 from sparsync.exchanges.local_options import MEASURED, LocalSteps
 from sparsync.exchanges.own_optimizers import OwnOptimizers
@@ -248,13 +248,9 @@ class LocalTraining(StepMethod, options=LocalSteps):
     def shared_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         """Return this rank's state without what it holds back, and without what it has learnt since the last exchange. See `follow`."""
         state = super().shared_state()
-        return {**state, self.integration: {**state[self.integration], "start": {}, "own": {}}}
-
-    def recorded(self) -> tuple[dict[str, Any], Journal]:  # Any: as Handle.state_dict
-        state, journal = super().recorded()
         own = state[self.integration]
         copied = {key: deepcopy(own[key]) for key in ("outer", "optimizers")}  # optimizers change these in place
-        return {**state, self.integration: {**own, **copied}}, journal
+        return {**state, self.integration: {**own, "start": {}, "own": {}, **copied}}
 
     def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         state = super().rest_of_state()
