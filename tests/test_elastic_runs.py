@@ -395,6 +395,54 @@ def test_a_step_that_is_taken_again_gives_the_same_weights() -> None:
     assert weights == again
 
 
+def taken_back(port: int, exchange: str, wrapped: bool) -> tuple[dict[str, torch.Tensor], ...]:
+    """Return what is held back before a step, and after it has failed when its buckets were reduced: what a meeting then finds."""
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", name=f"{exchange}-{wrapped}")
+    bare = network()
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    model = nn.parallel.DistributedDataParallel(bare) if wrapped else bare
+    scheme = sparsync.TopK(density=0.2)
+    below: dict[str, Any] = {"dense_below": 0} if wrapped and exchange == "gradients" else {}
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange], **below)
+    run.add(model, handle, optimizer)
+    found: list[dict[str, torch.Tensor]] = []
+    run.on_change = lambda _: found.append(scheme.state_dict()["residual"])
+    whole, numbers = scheme.reduce, list[int]()
+
+    def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+        whole(bucket, comm)
+        found.append(scheme.state_dict()["residual"])
+        raise ConnectionLostError("a rank is gone")
+
+    for step in run.steps(6):
+        numbers.append(step)
+        with run.attempt():
+            if numbers.count(3) == 1:
+                found.append(scheme.state_dict()["residual"])
+            vars(scheme).update({"reduce": fails} if numbers.count(3) == 1 else {"reduce": whole})
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
+            if exchange == "gradients" and not wrapped:
+                handle.reduce()
+            optimizer.step()
+    assert (numbers, run.lost) == ([0, 1, 2, 3, 3, 4, 5], [])
+    run.close()
+    return tuple(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("exchange", ["steps", "gradients"])
+def test_a_step_that_failed_when_its_buckets_were_reduced_leaves_nothing_behind(exchange: str, wrapped: bool) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ((begun, before, failed, after),) = run_on(taken_back, 1, port=store.port, exchange=exchange, wrapped=wrapped)
+    assert not any(each.any() for each in begun.values()) and any(each.any() for each in before.values())
+    assert any(not torch.equal(before[name], failed[name]) for name in before)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def cut_off(port: int) -> list[int]:
     """Return how many ranks there were in each step; rank 0 loses the others in one, outside of the exchange that they wait in."""
     number = dist.get_rank()

@@ -241,7 +241,7 @@ class ErrorFeedback:
         for name, factor in factors.items():
             if name in self.by_name:
                 # Not lerp_, whose difference of large numbers of either sign overflows.
-                residual = self.by_name[name].mul_(factor)
+                residual = self.by_name[name].mul_(factor) if factor else self.by_name[name].zero_()
                 if name in self._held:
                     residual.add_(self._held[name].to(residual.device), alpha=1 - factor)
 

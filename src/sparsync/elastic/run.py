@@ -206,6 +206,8 @@ class Run:
             )
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         trained = Trained(model, handle, optimizers, more)
+        if not isinstance(handle, LocalTraining):  # whose step counts when it fails
+            handle.hold_steps()
         if not isinstance(handle, (ExchangedSteps, LocalTraining)):
             optimizers[0].register_step_post_hook(trained.count)
         self._trained.append(trained)
@@ -398,10 +400,12 @@ class Run:
         self._cut()
 
     def _cut(self) -> None:
-        """Close the connections, so that others that wait for this rank learn that it does not come."""
+        """Close the connections, so that others that wait for this rank learn that it does not come; take back a step under way."""
         for each in self._trained:
             each.handle.abort()
         end_world()
+        for each in self._trained:
+            each.handle.take_back()
 
     def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
         for each in epoch.gone:

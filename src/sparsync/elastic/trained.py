@@ -37,6 +37,7 @@ class Trained:
 
     def count(self, *_: object) -> None:
         self.steps += 1
+        self.handle.applied()
 
     @property
     def position(self) -> int:

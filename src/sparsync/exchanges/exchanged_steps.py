@@ -316,6 +316,8 @@ class ExchangedSteps(StepMethod):
             self._check_trained()
             self._replica.take_gradients()
             self._groups.read()
+            if self._rescaler.takes_back:
+                self._rescaler.hold()
             self._idle = self._idle_now()
             reports, means = self._exchanged()
         self._count(reports)
@@ -326,6 +328,7 @@ class ExchangedSteps(StepMethod):
                 self._apply(place, to_apply.pop(0))
             self._write_own()  # after a skipped step too, for its residual may have changed
         self._applied = self._step
+        self._rescaler.applied()
         self._adopted.clear()
         self._divisor.next_step(self.clip_factor)
         self._tell_skipped(skipped)

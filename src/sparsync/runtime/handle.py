@@ -323,9 +323,7 @@ class Handle:
         self._check_attached()
         if self._connection.partly_applied:
             raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
-        with suppress(RuntimeError):  # of a thread that has ended
-            self._flush()
-        self._rescaler.settle()
+        self.take_back()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint=self.exchanged_text(), agreed=agreed)
@@ -335,6 +333,21 @@ class Handle:
         self._place = {"rank": comm.rank, "ranks": comm.size}
         self._scheme.load_state_dict(self._scheme.state_dict())  # a scheme serves one rank until then
         self._regrouped(comm)
+
+    def hold_steps(self) -> None:
+        """From now on copy what this rank holds back before each step, so that `take_back` can return to it. Takes as much memory."""
+        self._rescaler.takes_back = True
+
+    def applied(self) -> None:
+        """Note that the optimizer has applied the step, where the handle cannot know."""
+        self._rescaler.applied()
+
+    def take_back(self) -> None:
+        """After `hold_steps`: make what this rank holds back what it was before a step that has failed, which is to be taken again."""
+        with suppress(RuntimeError):  # of a thread that has ended
+            self._flush()
+        self._rescaler.settle()
+        self._rescaler.take_back(self._residual_sizes())
 
     def settings_text(self) -> str:
         """Return the settings and the model, line by line, which must be the same on all ranks."""

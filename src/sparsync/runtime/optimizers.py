@@ -302,6 +302,7 @@ class ResidualRescaler:
         self._scheme, self._optimizer = scheme, optimizer if follow_rates else None
         self.clipping = None if optimizer is None else Clipping(optimizer, self.names, adds_up)
         self._held = False  # since the last step of the optimizer
+        self.takes_back = False  # residuals are held before every step, for `take_back`
 
     def use(self, scheme: Any) -> None:  # Any: as ResidualUnits.of
         """Rescale the residuals of another scheme from now on; they are in the units of the last one's."""
@@ -320,9 +321,24 @@ class ResidualRescaler:
         self.settle()
         if factors := self.factors():
             self._scheme.rescale_residual(factors)
-        if self.units.clipping.cuts and self.clipping is not None and not self._held:
+        if self.takes_back or (self.units.clipping.cuts and self.clipping is not None):
+            self.hold()
+
+    def hold(self) -> None:
+        """Copy the residuals before a step."""
+        if not self._held:
             self._scheme.hold_residual()
             self._held = True
+
+    def applied(self) -> None:
+        """Note that the step was applied."""
+        self._held = False
+
+    def take_back(self, names: Iterable[str]) -> None:
+        """Make the residuals of these parameters what they were before a step that was not applied, if they were held for that."""
+        if self.takes_back and self._held:
+            self._scheme.weigh_step(dict.fromkeys(names, 0.0))
+        self._held = False
 
     def settle(self) -> None:
         """Make the residuals what the last step has left, as far as the optimizer has applied it."""
