@@ -38,8 +38,8 @@ def rank(number: int, *entries: dict[str, Any]) -> RankSeen:
     return RankSeen(number, 0.0, [{"t": 0.0, "member": "abc"[number]}, *entries], status=0)
 
 
-def met(at: float, epoch: int, members: str, mass: str = "", lost: Any = ()) -> dict[str, Any]:
-    return {"t": at, "change": epoch, "members": list(members), "mass": mass, "lost": list(lost)}
+def met(at: float, epoch: int, members: str, mass: str = "", lost: Any = (), factor: float = 1.0) -> dict[str, Any]:
+    return {"t": at, "change": epoch, "members": list(members), "mass": mass, "lost": list(lost), "factor": factor}
 
 
 def steps(first: int, last: int, epoch: int, at: float, digest: str = "same") -> list[dict[str, Any]]:
@@ -106,6 +106,9 @@ def test_an_heir_has_the_sum_and_nobody_else_anything_new() -> None:
     )
     assert list(changed_mass(seen)) == []
     added["w"] = added["w"] * 2
+    seen.ranks[1] = rank(1, met(2.0, 2, "b", "mass", factor=2.0))
+    assert list(changed_mass(seen)) == []
+    seen.ranks[1] = rank(1, met(2.0, 2, "b", "mass"))
     assert list(changed_mass(seen)) == [(2.0, "what rank 1 holds back of w has changed in the meeting of epoch 2")]
     seen.ranks[1] = rank(1, met(2.0, 2, "b"))
     assert list(changed_mass(seen)) == [(2.0, "rank 1 has not got what another rank handed over in epoch 2")]

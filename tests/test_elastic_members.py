@@ -23,19 +23,22 @@ def note(position: int = 3, whole: bool = True, leaves: bool = False, step: int 
 
 def test_the_first_meeting_takes_the_state_of_the_first_that_came() -> None:
     notes = {"b": note(0), "a": note(0), "c": note(0)}
-    assert proposed(Epoch(), notes, ["b", "a", "c"]) == Epoch(1, ("b", "a", "c"), {"a": "b", "c": "b"}, {}, (), 0)
+    made = proposed(Epoch(), notes, ["b", "a", "c"])
+    since = dict.fromkeys("abc", 0)
+    assert made == Epoch(1, ("b", "a", "c"), {"a": "b", "c": "b"}, {}, (), 0, since=since)
 
 
 def test_ranks_that_are_left_keep_their_order_and_the_lost_one_is_named() -> None:
     last = Epoch(4, ("a", "b", "c", "d"))
     notes = {each: note(whole=False) for each in ("d", "a", "c")}
-    assert proposed(last, notes, []) == Epoch(5, ("a", "c", "d"), {}, {}, ("b",), 3)
+    assert proposed(last, notes, []) == Epoch(5, ("a", "c", "d"), {}, {}, ("b",), 3, since=dict.fromkeys("acd", 3))
 
 
 def test_the_step_that_anybody_has_applied_counts_and_the_others_get_it() -> None:
     last = Epoch(4, ("a", "b", "c"))
     notes = {"a": note(3, False), "b": note(4, False), "c": note(3, False)}
-    assert proposed(last, notes, []) == Epoch(5, ("a", "b", "c"), {"a": "b", "c": "b"}, {}, (), 4)
+    made = proposed(last, notes, [])
+    assert made == Epoch(5, ("a", "b", "c"), {"a": "b", "c": "b"}, {}, (), 4, since=dict.fromkeys("abc", 4))
 
 
 def test_several_that_join_get_the_state_from_several() -> None:
@@ -47,7 +50,7 @@ def test_several_that_join_get_the_state_from_several() -> None:
 def test_a_rank_leaves_to_an_heir_but_not_where_connections_have_failed() -> None:
     last = Epoch(1, ("a", "b", "c"))
     notes = {"a": note(leaves=True), "b": note(), "c": note()}
-    assert proposed(last, notes, []) == Epoch(2, ("b", "c"), {}, {"a": "b"}, (), 3)
+    assert proposed(last, notes, []) == Epoch(2, ("b", "c"), {}, {"a": "b"}, (), 3, since=dict.fromkeys("abc", 3))
     notes["c"] = note(whole=False)
     assert proposed(last, notes, []).members == ("a", "b", "c")
     assert proposed(last, {each: notes[each] for each in "ab"}, []).leaving == {}
@@ -82,6 +85,28 @@ def test_one_that_has_got_most_of_the_state_before_gets_the_rest_from_the_same_s
     made = proposed(Epoch(1, ("a", "b")), notes, ["x", "y"])
     assert (made.behind, made.ahead) == ({"b": "a", "x": "a", "y": "a"}, ())
     assert Epoch.read(made.text) == made
+
+
+def test_what_is_held_back_moves_the_weights_as_it_would_have_among_the_ranks_before() -> None:
+    four = Epoch(1, tuple("abcd"), step=500, since=dict.fromkeys("abcd", 0))
+
+    def after(last: Epoch, members: str, leaving: str = "", **since: int) -> Epoch:
+        kept = {each: last.since.get(each, 500) for each in members + leaving} | since
+        return Epoch(last.number + 1, tuple(members), leaving=dict.fromkeys(leaving, "a"), step=500, since=kept)
+
+    # Of a lost rank the others have as much, in the mean; one that has just begun has nothing.
+    without = after(four, "abc")
+    assert without.factor_after(four) == 1.0
+    joined = after(without, "abcx")
+    assert joined.factor_after(without) == pytest.approx(4 / 3, rel=0.01)
+    assert joined.factor_after(four) == joined.factor_after(without)
+    died = after(joined, "abc")
+    assert died.factor_after(joined) == pytest.approx(3 / 4, rel=0.01)
+    # In and out again and again nothing grows.
+    assert joined.factor_after(without) * died.factor_after(joined) == pytest.approx(1.0)
+    # What a leaving rank has handed over is there, and so is what one has that comes back.
+    assert after(four, "abc", leaving="d").factor_after(four) == 3 / 4
+    assert after(without, "abcd", d=0).factor_after(without) == 1.0
 
 
 @pytest.fixture

@@ -193,12 +193,15 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.distributed
-def test_what_a_leaving_rank_has_not_sent_is_handed_over_to_the_bit() -> None:
+def test_what_a_leaving_rank_has_not_sent_is_handed_over_for_the_mean_over_those_that_stay() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (gone, nothing), *stayed = run_on(mass, 3, port=store.port)
     assert nothing == {}
-    heirs = [all(torch.equal(after[name], before[name] + gone[name]) for name in gone) for before, after in stayed]
-    others = [all(torch.equal(after[name], before[name]) for name in gone) for before, after in stayed]
+    share = 2 / 3
+    heirs = [
+        all(torch.equal(after[name], share * (before[name] + gone[name])) for name in gone) for before, after in stayed
+    ]
+    others = [all(torch.equal(after[name], share * before[name]) for name in gone) for before, after in stayed]
     assert sorted(zip(heirs, others, strict=True)) == [(False, True), (True, False)]
 
 
@@ -226,6 +229,21 @@ def test_what_a_late_rank_has_learnt_by_local_steps_waits_for_the_next_exchange(
     late.flush()
     with late.averaged():
         assert all(torch.equal(a, b + c) for a, b, c in zip(model.parameters(), common, learnt, strict=True))
+
+
+def test_what_local_steps_have_learnt_is_multiplied_with_what_waits() -> None:
+    ((model, handle),) = sparsync.LocalWorld(1).run(partial(local, 0))
+    start = [each.detach().clone() for each in model.parameters()]
+    with torch.no_grad():
+        handle._before_optimizer()
+        for each in model.parameters():
+            each.sub_(0.25)
+    handle.step()
+    learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
+    handle.multiply(0.5)
+    assert all(torch.equal(a.detach(), b + c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
+    handle.flush()
+    assert all(torch.allclose(a, b + 0.5 * c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
 
 
 def behind() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:

@@ -173,15 +173,16 @@ class _Rank:
         return hashlib.sha256(weights).hexdigest()[:16]
 
     def _changed(self, run: elastic.Run) -> None:
-        """Write down the meeting, and what this rank holds back where that has changed since its last step."""
+        """Write down the meeting, and what this rank holds back where that has changed since its last step, or should have."""
         held, mass = residual(self.handle), ""
-        if differing(self.held, held):
+        if differing(self.held, held) or run.changes[-1].factor != 1.0:
             mass = f"mass{self.order.number}.{run.epoch.number}.pt"
             torch.save({"before": self.held, "after": held}, self.order.folder / mass)
         self.held, self.fresh = held, True
         lost = [[each.member, each.what] for each in run.lost]
         epoch = run.epoch
-        self.tell(change=epoch.number, members=epoch.members, behind=epoch.behind, step=run.step, mass=mass, lost=lost)
+        met = {"members": epoch.members, "behind": epoch.behind, "step": run.step, "factor": run.changes[-1].factor}
+        self.tell(change=epoch.number, **met, mass=mass, lost=lost)
 
 
 def residual(handle: Any) -> dict[str, Tensor]:  # Any: see _Rank

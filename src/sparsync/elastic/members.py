@@ -37,6 +37,7 @@ ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
+FILLED = 100  # steps after which a rank that began with nothing holds back as much as the others
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 _NOTHING = "-"  # what no key has as its value
 
@@ -53,10 +54,26 @@ class Epoch:
     step: int = 0  # steps that are done
     alike: bool = True  # all exchange the same: the notes of the members had the same digest
     ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
+    since: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the step since which each of these, or who leaves, holds back
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
         return self.members.index(member)
+
+    def filled(self, members: Collection[str], step: int) -> float:
+        """Return how much of these holds back at a step, those counted in part that began a short time ago."""
+        return sum(min(1.0, max(1, step - self.since[each] + 1) / FILLED) for each in members)
+
+    def factor_after(self, last: "Epoch") -> float:
+        """Return what a rank that was there in an earlier epoch multiplies by what it holds back, so that it moves the weights as it would.
+
+        A mean over more ranks would make less of it, and one over fewer more. What lost ranks held back is taken to be the mean of those
+        that are left: this moves the weights alike, in the mean.
+        """
+        held = last.filled(last.members, self.step) / self.filled([*self.members, *self.leaving], self.step)
+        return len(self.members) / len(last.members) * held
 
     @property
     def text(self) -> str:
@@ -80,6 +97,7 @@ class Note:
     leaves: bool = False
     exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
     source: str = ""  # the member from which it has got most of the state already
+    since: int = -1  # the step since which it holds back; -1: it holds back nothing
 
     @property
     def knows(self) -> bool:
@@ -140,15 +158,18 @@ def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> E
     late = [each for each in members if each not in sources]
     served = {each: notes[each].source for each in late if notes[each].source in sources}
     leaving = [each for each in present if each not in staying]
+    step = max(notes[each].step for each in sources)
+    since = {each: notes[each].since for each in [*members, *leaving]}
     return Epoch(
         last.number + 1,
         tuple(members),
         {each: served.get(each, sources[place % len(sources)]) for place, each in enumerate(late)},
         {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
         tuple(each for each in last.members if each not in notes),
-        max(notes[each].step for each in sources),
+        step,
         len({notes[each].exchanges for each in members}) == 1,
         tuple(served),
+        {each: step if begun < 0 else min(begun, step) for each, begun in since.items()},
     )
 
 

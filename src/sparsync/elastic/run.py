@@ -57,6 +57,7 @@ class Change:
     received_s: float = 0.0
     ahead_nbytes: int = 0  # received before, while the others trained
     ahead_s: float = 0.0
+    factor: float = 1.0  # what this rank holds back was multiplied by it, because the mean is over others
 
 
 class Run:
@@ -141,6 +142,8 @@ class Run:
         self._source = ""  # the member from which this rank has got most of the state
         self._before: list[dict[str, Any]] | None = None  # this rank's state before that; Any: as Trained.state
         self._ahead = 0, 0.0  # bytes and seconds of that
+        self._weighed = Epoch()  # what this rank holds back is for the mean over the ranks of this epoch
+        self._factor = 1.0  # that it was multiplied by since the last meeting that went well
         self.changes: list[Change] = []
         self._store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # as in `members`; Any: see there
         dist.init_process_group(
@@ -364,8 +367,10 @@ class Run:
             whole = False
         self._failed = self._late = False
         seconds = time.monotonic() - began
-        self.changes.append(Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead))
-        self._ahead = 0, 0.0
+        self.changes.append(
+            Change(self.epoch.number, self.size, self.step, seconds, *received, *self._ahead, self._factor)
+        )
+        self._ahead, self._factor = (0, 0.0), 1.0
         if self.on_change is not None:
             with self.attempt():
                 self.on_change(self)
@@ -379,7 +384,8 @@ class Run:
         exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
         if joins:
             self._get_ahead()
-        note = Note(position, self.step, whole, self._leaves, exchanges, self._source)
+        since = self._weighed.since.get(self.member, -1)
+        note = Note(position, self.step, whole, self._leaves, exchanges, self._source, since)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
             self._hand_over(epoch, before)
@@ -451,6 +457,7 @@ class Run:
             self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
         )
         behind = self.member in epoch.behind
+        self._weigh(epoch)
         for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
@@ -484,6 +491,15 @@ class Run:
         else:
             self._members.look()
         return received
+
+    def _weigh(self, epoch: Epoch) -> None:
+        """Have what this rank holds back move the weights as it would have among the ranks that were there before."""
+        if self._weighed.members:
+            factor = epoch.factor_after(self._weighed)
+            for each in self._trained:
+                each.handle.multiply(factor)
+            self._factor *= factor
+        self._weighed = epoch
 
     def _state_for(self, receiver: str) -> list[dict[str, Any]]:  # Any: as Trained.state
         """Return what a rank lacks that is behind."""

@@ -296,6 +296,16 @@ class LocalTraining(StepMethod, options=LocalSteps):
         for bucket, learnt in zip(self._weights.buckets, self._weights.from_saved(held["learnt"]), strict=True):
             bucket.start = bucket.start + learnt
 
+    def multiply(self, factor: float) -> None:
+        """Multiply what this rank has not sent, and what it has learnt since the last exchange; see Handle."""
+        self._check_own()
+        super().multiply(factor)
+        for bucket in self._weights.buckets if factor != 1.0 else ():
+            own = bucket.own()
+            learnt = bucket.start - own
+            if learnt.any() and learnt.isfinite().all():
+                bucket.start = own + factor * learnt
+
     def _check(self, state: State) -> None:
         super()._check(state)
         saved, path = state[self.integration], f"state[{self.integration!r}]"

@@ -349,6 +349,11 @@ class Handle:
         self._rescaler.settle()
         self._rescaler.take_back(self._residual_sizes())
 
+    def multiply(self, factor: float) -> None:
+        """Multiply what this rank holds back, between two steps: where the mean is from now on over more ranks, or over fewer."""
+        self._settle()
+        self._scheme.rescale_residual(dict.fromkeys(self._residual_sizes(), factor))
+
     def settings_text(self) -> str:
         """Return the settings and the model, line by line, which must be the same on all ranks."""
         return "\n".join([self._scheme.config_fingerprint(), *self._lines()])
