@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OTHERS := .venv-adapters
 
-.PHONY: setup demo campaign test test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
+.PHONY: setup demo campaign test test-grids test-worlds test-slow test-all test-adapters test-versions check docs sanitize fuzz fuzz-coverage clean
 
 setup: $(READY)
 
@@ -30,9 +30,16 @@ campaign: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again.
-test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow --every-call
+# Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again. The grids are in one
+# process, most of the other tests start several and wait for them, so that `make -j3 test-all` takes about half as long.
+GRIDS := tests/invariants tests/test_plan.py
+test-grids: $(READY)
+	$(BIN)/python -m pytest -m slow --every-call $(GRIDS)
+
+test-worlds: $(READY)
+	$(BIN)/python -m pytest -m slow --every-call $(GRIDS:%=--ignore=%)
+
+test-slow: test-grids test-worlds
 
 test-all: test test-slow
 
