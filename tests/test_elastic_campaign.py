@@ -10,7 +10,7 @@ import torch
 from studies.elastic import command
 from studies.elastic.drawing import EXCHANGES, KINDS, SCHEMES, Event, Trial, drawn
 from studies.elastic.supervisor import RankSeen, Struck, TrialSeen, observe, places
-from studies.elastic.verdict import Outcome, changed_mass, dropped, ended_badly, judged, split, unequal
+from studies.elastic.verdict import Outcome, changed_mass, dropped, ended_badly, judged, other_factors, split, unequal
 
 TIMEOUT_S = 3.0
 
@@ -114,6 +114,15 @@ def test_an_heir_has_the_sum_and_nobody_else_anything_new() -> None:
     assert list(changed_mass(seen)) == [(2.0, "rank 1 has not got what another rank handed over in epoch 2")]
     seen.ranks[1] = rank(1, met(2.0, 2, "b", lost=[["a", "lost on the way to another rank"]]))
     assert list(changed_mass(seen)) == []
+
+
+def test_ranks_that_were_together_multiply_what_they_hold_back_alike() -> None:
+    ranks = [rank(each, met(1.0, 1, "ab"), met(2.0, 3, "abc", factor=1.5)) for each in (0, 1)]
+    late = rank(2, met(1.0, 2, "c"), met(2.0, 3, "abc"))
+    assert list(other_factors([*ranks, late])) == []
+    ranks[1] = rank(1, met(1.0, 1, "ab"), met(2.0, 3, "abc"))
+    told = "rank 1 has another factor than others in the meeting of epoch 3"
+    assert list(other_factors([*ranks, late])) == [(2.0, told)]
 
 
 def test_two_memberships_must_not_both_take_steps() -> None:

@@ -94,19 +94,26 @@ def test_what_is_held_back_moves_the_weights_as_it_would_have_among_the_ranks_be
         kept = {each: last.since.get(each, 500) for each in members + leaving} | since
         return Epoch(last.number + 1, tuple(members), leaving=dict.fromkeys(leaving, "a"), step=500, since=kept)
 
-    # Of a lost rank the others have as much, in the mean; one that has just begun has nothing.
+    def factors(after: Epoch, last: Epoch) -> tuple[float, ...]:
+        return after.factors_after(last, full_after=100)
+
+    # Of a lost rank the others have as much, in the mean, but not of what does not move.
     without = after(four, "abc")
-    assert without.factor_after(four) == 1.0
+    assert factors(without, four) == (1.0, 3 / 4, 1.0)
     joined = after(without, "abcx")
-    assert joined.factor_after(without) == pytest.approx(4 / 3, rel=0.01)
-    assert joined.factor_after(four) == joined.factor_after(without)
-    died = after(joined, "abc")
-    assert died.factor_after(joined) == pytest.approx(3 / 4, rel=0.01)
-    # In and out again and again nothing grows.
-    assert joined.factor_after(without) * died.factor_after(joined) == pytest.approx(1.0)
+    assert factors(joined, without) == (4 / 3, 4 / 3, 4 / 3)
+    assert factors(joined, four) == (1.0 * 4 / 3, 1.0, 4 / 3)
+    # In and out again at once nothing grows. Later the one that joined has as much as the others.
+    soon = replace(after(joined, "abc"), step=520)
+    assert factors(soon, joined) == (pytest.approx(3 / 4 * 320 / 300), 3 / 4, 1.0)
+    later = replace(after(joined, "abc"), step=600)
+    assert factors(later, joined) == (1.0, 3 / 4, 1.0)
     # What a leaving rank has handed over is there, and so is what one has that comes back.
-    assert after(four, "abc", leaving="d").factor_after(four) == 3 / 4
-    assert after(without, "abcd", d=0).factor_after(without) == 1.0
+    assert factors(after(four, "abc", leaving="d"), four) == (3 / 4, 3 / 4, 3 / 4)
+    assert factors(after(without, "abcd", d=0), without) == (1.0, 4 / 3, 1.0)
+    # Nobody holds back anything yet.
+    begun = Epoch(1, ("a", "b"), step=500, since={"a": 500, "b": 500})
+    assert factors(after(begun, "abx"), begun) == (3 / 2, 3 / 2, 3 / 2)
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ def test_what_local_steps_have_learnt_is_multiplied_with_what_waits() -> None:
             each.sub_(0.25)
     handle.step()
     learnt = [each.detach() - before for each, before in zip(model.parameters(), start, strict=True)]
-    handle.multiply(0.5)
+    handle.multiply(held=9.0, still=9.0, learnt=0.5)
     assert all(torch.equal(a.detach(), b + c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
     handle.flush()
     assert all(torch.allclose(a, b + 0.5 * c) for a, b, c in zip(model.parameters(), start, learnt, strict=True))
@@ -459,6 +459,49 @@ def test_a_step_that_failed_when_its_buckets_were_reduced_leaves_nothing_behind(
     assert not any(each.any() for each in begun.values()) and any(each.any() for each in before.values())
     assert any(not torch.equal(before[name], failed[name]) for name in before)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def applied_by_another(port: int, exchange: str) -> list[dict[str, torch.Tensor]]:
+    """Return what rank 0 holds back after the buckets of a step, which it then fails and the other applies, and after the meeting."""
+    number = dist.get_rank()
+    dist.destroy_process_group()
+    run = elastic.Run(f"127.0.0.1:{port}", ranks=2, timeout_s=5.0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheme = sparsync.TopK(density=0.2)
+    handle: Any = sparsync.attach(model, scheme, optimizer=optimizer, exchange=EXCHANGES[exchange])
+    run.add(model, handle, optimizer)
+    found: list[dict[str, torch.Tensor]] = []
+    run.on_change = lambda of: found.append(scheme.state_dict()["residual"]) if of.epoch.number == 2 else None
+    whole = scheme.reduce
+
+    def fails(bucket: sparsync.Bucket, comm: sparsync.Comm) -> Any:
+        whole(bucket, comm)
+        found.append(scheme.state_dict()["residual"])
+        raise ConnectionLostError("a rank is gone")
+
+    for step in run.steps(14):
+        with run.attempt():
+            vars(scheme)["reduce"] = fails if step == 10 and number == 0 and run.epoch.number == 1 else whole
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + number))
+            (model(inputs) - inputs[:, :5].sin()).square().mean().backward()
+            if exchange == "gradients":
+                handle.reduce()
+            optimizer.step()
+            if step == 10:
+                time.sleep(0.2 * number)  # the other has lost the connection by the next step
+    run.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("exchange", ["steps", "gradients"])
+def test_what_a_rank_sent_in_a_step_that_others_applied_is_not_sent_again(exchange: str) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (failed, after), (_,) = run_on(applied_by_another, 2, port=store.port, exchange=exchange)
+    assert any(each.any() for each in failed.values())
+    assert failed.keys() == after.keys() and all(torch.equal(failed[name], after[name]) for name in failed)
 
 
 def cut_off(port: int) -> list[int]:

@@ -37,7 +37,13 @@ class Outcome:
 def judged(seen: TrialSeen, timeout_s: float, local: bool) -> list[Outcome]:
     """Return what became of each event. What went wrong counts for the last event before."""
     outcomes: list[Outcome] = []
-    problems = [*ended_badly(seen.ranks), *unequal(seen.ranks), *changed_mass(seen), *split(seen, timeout_s, local)]
+    problems = [
+        *ended_badly(seen.ranks),
+        *unequal(seen.ranks),
+        *changed_mass(seen),
+        *other_factors(seen.ranks),
+        *split(seen, timeout_s, local),
+    ]
     for place, struck in enumerate(seen.struck):
         later = [each.at for each in seen.struck[place + 1 :]]
         until = min((each for each in later if each > struck.at), default=float("inf"))
@@ -145,6 +151,18 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
                 yield (
                     entry["t"],
                     f"what rank {rank.number} holds back of {wrong[0]} has changed in the meeting of epoch {last}",
+                )
+
+
+def other_factors(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
+    """Yield meetings in which ranks that were together before have multiplied what they hold back by different factors."""
+    found = dict[tuple[int, int], float]()
+    for rank in ranks:
+        for before, entry in pairwise(each for each in rank.entries if "change" in each):
+            if found.setdefault((before["change"], entry["change"]), entry["factor"]) != entry["factor"]:
+                yield (
+                    entry["t"],
+                    f"rank {rank.number} has another factor than others in the meeting of epoch {entry['change']}",
                 )
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -37,7 +37,6 @@ ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
-FILLED = 100  # steps after which a rank that began with nothing holds back as much as the others
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 _NOTHING = "-"  # what no key has as its value
 
@@ -62,18 +61,24 @@ class Epoch:
         """Return the rank of a member."""
         return self.members.index(member)
 
-    def filled(self, members: Collection[str], step: int) -> float:
-        """Return how much of these holds back at a step, those counted in part that began a short time ago."""
-        return sum(min(1.0, max(1, step - self.since[each] + 1) / FILLED) for each in members)
+    def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
+        """Return by what a rank that was there in an earlier epoch multiplies what it has for the others.
 
-    def factor_after(self, last: "Epoch") -> float:
-        """Return what a rank that was there in an earlier epoch multiplies by what it holds back, so that it moves the weights as it would.
-
-        A mean over more ranks would make less of it, and one over fewer more. What lost ranks held back is taken to be the mean of those
-        that are left: this moves the weights alike, in the mean.
+        It moves the weights as far then as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
+        ranks held back is taken to be the mean of those that are left. A rank holds back as much as the others `full_after` steps.
         """
-        held = last.filled(last.members, self.step) / self.filled([*self.members, *self.leaving], self.step)
-        return len(self.members) / len(last.members) * held
+
+        def full(epoch: Epoch, members: Collection[str]) -> int:
+            return sum(min(full_after, max(0, self.step - epoch.since[each])) for each in members)
+
+        ranks, before, there = len(self.members), len(last.members), [*self.members, *self.leaving]
+        held_before, held = full(last, last.members), full(self, there)
+        learnt = sum(each in last.members or self.since[each] < self.step for each in there)
+        return Factors(
+            (ranks * held_before) / (before * held) if held_before and held else ranks / before,
+            ranks / before,
+            ranks / learnt if learnt else 1.0,
+        )
 
     @property
     def text(self) -> str:
@@ -85,6 +90,14 @@ class Epoch:
         """Return the epoch of a text."""
         found = json.loads(text)
         return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
+
+
+class Factors(NamedTuple):
+    """By what a rank multiplies what it has for the others when ranks have come or gone; see Handle.multiply."""
+
+    held: float
+    still: float
+    learnt: float
 
 
 @dataclass(frozen=True)

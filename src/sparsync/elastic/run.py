@@ -57,7 +57,9 @@ class Change:
     received_s: float = 0.0
     ahead_nbytes: int = 0  # received before, while the others trained
     ahead_s: float = 0.0
-    factor: float = 1.0  # what this rank holds back was multiplied by it, because the mean is over others
+    factor: float = (
+        1.0  # what this rank holds back of the first model was multiplied by it, because the mean is over others
+    )
 
 
 class Run:
@@ -382,9 +384,10 @@ class Run:
         members, before = self._members, self._members.current
         position = [each.position if self._knows else -1 for each in self._trained]
         exchanges = digest("\n".join(each.handle.exchanged_text() for each in self._trained))
+        # One that begins from a checkpoint has something to send as well.
+        since = self._weighed.since.get(self.member, 0 if any(each.done for each in self._trained) else -1)
         if joins:
             self._get_ahead()
-        since = self._weighed.since.get(self.member, -1)
         note = Note(position, self.step, whole, self._leaves, exchanges, self._source, since)
         epoch = members.join(note) if joins else members.meet(note, self._give_up)
         if whole:
@@ -396,9 +399,17 @@ class Run:
         if self.member not in epoch.members:
             end_world()
             self._late = True
+            self._take_back()
             self._get_ahead()
             members.join(replace(note, whole=False, leaves=False, source=self._source))
+        self._weigh(self.epoch)
         return False
+
+    def _take_back(self) -> None:
+        """Make what this rank holds back what it was before a step that has failed."""
+        if self._failed:
+            for each in self._trained:
+                each.handle.take_back()
 
     def _give_up(self) -> None:
         """End a step that others have begun, which did not hear in time of the meeting before it; the next one is called earlier."""
@@ -406,12 +417,10 @@ class Run:
         self._cut()
 
     def _cut(self) -> None:
-        """Close the connections, so that others that wait for this rank learn that it does not come; take back a step under way."""
+        """Close the connections, so that others that wait for this rank learn that it does not come."""
         for each in self._trained:
             each.handle.abort()
         end_world()
-        for each in self._trained:
-            each.handle.take_back()
 
     def _note_lost(self, epoch: Epoch, before: Epoch) -> None:
         for each in epoch.gone:
@@ -422,7 +431,7 @@ class Run:
                     Lost(
                         each,
                         epoch.step,
-                        "got the weights of others; of a step that it lacked, what it sent waits still",
+                        "got the weights of others; of a step that it lacked, what had not come back to it waits still",
                     )
                 )
 
@@ -457,7 +466,8 @@ class Run:
             self._backend, store=self._store, rank=epoch.rank(self.member), world_size=size, timeout=timeout
         )
         behind = self.member in epoch.behind
-        self._weigh(epoch)
+        if not behind:  # otherwise what it sent in the step that failed is in the weights of others
+            self._take_back()
         for place, each in enumerate(self._trained):
             if isinstance(each.model, DistributedDataParallel):
                 # HACK: torch has this under a private name. Price: it may change with torch; tests train a DDP model on changing ranks.
@@ -493,12 +503,12 @@ class Run:
         return received
 
     def _weigh(self, epoch: Epoch) -> None:
-        """Have what this rank holds back move the weights as it would have among the ranks that were there before."""
+        """Have what this rank has for the others move the weights as it would have among the ranks that were there before."""
         if self._weighed.members:
-            factor = epoch.factor_after(self._weighed)
-            for each in self._trained:
-                each.handle.multiply(factor)
-            self._factor *= factor
+            factors = [epoch.factors_after(self._weighed, each.handle.full_after) for each in self._trained]
+            for each, its in zip(self._trained, factors, strict=True):
+                each.handle.multiply(*its)
+            self._factor *= factors[0].held
         self._weighed = epoch
 
     def _state_for(self, receiver: str) -> list[dict[str, Any]]:  # Any: as Trained.state

@@ -438,6 +438,9 @@ class ExchangedSteps(StepMethod):
             self.integration: own,
         }  # one that failed counts as taken until `regroup`
 
+    def _still(self) -> Collection[str]:
+        return {*super()._still(), *self._idle}
+
     def rest_of_state(self) -> dict[str, Any]:  # Any: as Handle.state_dict
         state = super().rest_of_state()
         left_out = (*self.vectors, "seen")
@@ -535,8 +538,9 @@ class ExchangedSteps(StepMethod):
                 sketch = _Sketch(self._ratios, self._keys, self._step, finite, gradients)
                 self._reduce_and_measure(sketch, step_of, done)
         except BaseException:
-            # After an overflow it has returned already, see Rollback.
-            for each in done.means if self._scheme.has_residual and not done.skipped else ():
+            # After an overflow it has returned already, see Rollback. With `hold_steps` it depends on whether others have applied the step.
+            returns = self._scheme.has_residual and not done.skipped and not self._rescaler.takes_back
+            for each in done.means if returns else ():
                 if each.bucket is not None:
                     self._scheme.rollback(each.bucket)
             raise

@@ -296,15 +296,18 @@ class LocalTraining(StepMethod, options=LocalSteps):
         for bucket, learnt in zip(self._weights.buckets, self._weights.from_saved(held["learnt"]), strict=True):
             bucket.start = bucket.start + learnt
 
-    def multiply(self, factor: float) -> None:
-        """Multiply what this rank has not sent, and what it has learnt since the last exchange; see Handle."""
+    @property
+    def full_after(self) -> int:
+        return super().full_after * self.options.every
+
+    def multiply(self, held: float, still: float, learnt: float) -> None:
         self._check_own()
-        super().multiply(factor)
-        for bucket in self._weights.buckets if factor != 1.0 else ():
+        super().multiply(held, still, learnt)
+        for bucket in self._weights.buckets if learnt != 1.0 else ():
             own = bucket.own()
-            learnt = bucket.start - own
-            if learnt.any() and learnt.isfinite().all():
-                bucket.start = own + factor * learnt
+            change = bucket.start - own
+            if change.any() and change.isfinite().all():
+                bucket.start = own + learnt * change
 
     def _check(self, state: State) -> None:
         super()._check(state)

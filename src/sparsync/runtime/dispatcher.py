@@ -191,6 +191,8 @@ class Dispatcher:
     def flush(self) -> None:
         """Wait until all submitted buckets are reduced, and end the step."""
         self._threads.finish()
+        for device, stream in self._streams.items():  # after a failure nobody else waits for it
+            torch.cuda.current_stream(device).wait_stream(stream)
         self._failure = None
         self._connection.end_step()
 

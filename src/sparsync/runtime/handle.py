@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from sparsync.runtime.summary import Hidden, Summary
 from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
+FULL_AFTER = 100  # steps after which a new residual is as large as an old one, at least; see `Handle.full_after`
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,9 @@ class Handle:
         self._check_attached()
         if self._connection.partly_applied:
             raise RuntimeError("an error has left a step applied in part on this rank; load a checkpoint on all ranks")
-        self.take_back()
+        with suppress(RuntimeError):  # of a thread that has ended
+            self._flush()
+        self._rescaler.settle()
         self._rescaler.forget()  # the scheme loses the copy that a step under way would be weighed by
         timeout_s = self._connection.timeout_s if timeout_s is None else timeout_s
         comm = GroupComm.private(group, timeout_s, fingerprint=self.exchanged_text(), agreed=agreed)
@@ -343,16 +346,35 @@ class Handle:
         self._rescaler.applied()
 
     def take_back(self) -> None:
-        """After `hold_steps`: make what this rank holds back what it was before a step that has failed, which is to be taken again."""
+        """After `hold_steps`: make what this rank holds back what it was before a step that has failed, which is to be taken again.
+
+        Not where other ranks have applied that step: there what was sent is in the weights, and what was not sent is in the residual.
+        """
         with suppress(RuntimeError):  # of a thread that has ended
             self._flush()
         self._rescaler.settle()
         self._rescaler.take_back(self._residual_sizes())
 
-    def multiply(self, factor: float) -> None:
-        """Multiply what this rank holds back, between two steps: where the mean is from now on over more ranks, or over fewer."""
+    @property
+    def full_after(self) -> int:
+        """After how many steps a rank that began with nothing holds back about as much as the others."""
+        return max(FULL_AFTER, math.ceil(3 / self.scheme.share_sent))
+
+    def multiply(self, held: float, still: float, learnt: float) -> None:
+        """Multiply what this rank has for the others, between two steps: where the mean is from now on over more ranks, or over fewer.
+
+        `held` is for what it holds back, `still` for that of parameters that do not move now, and `learnt` for what it has learnt since the
+        last exchange, where it does so.
+        """
         self._settle()
-        self._scheme.rescale_residual(dict.fromkeys(self._residual_sizes(), factor))
+        not_moved = self._still()
+        names = self._residual_sizes()
+        self._scheme.rescale_residual({name: still if name in not_moved else held for name in names})
+
+    def _still(self) -> Collection[str]:
+        """Return the parameters that do not move now."""
+        module = module_of(self._scheme)
+        return () if module is None else {name for name, each in named_parameters(module) if not each.requires_grad}
 
     def settings_text(self) -> str:
         """Return the settings and the model, line by line, which must be the same on all ranks."""
@@ -409,6 +431,7 @@ class Handle:
     def take_over(self, held: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict
         """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
         self._settle()
+        self._rescaler.applied()  # the scheme loses the copy of `hold_steps`
         self._scheme.load_state_dict(_resized_scheme([self._scheme.state_dict(), held["scheme"]], 0, 1))
 
     def _residual_sizes(self) -> dict[str, int]:
