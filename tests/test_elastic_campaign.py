@@ -39,7 +39,8 @@ def rank(number: int, *entries: dict[str, Any]) -> RankSeen:
 
 
 def met(at: float, epoch: int, members: str, mass: str = "", lost: Any = (), factor: float = 1.0) -> dict[str, Any]:
-    return {"t": at, "change": epoch, "members": list(members), "mass": mass, "lost": list(lost), "factor": factor}
+    more = {"behind": {}, "mass": mass, "lost": list(lost), "factor": factor}
+    return {"t": at, "change": epoch, "members": list(members), **more}
 
 
 def steps(first: int, last: int, epoch: int, at: float, digest: str = "same") -> list[dict[str, Any]]:
@@ -114,6 +115,17 @@ def test_an_heir_has_the_sum_and_nobody_else_anything_new() -> None:
     assert list(changed_mass(seen)) == [(2.0, "rank 1 has not got what another rank handed over in epoch 2")]
     seen.ranks[1] = rank(1, met(2.0, 2, "b", lost=[["a", "lost on the way to another rank"]]))
     assert list(changed_mass(seen)) == []
+
+
+def test_only_a_rank_that_had_failed_a_step_which_others_applied_may_hold_back_something_else() -> None:
+    masses = {"mass": {"before": {"w": torch.zeros(2)}, "after": {"w": torch.ones(2)}}}
+    first, second = met(1.0, 1, "ab"), met(2.0, 2, "ab", "mass")
+    told = "what rank 0 holds back of w has changed in the meeting of epoch 2"
+    assert list(changed_mass(TrialSeen([], [rank(0, first, second)], masses, {}))) == [(2.0, told)]
+    second["behind"] = {"a": "b"}
+    assert list(changed_mass(TrialSeen([], [rank(0, first, second)], masses, {}))) == []
+    first["members"] = ["b"]  # it comes back
+    assert list(changed_mass(TrialSeen([], [rank(0, first, second)], masses, {}))) == [(2.0, told)]
 
 
 def test_ranks_that_were_together_multiply_what_they_hold_back_alike() -> None:

@@ -157,6 +157,7 @@ def met(store: Any, *names: str) -> Iterator[list[Members]]:
     assert set(epochs[0].members) == set(names)
     for each in found:
         each.watch()
+    store.wait(["sparsync/elastic/run/epoch"])  # which a watcher writes down, for those that come later
     yield found
     for each in found:
         each.close()
@@ -206,6 +207,7 @@ def test_one_that_is_to_join_asks_a_member_for_the_state(store: Any, serves: boo
         x = member_of(store, "x")
         found = threads.submit(x.source)
         while a.fetching != ["x"]:
+            assert not found.done(), found.result()
             time.sleep(0.01)
         own = a.answer("x", serves)
         if not serves:

@@ -120,7 +120,10 @@ def unequal(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
 
 
 def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
-    """Yield meetings in which what a rank holds back changed by anything but what a rank that left has handed over, and its factor."""
+    """Yield meetings in which what a rank holds back changed by anything but what a rank that left has handed over, and its factor.
+
+    Not of a rank that had failed a step which others applied: `run.lost` names it, and what it has sent in that step is in the weights.
+    """
     heirs = [
         (entry["left"], entry["heir"], member_of(rank), seen.left[rank.number])
         for rank in seen.ranks
@@ -128,7 +131,7 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
         if "left" in entry and entry["heir"] is not None
     ]
     for rank in seen.ranks:
-        own, last = member_of(rank), 0
+        own, last, members = member_of(rank), 0, set[str]()
         for entry in (each for each in rank.entries if "change" in each):
             lost = {member for member, what in entry["lost"] if "on the way" in what}
             due = [
@@ -136,7 +139,10 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
                 for epoch, heir, leaver, held in heirs
                 if heir == own and last < epoch <= entry["change"] and leaver not in lost
             ]
-            last = entry["change"]
+            last, lacked = entry["change"], own in members and own in entry["behind"]
+            members = set(entry["members"])
+            if lacked:
+                continue
             mass = seen.masses.get(entry["mass"])
             if mass is None:
                 if any(each.any() for held in due for each in held.values()):

@@ -53,9 +53,8 @@ class Epoch:
     step: int = 0  # steps that are done
     alike: bool = True  # all exchange the same: the notes of the members had the same digest
     ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
-    since: Mapping[str, int] = field(
-        default_factory=dict
-    )  # the step since which each of these, or who leaves, holds back
+    # The step since which each of these, or who leaves, holds back.
+    since: Mapping[str, int] = field(default_factory=dict)
 
     def rank(self, member: str) -> int:
         """Return the rank of a member."""
@@ -64,8 +63,9 @@ class Epoch:
     def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
         """Return by what a rank that was there in an earlier epoch multiplies what it has for the others.
 
-        It moves the weights as far then as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
-        ranks held back is taken to be the mean of those that are left. A rank holds back as much as the others `full_after` steps.
+        It then moves the weights as far as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
+        ranks held back is taken to be the mean of those that are left. A rank that began with nothing counts in full after
+        `full_after` steps.
         """
 
         def full(epoch: Epoch, members: Collection[str]) -> int:

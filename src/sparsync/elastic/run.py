@@ -57,9 +57,7 @@ class Change:
     received_s: float = 0.0
     ahead_nbytes: int = 0  # received before, while the others trained
     ahead_s: float = 0.0
-    factor: float = (
-        1.0  # what this rank holds back of the first model was multiplied by it, because the mean is over others
-    )
+    factor: float = 1.0  # by which what this rank holds back of the first model was multiplied; the mean is over others
 
 
 class Run:
