@@ -31,7 +31,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
 # Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again. The grids are in one
-# process, most of the other tests start several and wait for them, so that `make -j3 test-all` takes about half as long.
+# process, most of the other tests start several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
 GRIDS := tests/invariants tests/test_plan.py
 test-grids: $(READY)
 	$(BIN)/python -m pytest -m slow --every-call $(GRIDS)
