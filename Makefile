@@ -30,14 +30,14 @@ campaign: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Larger worlds and whole grids, with annotations checked at every call; no test that `make test` runs is run again. The grids are in one
-# process, most of the other tests start several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
+# Larger worlds and whole grids; no test that `make test` runs is run again. The grids are in one process, most of the other tests start
+# several and wait for them, so `make -j3 test-all` runs both beside the quick tests.
 GRIDS := tests/invariants tests/test_plan.py
 test-grids: $(READY)
-	$(BIN)/python -m pytest -m slow --every-call $(GRIDS)
+	$(BIN)/python -m pytest -m slow $(GRIDS)
 
 test-worlds: $(READY)
-	$(BIN)/python -m pytest -m slow --every-call $(GRIDS:%=--ignore=%)
+	$(BIN)/python -m pytest -m slow $(GRIDS:%=--ignore=%)
 
 test-slow: test-grids test-worlds
 

@@ -30,16 +30,6 @@ hypothesis.settings.register_profile("sparsync", deadline=None, derandomize=True
 hypothesis.settings.load_profile("sparsync")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-call", action="store_true", help="check the annotations at every call, not at some of them"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    annotations.every_call = config.getoption("--every-call")
-
-
 def pytest_sessionstart() -> None:
     """Look for no garbage while tests are collected, which takes seconds and finds none."""
     gc.disable()

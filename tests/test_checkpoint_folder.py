@@ -274,12 +274,12 @@ def test_a_state_comes_back_as_it_was_and_what_cannot_be_saved_is_named(tmp_path
 
 
 def test_a_training_changes_its_number_of_ranks_in_one_folder(tmp_path: Path) -> None:
-    sums: list[Tensor] = []
+    means: list[Tensor] = []
 
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
         handle = Stepped(comm)
-        if sums:
-            assert checkpoint.load(handle, tmp_path) == 2 * len(sums)
+        if means:
+            assert checkpoint.load(handle, tmp_path) == 2 * len(means)
         loaded = handle.residual
         wait(comm)
         for _ in range(2):
@@ -289,9 +289,9 @@ def test_a_training_changes_its_number_of_ranks_in_one_folder(tmp_path: Path) ->
 
     for P in (4, 2, 3, 3, 1, 4):
         ranks = world(P, body)
-        if sums:
-            assert torch.equal(torch.stack([loaded for loaded, _ in ranks]).sum(0), sums[-1])
-        sums.append(torch.stack([residual for _, residual in ranks]).sum(0))
+        if means:
+            assert torch.allclose(torch.stack([loaded for loaded, _ in ranks]).mean(0), means[-1], rtol=1e-5)
+        means.append(torch.stack([residual for _, residual in ranks]).mean(0))
     # A rank that was not the last one to save keeps its file before this one until it saves again.
     assert [each for each in names(tmp_path) if "step12." in each] == [
         f"sparsync.step12.rank{rank}of4.safetensors" for rank in range(4)
@@ -536,7 +536,7 @@ def test_the_velocity_of_dgc_is_redistributed_as_residuals_are() -> None:
     together = alone["scheme"]["velocity"]
     for name in SHAPES:
         assert torch.equal(
-            together[name], states[0]["scheme"]["velocity"][name] + states[1]["scheme"]["velocity"][name]
+            together[name], (states[0]["scheme"]["velocity"][name] + states[1]["scheme"]["velocity"][name]) / 2
         )
 
 

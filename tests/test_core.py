@@ -1,5 +1,7 @@
 """core: spans, buckets, costs, reports and the shared random generator."""
 
+import math
+
 import jaxtyping
 import pytest
 import torch
@@ -92,7 +94,7 @@ def test_density_is_the_union_over_the_elements_and_one_for_an_empty_bucket() ->
 
 def test_the_annotations_of_shapes_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every other test would pass with wrong ones."""
-    monkeypatch.setattr(annotations, "every_call", True)
+    monkeypatch.setattr(annotations, "FIRST_CALLS", math.inf)
     with pytest.raises(TypeError, match="index"):
         Sparse(torch.zeros(2), torch.zeros(2), 5)
     with pytest.raises(TypeError, match="value"):

@@ -288,10 +288,11 @@ class ErrorFeedback:
 
 
 def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """Return the residuals of `size` ranks, made from those of all ranks of another world, without losing mass.
+    """Return the residuals of `size` ranks, made from those of all ranks of another world, with the same mean of every element.
 
-    New rank r gets the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The sum over
-    ranks of every element stays the same, up to the rounding of the additions (none when the world grows).
+    A reduction divides by the number of ranks, so with the same mean what waits moves the weights as far as it would have. New rank r gets
+    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The
+    mean stays up to the rounding of these.
     """
     if size < 1:
         raise ValueError(f"a world has at least 1 rank, got {size}")
@@ -300,6 +301,9 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
         mine = dealt[rank % size]
         for name, residual in state.items():
             mine[name] = mine[name] + residual if name in mine else residual.clone()
+    for mine in dealt:
+        for residual in mine.values():
+            residual.mul_(size).div_(len(states))  # exact where the result is
     return dealt
 
 

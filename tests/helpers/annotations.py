@@ -1,8 +1,8 @@
 """The annotations of the package are executed in tests: shapes by jaxtyping, everything else by beartype.
 
-Checking every call takes half of the time of many tests, so unless `every_call` is set, each function checks its first calls and some of
-the others. A function inside another is decorated each time the outer one runs, which takes longer than most calls; so of it the first
-definitions and some of the others are decorated.
+Checking every call takes half of the time of many tests, so each function checks its first calls and some of the others. A function inside
+another is decorated each time the outer one runs, which takes longer than most calls; so of it the first definitions and some of the others
+are decorated.
 """
 
 from collections import Counter
@@ -22,7 +22,6 @@ UNCHECKED = frozenset({"sparsync.attached.ddp"})
 FIRST_CALLS = 50
 FIRST_DEFINITIONS = 5
 ONE_IN = 200  # of the calls and definitions after the first ones
-every_call = False
 definitions: Counter[CodeType] = Counter()  # of each function inside another
 
 
@@ -46,7 +45,7 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
     if not isclass(thing) and "<locals>" in thing.__qualname__:
         definitions[thing.__code__] += 1
         number = definitions[thing.__code__]
-        if number > FIRST_DEFINITIONS and number % ONE_IN and not every_call:
+        if number > FIRST_DEFINITIONS and number % ONE_IN:
             return thing
     if any(_has_shape(hint) for hint in hints):
         if not isclass(thing):
@@ -60,7 +59,7 @@ def executed(thing: Any = None, *, typechecker: object = None) -> Any:
 
 
 def sometimes(make: Callable[[], Callable[..., Any]], without: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checks its first calls and some of the others, or all of them.
+    """Return a function that checks its first calls and some of the others.
 
     `make` makes the function with the checks at the first call, because that takes longer than most functions, and many are never called.
     """
@@ -70,7 +69,7 @@ def sometimes(make: Callable[[], Callable[..., Any]], without: Callable[..., Any
     def call(*args: Any, **named: Any) -> Any:
         nonlocal calls, with_checks
         calls += 1
-        if calls > FIRST_CALLS and calls % ONE_IN and not every_call:
+        if calls > FIRST_CALLS and calls % ONE_IN:
             return without(*args, **named)
         if with_checks is None:
             with_checks = make()

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from helpers.distributed import run
 from helpers.fsdp_training import SHAPES, as_fsdp, each_unit
+from helpers.resized import check_resized
 from integrations.attach import nothing
 from integrations.failing import FAILURE, Failure, Unlucky, failed_on_all_ranks, failing
 from integrations.fsdp_integration import Axis, Done, Sharding, known, same_on_all_ranks
@@ -250,8 +251,8 @@ def resized(ids: Sequence[str], axis: Axis) -> dict[str, TrialVerdict]:
 
     def judge(id: str, after: list[tuple[dict[str, Tensor], Done]]) -> None:
         for name in states[id][0]["scheme"].get("residual", {}):
-            held = torch.stack([state["scheme"]["residual"][name] for state in states[id]]).sum(0)
-            assert torch.equal(held, torch.stack([kept[name] for kept, _ in after]).sum(0)), name
+            old = [state["scheme"]["residual"][name] for state in states[id]]
+            check_resized(old, [kept[name] for kept, _ in after], name)
         for a, b in zip(after[0][1].rows, after[1][1].rows, strict=True):
             assert all(same_bits(a[name], b[name]) for name in SHAPES)
 
@@ -331,7 +332,7 @@ def cases(axis: Axis) -> dict[str, Case]:
             judge=resumed_to_the_same_bits,
         ),
         "resuming with another number of ranks": Case(
-            f"2 {parts} take over the exact sum of the residuals of 3",
+            f"2 {parts} take over the residuals of 3 with the same mean",
             partial(resized, axis=axis),
         ),
     }

@@ -89,8 +89,8 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
     """Continue from what `save` wrote, or from a torch.distributed.checkpoint with `entries`.
 
     Call it on every rank, with the same folder, after all ranks have saved; a run that does both calls a barrier in between.
-    With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the sum of the residuals of old
-    ranks r, r + P, r + 2P, ..., which keeps the sum over ranks of every element; state for the old number of ranks, such as thresholds of
+    With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the residuals of old ranks r,
+    r + P, r + 2P, ..., so scaled that the mean over ranks of every element stays; state for the old number of ranks, such as thresholds of
     partitions, starts again. Under FSDP2 with a replicate axis this holds for the ranks with the same shard; keep the number of shards.
     Nothing in a file is executed.
 
