@@ -13,7 +13,8 @@ import pytest
 
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.elastic import Epoch, members
-from sparsync.elastic.members import Members, Note, TCPStore, proposed
+from sparsync.elastic.epochs import Note, proposed
+from sparsync.elastic.members import Members, TCPStore
 from sparsync.elastic.presence import Presence
 
 

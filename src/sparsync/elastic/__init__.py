@@ -1,6 +1,6 @@
 """Training that goes on while ranks die, freeze, leave and join: `Run`."""
 
-from sparsync.elastic.members import Epoch as Epoch
+from sparsync.elastic.epochs import Epoch as Epoch
 from sparsync.elastic.run import Change as Change
 from sparsync.elastic.run import Lost as Lost
 from sparsync.elastic.run import Run as Run

@@ -14,16 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from sparsync.comm.meeting import StoreSilentError, asked
 from sparsync.core import digest
+from sparsync.elastic.epochs import Epoch, Note, proposed
 from sparsync.elastic.presence import Presence
 
 Result = TypeVar("Result")
@@ -39,83 +40,6 @@ LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 _NOTHING = "-"  # what no key has as its value
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """The members of a run from one meeting to the next."""
-
-    number: int = 0  # 0: nobody has met yet
-    members: tuple[str, ...] = ()  # in the order of their ranks
-    behind: Mapping[str, str] = field(default_factory=dict)  # members that lack the last step, and who sends it to them
-    leaving: Mapping[str, str] = field(default_factory=dict)  # who goes, and the member that takes over what is unsent
-    gone: tuple[str, ...] = ()  # members of the epoch before that did not come
-    step: int = 0  # steps that are done
-    alike: bool = True  # all exchange the same: the notes of the members had the same digest
-    ahead: tuple[str, ...] = ()  # of those behind, who has got most of it from its source before
-    # The step since which each of these, or who leaves, holds back.
-    since: Mapping[str, int] = field(default_factory=dict)
-
-    def rank(self, member: str) -> int:
-        """Return the rank of a member."""
-        return self.members.index(member)
-
-    def factors_after(self, last: "Epoch", full_after: int) -> "Factors":
-        """Return by what a rank that was there in an earlier epoch multiplies what it has for the others.
-
-        It then moves the weights as far as it would have: a mean over more ranks would make less of it, and one over fewer more. What lost
-        ranks held back is taken to be the mean of those that are left. A rank that began with nothing counts in full after
-        `full_after` steps.
-        """
-
-        def full(epoch: Epoch, members: Collection[str]) -> int:
-            return sum(min(full_after, max(0, self.step - epoch.since[each])) for each in members)
-
-        ranks, before, there = len(self.members), len(last.members), [*self.members, *self.leaving]
-        held_before, held = full(last, last.members), full(self, there)
-        learnt = sum(each in last.members or self.since[each] < self.step for each in there)
-        return Factors(
-            (ranks * held_before) / (before * held) if held_before and held else ranks / before,
-            ranks / before,
-            ranks / learnt if learnt else 1.0,
-        )
-
-    @property
-    def text(self) -> str:
-        """The epoch as one line, the same on all members."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @staticmethod
-    def read(text: str | bytes) -> "Epoch":
-        """Return the epoch of a text."""
-        found = json.loads(text)
-        return Epoch(**{**found, **{key: tuple(found[key]) for key in ("members", "gone", "ahead")}})
-
-
-class Factors(NamedTuple):
-    """By what a rank multiplies what it has for the others when ranks have come or gone; see Handle.multiply."""
-
-    held: float
-    still: float
-    learnt: float
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a rank says when it comes to a meeting."""
-
-    position: list[int]  # of each handle: how many common updates it has applied; -1: it has no state of the run yet
-    step: int  # steps that it has done
-    whole: bool  # it has lost nobody: the connections of the epoch before still serve
-    leaves: bool = False
-    exchanges: int = 0  # a digest of what it exchanges, which must be the same on all ranks
-    source: str = ""  # the member from which it has got most of the state already
-    since: int = -1  # the step since which it holds back; -1: it holds back nothing
-
-    @property
-    def knows(self) -> bool:
-        """Whether it has the state of the run, and not only asked for it."""
-        return min(self.position) >= 0
 
 
 class _Said:
@@ -149,41 +73,6 @@ class _Said:
     def alive(self) -> set[str]:
         """Who has answered since a meeting was called, or asks to be let in."""
         return {member for member, kind, _ in self._lines if kind in ("lives", "comes", "asks")}
-
-
-def proposed(last: Epoch, notes: Mapping[str, Note], asking: Sequence[str]) -> Epoch:
-    """Return the epoch that follows `last` when these notes are there; `asking` want to join.
-
-    Who has applied most sends the state to the others: there, what all ranks have sent in the last step is in the weights. Nobody leaves
-    where connections have failed, because what a leaving rank holds back travels over them: it asks again.
-    """
-    present = [each for each in last.members if each in notes]
-    joining = [each for each in dict.fromkeys(asking) if each in notes and each not in last.members]
-    whole = len(present) == len(last.members) and all(notes[each].whole for each in present)
-    staying = [each for each in present if not (whole and notes[each].leaves)]
-    if present and not staying:
-        staying = present[:1]  # the last one has nobody to leave to
-    heads = staying or joining[:1]
-    furthest = max(notes[each].position for each in heads)
-    sources = [each for each in heads if notes[each].position == furthest]
-    sources = sources if min(furthest) >= 0 else sources[:1]
-    members = [*staying, *joining]
-    late = [each for each in members if each not in sources]
-    served = {each: notes[each].source for each in late if notes[each].source in sources}
-    leaving = [each for each in present if each not in staying]
-    step = max(notes[each].step for each in sources)
-    since = {each: notes[each].since for each in [*members, *leaving]}
-    return Epoch(
-        last.number + 1,
-        tuple(members),
-        {each: served.get(each, sources[place % len(sources)]) for place, each in enumerate(late)},
-        {each: staying[place % len(staying)] for place, each in enumerate(leaving)},
-        tuple(each for each in last.members if each not in notes),
-        step,
-        len({notes[each].exchanges for each in members}) == 1,
-        tuple(served),
-        {each: step if begun < 0 else min(begun, step) for each, begun in since.items()},
-    )
 
 
 class Members:

@@ -20,7 +20,8 @@ from sparsync.comm.group import ConnectionLostError
 from sparsync.comm.meeting import StoreSilentError
 from sparsync.core import digest
 from sparsync.elastic.catching_up import Serving, fetch
-from sparsync.elastic.members import Epoch, Members, Note
+from sparsync.elastic.epochs import Epoch, Note
+from sparsync.elastic.members import Members
 from sparsync.elastic.presence import Presence
 from sparsync.elastic.trained import Saved, Trained
 from sparsync.elastic.world import GroupStore, end_world, forget_frames, is_loss, receive, send, world

@@ -3,14 +3,14 @@
 Steps are divided by the second moments of the own gradient; the ratio brings these down to those of the mean one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Report, Span, generator
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
@@ -109,3 +109,32 @@ class MeanOfSketches(Reduction):
         bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size).square_()
         n, details = bucket.grad.numel(), {"overflow": not kernels.all_finite(bucket.grad)}
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details=details)
+
+
+class Measurement:
+    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced the squares of their means.
+
+    `gradients` are this rank's of each bucket, and whether their squares are finite. Where any are not, or it is not `finite`, all sums
+    are NaN.
+    """
+
+    def __init__(
+        self,
+        ratios: BlockRatios,
+        keys: Sequence[str],
+        step: int,
+        finite: bool,
+        gradients: Iterable[tuple[Tensor, bool]],
+    ) -> None:
+        self._ratios, self._own, found = ratios, list[Tensor](), list[Tensor]()
+        for key, (blocks, its_finite) in zip(keys, gradients, strict=True):
+            sums, own = ratios.sketch(blocks, key, step)
+            found.append(sums.to(found[0].device) if found else sums)
+            self._own.append(own)
+            finite = finite and its_finite
+        sums = torch.cat(found)
+        self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
+
+    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
+        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket."""
+        self._ratios.observe(self.bucket.grad, self._own, [[entry.span for entry in each] for each in taking])

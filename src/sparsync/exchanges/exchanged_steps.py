@@ -6,9 +6,9 @@ weights (`_move`). Also here: which parameters take part, the measured ratio, sk
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,142 +20,19 @@ from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
-from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches
+from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
+from sparsync.exchanges.reduced import FewNonzero, Mean, Reduced
 from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, optimizers_of
-from sparsync.exchanges.step_method import State, StepMethod, StepOptions
+from sparsync.exchanges.step_method import State, StepMethod
+from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
-from sparsync.exchanges.weights import Part, WeightBucket
+from sparsync.exchanges.weights import WeightBucket
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.findings import steps_in_backward
 
 _MOST_SKIPPED = 32  # steps in a row; a loss scaler halves 65536 to 1 in 16
-_FORGOTTEN = 0.03  # share of the residual that a step drops at most, where elements are left out
-_LONGEST_BETA2 = 0.99  # up to which second moments remember longer than the optimizer's
-
-
-@dataclass(frozen=True, kw_only=True)
-class Steps(StepOptions):
-    """Exchange the steps of the optimizer, at every step: what `sparsync.attach(..., exchange=Steps())` takes, the same on all ranks.
-
-    For AdamW, Adam without weight decay, and Muon. Raises ValueError for a value out of range.
-
-    Args:
-        keep: in [0, 1], the part of what a rank has not sent that stays in its own weights. None: 0.2 where the scheme leaves elements out
-            and with Muon, else 0.5.
-        block: adjacent elements with one ratio.
-        measure_every: steps between two measurements of the ratio, which send 2 bytes a block, like an all-reduce, beside the step, and
-            serve from the next one on; the first 8 steps all measure, the very first one for itself.
-        beta2: in [0, 1), of the second moments. None: AdamW's, and at least 0.99, because a rank's own gradients are noisier than their
-            mean; for Muon, which has none, 0.95.
-        decay: in [0, 1], the share of what waits that stays from step to step. None: 1 where the scheme sends all elements; where it leaves
-            some out 1 less the share that it sends, and at least 0.97: forgotten no quicker than elements come to be sent. A scheme's own
-            `decay` comes first; `flush` forgets nothing.
-        bucket_mb: megabytes of a bucket.
-        check_weights_every: steps between two comparisons of a digest of the common weights, 0: never.
-    """
-
-    keep: float | None = None
-    block: int = 64
-    measure_every: int = 8
-    beta2: float | None = None
-    decay: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta2 is not None and not 0 <= self.beta2 < 1:
-            raise ValueError(
-                f"beta2 must be in [0, 1), or None for the optimizer's and at least {_LONGEST_BETA2}, got {self.beta2}"
-            )
-        if self.decay is not None and not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], the share of what waits that stays each step, got {self.decay}")
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1 element, got {self.block}")
-        if self.measure_every < 1:
-            raise ValueError(f"measure_every must be at least 1 step, got {self.measure_every}")
-
-    def keep_for(self, scheme: Scheme, muon: bool = False) -> float:
-        """Return `keep`, or what suits the scheme and whether Muon makes some of the steps."""
-        if self.keep is None:
-            return 0.2 if scheme.leaves_out or muon else 0.5
-        return self.keep
-
-    def beta2_for(self, rule: Rule) -> float:
-        if self.beta2 is not None:
-            return self.beta2
-        return rule.beta2 if isinstance(rule, MuonRule) else max(rule.beta2, _LONGEST_BETA2)
-
-    def decay_for(self, scheme: Scheme) -> float:
-        """Return `decay`, or what suits a scheme that has no inner ones."""
-        if self.decay is None:
-            return 1 - min(_FORGOTTEN, scheme.share_sent) if scheme.leaves_out else 1.0
-        return self.decay
-
-
-class FewNonzero(Bucket):
-    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
-        self._like, self._kept = bucket.grad.new_empty(0), kernels.select_ge(bucket.grad, 0.0)
-
-    @property
-    def grad(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
-        whole = self._like.new_zeros(self._kept.length)
-        kernels.put_(whole, self._kept.index, self._kept.value)
-        return whole
-
-
-class _Sketch:
-    """A measurement of the ratio in one step: `bucket` holds the sums of all blocks, and once it was reduced the squares of their means.
-
-    `gradients` are this rank's of each bucket, and whether their squares are finite. Where any are not, or it is not `finite`, all sums
-    are NaN.
-    """
-
-    def __init__(
-        self,
-        ratios: BlockRatios,
-        keys: Sequence[str],
-        step: int,
-        finite: bool,
-        gradients: Iterable[tuple[Tensor, bool]],
-    ) -> None:
-        self._ratios, self._own, found = ratios, list[Tensor](), list[Tensor]()
-        for key, (blocks, its_finite) in zip(keys, gradients, strict=True):
-            sums, own = ratios.sketch(blocks, key, step)
-            found.append(sums.to(found[0].device) if found else sums)
-            self._own.append(own)
-            finite = finite and its_finite
-        sums = torch.cat(found)
-        self.bucket = Bucket("ratio", sums if finite else sums.fill_(torch.nan), step)
-
-    def observe(self, taking: Iterable[Sequence[ParameterSpan]]) -> None:
-        """Take the measurement in, once it was reduced and holds neither NaN nor Inf; `taking` are the parameters of each bucket."""
-        self._ratios.observe(self.bucket.grad, self._own, [[entry.span for entry in each] for each in taking])
-
-
-@dataclass
-class _Mean:
-    """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
-
-    n: int
-    part: Part
-    bucket: Bucket | None = None
-
-    def whole(self) -> Tensor | None:
-        """Return it as a vector, [n]; None where nothing was reduced."""
-        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
-
-
-@dataclass
-class _Reduced:
-    """What was reduced in a step so far: the reports, and the mean of each bucket. `skipped`: it holds NaN or Inf, see Rollback."""
-
-    reports: list[Report] = field(default_factory=list)
-    means: list[_Mean] = field(default_factory=list)
-    skipped: bool = False
 
 
 class ExchangedSteps(StepMethod):
@@ -334,7 +211,7 @@ class ExchangedSteps(StepMethod):
         self._tell_skipped(skipped)
         return reports
 
-    def _apply(self, place: int, mean: "_Mean") -> None:
+    def _apply(self, place: int, mean: Mean) -> None:
         """Move the weights of a bucket. Nothing refers to the vector afterwards: writing own weights takes the same memory."""
         if (whole := mean.whole()) is not None:
             self._note_move([whole], place=place, idle=sorted(self._idle))
@@ -364,7 +241,7 @@ class ExchangedSteps(StepMethod):
         try:
             with self._connection.step():
                 common = [each.common for each in self._weights.buckets]
-                done = _Reduced()
+                done = Reduced()
                 self._reduce(lambda place: torch.zeros_like(common[place]), done, send_all=True)
         finally:
             _forget(self._scheme, self.exchange)
@@ -517,9 +394,9 @@ class ExchangedSteps(StepMethod):
         own = [name for name in trained if named[name].grad is not None]
         return frozenset(named) - self._connection.any_of(own, trained, self._step)
 
-    def _exchanged(self) -> tuple[list[Report], "list[_Mean] | None"]:
+    def _exchanged(self) -> tuple[list[Report], list[Mean] | None]:
         """Return the reports and the mean step of each bucket; None if all ranks skip the step."""
-        buckets, done = self._weights.buckets, _Reduced()
+        buckets, done = self._weights.buckets, Reduced()
         ahead = [self._gradient(buckets[0])]
         # False also where squares overflow, which would stay in the second moments.
         finite = self._replica.agreed(ahead[0][1] and _finite(buckets[1:], self._idle))
@@ -535,7 +412,7 @@ class ExchangedSteps(StepMethod):
                 self._reduce(step_of, done)
             else:
                 gradients = (self._gradient(each) if place else ahead[0] for place, each in enumerate(buckets))
-                sketch = _Sketch(self._ratios, self._keys, self._step, finite, gradients)
+                sketch = Measurement(self._ratios, self._keys, self._step, finite, gradients)
                 self._reduce_and_measure(sketch, step_of, done)
         except BaseException:
             # After an overflow it has returned already, see Rollback. With `hold_steps` it depends on whether others have applied the step.
@@ -546,7 +423,7 @@ class ExchangedSteps(StepMethod):
             raise
         return done.reports, None if done.skipped else done.means
 
-    def _reduce_and_measure(self, sketch: _Sketch, own: Callable[[int], Tensor], done: _Reduced) -> None:
+    def _reduce_and_measure(self, sketch: Measurement, own: Callable[[int], Tensor], done: Reduced) -> None:
         """Reduce as `_reduce` does, and measure the ratio: beside the steps, for the next one; the first time before them.
 
         What is exchanged is the same, because after a failure only some ranks may have measured it.
@@ -580,15 +457,15 @@ class ExchangedSteps(StepMethod):
             factors.append(self._divisor.undone(entry.name))
         return blocks, kernels.collect_(flat, gradients, starts, factors)  # a host sync
 
-    def _reduce(self, own: Callable[[int], Tensor], done: _Reduced, send_all: bool = False) -> None:
+    def _reduce(self, own: Callable[[int], Tensor], done: Reduced, send_all: bool = False) -> None:
         """Reduce `own` of each bucket, a vector that it makes when it is that one's turn, to the mean over ranks; note it in `done`."""
         for place, bucket in enumerate(self._weights.buckets):
-            done.means.append(_Mean(len(bucket.common), bucket.part(self._idle)))
+            done.means.append(Mean(len(bucket.common), bucket.part(self._idle)))
             if report := self._reduce_one(done.means[-1], own(place), send_all):
                 done.reports.append(report)
                 done.skipped |= bool(report.details["overflow"])
 
-    def _reduce_one(self, mean: "_Mean", own: Tensor, send_all: bool) -> Report | None:
+    def _reduce_one(self, mean: Mean, own: Tensor, send_all: bool) -> Report | None:
         """Reduce `own` [n], note its mean in `mean`, and return the report, with "overflow"; None where there is nothing to reduce."""
         if not mean.part.layout:
             return None
