@@ -174,7 +174,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     before, after = {}, {}
 
     def changed(of: elastic.Run) -> None:
-        if of.epoch.number == 2:
+        if of.epoch.leaving:
             after.update(scheme.state_dict()["residual"])
 
     run.on_change = changed
@@ -186,7 +186,7 @@ def mass(port: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
             optimizer.step()
             if step == 4 and number == 0:
                 run.leave()
-            if run.epoch.number == 1:
+            if run.size == 3:
                 before = scheme.state_dict()["residual"]
     run.close()
     return before, after

@@ -1,6 +1,6 @@
 """Error feedback: a residual for each parameter holds what was not sent, and joins the next gradient (arXiv 1704.05021)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -296,15 +296,20 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     """
     if size < 1:
         raise ValueError(f"a world has at least 1 rank, got {size}")
-    dealt: list[dict[str, Tensor]] = [{} for _ in range(size)]
-    for rank, state in enumerate(states):
-        mine = dealt[rank % size]
-        for name, residual in state.items():
-            mine[name] = mine[name] + residual if name in mine else residual.clone()
+    dealt = [summed(states[rank::size]) for rank in range(size)]
     for mine in dealt:
         for residual in mine.values():
             residual.mul_(size).div_(len(states))  # exact where the result is
     return dealt
+
+
+def summed(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the sum of the residuals of several ranks, by name."""
+    found: dict[str, Tensor] = {}
+    for state in states:
+        for name, residual in state.items():
+            found[name] = found[name] + residual if name in found else residual.clone()
+    return found
 
 
 def check_state_of(name: str, state: Mapping[str, Any]) -> None:  # Any: as Scheme.state_dict

@@ -1,5 +1,6 @@
 """What must hold in a trial: ranks go on, replicas are the same, nothing unsent is lost unsaid, and only one membership takes steps."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def changed_mass(seen: TrialSeen) -> Iterator[Problem]:
             # The mean is over others from here on.
             expected = {name: entry["factor"] * each for name, each in _summed([mass["before"], *due]).items()}
             wrong = differing(expected, mass["after"])
-            if entry["factor"] != 1.0:  # it may have come of several meetings, each with a rounding
+            if entry["factor"] != 1.0:
                 wrong = [each for each in wrong if not _near(expected.get(each), mass["after"].get(each))]
             if wrong:
                 yield (
@@ -165,7 +166,10 @@ def other_factors(ranks: Sequence[RankSeen]) -> Iterator[Problem]:
     found = dict[tuple[int, int], float]()
     for rank in ranks:
         for before, entry in pairwise(each for each in rank.entries if "change" in each):
-            if found.setdefault((before["change"], entry["change"]), entry["factor"]) != entry["factor"]:
+            # It may have come of several meetings, each with a rounding.
+            if not math.isclose(
+                found.setdefault((before["change"], entry["change"]), entry["factor"]), entry["factor"]
+            ):
                 yield (
                     entry["t"],
                     f"rank {rank.number} has another factor than others in the meeting of epoch {entry['change']}",

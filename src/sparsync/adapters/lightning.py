@@ -18,9 +18,9 @@ from sparsync.attached.attach import attach
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.step_method import StepMethod
-from sparsync.exchanges.steps_options import Steps
 from sparsync.runtime.findings import given_or_default
 from sparsync.runtime.handle import Handle
 

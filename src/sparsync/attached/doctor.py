@@ -10,8 +10,8 @@ from sparsync.attached.ddp import HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
-from sparsync.exchanges.steps_options import Steps
 from sparsync.exchanges.training_loop import check_bare
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding

@@ -106,6 +106,7 @@ class Members:
         self._dropped_in = 0  # the epoch in which others have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
+        self._connecting = set[threading.Thread]()
 
     def round_trip_s(self) -> float:
         """Return the least of a few round trips to the store, in seconds."""
@@ -152,6 +153,10 @@ class Members:
             asked(CALL_S, lambda: self._ring(store), "a rank ends")
         if self._watching is not None:
             self._watching.join(CALL_S)
+        # What comes back from C++ when the interpreter has ended is killed there, with SIGABRT. torch tries once more after its timeout.
+        deadline = time.monotonic() + 3 * CALL_S
+        for each in list(self._connecting):
+            each.join(max(0.0, deadline - time.monotonic()))
 
     def meet(self, note: Note, give_up: Callable[[], None] = lambda: None) -> Epoch:
         """Meet the members of the present epoch and whoever wants to join, and return the next one. It may lack this process.
@@ -462,7 +467,12 @@ class Members:
 
     def _connected(self) -> Any:  # Any: see `_store`
         def connect() -> Any:
-            return TCPStore(self._host, self._port, None, False, timedelta(seconds=CALL_S), wait_for_workers=False)
+            thread = threading.current_thread()
+            self._connecting.add(thread)
+            try:
+                return TCPStore(self._host, self._port, None, False, timedelta(seconds=CALL_S), wait_for_workers=False)
+            finally:
+                self._connecting.discard(thread)
 
         return asked(CALL_S + 1, connect, "a rank connects to the store of its run")
 

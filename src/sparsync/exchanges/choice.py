@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.rules import optimizers_of, rules_of
-from sparsync.exchanges.steps_options import Steps
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits

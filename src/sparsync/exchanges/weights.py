@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
-from sparsync.core import Bucket, Comm, ParameterSpan, SpanSet, laid_out
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, SpanSet, laid_out
 from sparsync.kernels import operations as kernels
 
 _MEGABYTE = 1 << 20
@@ -335,3 +335,39 @@ def copy_from_first(tensors: Iterable[Tensor], comm: Comm) -> None:
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+class FewNonzero(Bucket):
+    """A bucket of which the elements that are not zero are kept. Reading `grad` makes the vector."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.key, self.step, self.layout = bucket.key, bucket.step, bucket.layout
+        self._like, self._kept = bucket.grad.new_empty(0), kernels.select_ge(bucket.grad, 0.0)
+
+    @property
+    def grad(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  # nobody sets it
+        whole = self._like.new_zeros(self._kept.length)
+        kernels.put_(whole, self._kept.index, self._kept.value)
+        return whole
+
+
+@dataclass
+class Mean:
+    """The mean of a bucket of `n` elements over the ranks: that of the part that was reduced, if any, and zero elsewhere."""
+
+    n: int
+    part: Part
+    bucket: Bucket | None = None
+
+    def whole(self) -> Tensor | None:
+        """Return it as a vector, [n]; None where nothing was reduced."""
+        return None if self.bucket is None else self.part.whole(self.bucket.grad, self.n)
+
+
+@dataclass
+class Reduced:
+    """What was reduced in a step so far: the reports, and the mean of each bucket. `skipped`: it holds NaN or Inf, see Rollback."""
+
+    reports: list[Report] = field(default_factory=list)
+    means: list[Mean] = field(default_factory=list)
+    skipped: bool = False

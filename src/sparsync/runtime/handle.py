@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import Self
@@ -18,7 +18,7 @@ from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.comm.group import GroupComm
 from sparsync.core import Comm, Report
-from sparsync.feedback import PER_RANK, redistributed
+from sparsync.feedback import PER_RANK, redistributed, summed
 from sparsync.runtime.connection import Connection, ReportLog
 from sparsync.runtime.findings import check_scheme
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY, Comparison, Named, ResidualRescaler, UsualShare
@@ -36,6 +36,7 @@ from sparsync.runtime.summary import Hidden, Summary
 from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
+Vectors = Mapping[str, Tensor]  # by parameter name
 FULL_AFTER = 100  # steps after which a new residual is as large as an old one, at least; see `Handle.full_after`
 
 
@@ -300,7 +301,7 @@ class Handle:
     def resized(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as state_dict
         """Return a state for this rank, made from those of all ranks of another number, in rank order. See `sparsync.checkpoint.load`."""
         rank, ranks = self.place
-        scheme = _resized_scheme([each["scheme"] for each in states], rank, ranks)
+        scheme = _merged([each["scheme"] for each in states], lambda vectors: redistributed(vectors, ranks)[rank])
         return {**states[0], **self._place, "scheme": scheme}
 
     def regroup(
@@ -432,7 +433,7 @@ class Handle:
         """Add what `held_back` returned on a rank that has left to what this rank has not sent."""
         self._settle()
         self._rescaler.applied()  # the scheme loses the copy of `hold_steps`
-        self._scheme.load_state_dict(_resized_scheme([self._scheme.state_dict(), held["scheme"]], 0, 1))
+        self._scheme.load_state_dict(_merged([self._scheme.state_dict(), held["scheme"]], summed))
 
     def _residual_sizes(self) -> dict[str, int]:
         """Return how many elements of each parameter this rank's state has, by name, where that is known."""
@@ -529,16 +530,18 @@ def _cure(before: Scheme) -> str:
     return f'{first}; then handle.switch(scheme, residual="drop") forgets what is left'
 
 
-def _resized_scheme(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:  # Any: as state_dict
-    """Return the state of a scheme on one of `ranks` ranks, made from those of all ranks of another number."""
+def _merged(
+    states: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[Vectors]], Vectors]
+) -> dict[str, Any]:  # Any: as state_dict
+    """Return the state of a scheme, made from those of several ranks, of which `merge` makes what each rank has alone."""
     state = {key: value for key, value in states[0].items() if key != "own"}
     for key in PER_RANK:
         vectors = [each.get(key, {}) for each in states]
         if any(vectors):
-            state[key] = redistributed(vectors, ranks)[rank]
+            state[key] = merge(vectors)
     for key in state.get("schemes", {}):
         inner = [each["schemes"][key] for each in states]
-        state["schemes"] = {**state["schemes"], key: _resized_scheme(inner, rank, ranks)}
+        state["schemes"] = {**state["schemes"], key: _merged(inner, merge)}
     return state
 
 
