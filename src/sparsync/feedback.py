@@ -291,15 +291,15 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     """Return the residuals of `size` ranks, made from those of all ranks of another world, with the same mean of every element.
 
     A reduction divides by the number of ranks, so with the same mean what waits moves the weights as far as it would have. New rank r gets
-    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. The
-    mean stays up to the rounding of these.
+    size / len(states) times the sum of the old ranks r, r + size, r + 2 size, ...; ranks beyond the old world start with nothing. Up
+    to rounding; exact copies for a world of the same size.
     """
     if size < 1:
         raise ValueError(f"a world has at least 1 rank, got {size}")
     dealt = [summed(states[rank::size]) for rank in range(size)]
-    for mine in dealt:
+    for mine in dealt if size != len(states) else ():
         for residual in mine.values():
-            residual.mul_(size).div_(len(states))  # exact where the result is
+            residual.mul_(size).div_(len(states))  # exact for whole numbers whose result is one
     return dealt
 
 

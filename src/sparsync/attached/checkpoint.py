@@ -90,7 +90,7 @@ def load(handle: Handle, folder: str | Path, name: str = "") -> int:
 
     Call it on every rank, with the same folder, after all ranks have saved; a run that does both calls a barrier in between.
     With the same number of ranks, every rank gets its state back. With another number P, new rank r gets the residuals of old ranks r,
-    r + P, r + 2P, ..., so scaled that the mean over ranks of every element stays; state for the old number of ranks, such as thresholds of
+    r + P, r + 2P, ..., scaled so that the mean over ranks of every element stays; state for the old number of ranks, such as thresholds of
     partitions, starts again. Under FSDP2 with a replicate axis this holds for the ranks with the same shard; keep the number of shards.
     Nothing in a file is executed.
 

@@ -144,7 +144,7 @@ class Members:
             atexit.register(self.close)  # a thread inside C++ when the interpreter ends is killed there, with SIGABRT
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         atexit.unregister(self.close)
         self._shut.set()
         self._presence.close()

@@ -1,4 +1,7 @@
-"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside."""
+"""The weights of a model as step methods exchange them: common and own weights, in buckets, and which were set from outside.
+
+Also what the reduction of a step leaves of each bucket.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

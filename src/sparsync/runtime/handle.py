@@ -36,7 +36,7 @@ from sparsync.runtime.summary import Hidden, Summary
 from sparsync.schemes.per_parameter import PerParameter
 
 Residual = Literal["carry", "drop"]
-Vectors = Mapping[str, Tensor]  # by parameter name
+_Vectors = Mapping[str, Tensor]  # by parameter name
 FULL_AFTER = 100  # steps after which a new residual is as large as an old one, at least; see `Handle.full_after`
 
 
@@ -531,7 +531,7 @@ def _cure(before: Scheme) -> str:
 
 
 def _merged(
-    states: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[Vectors]], Vectors]
+    states: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[_Vectors]], _Vectors]
 ) -> dict[str, Any]:  # Any: as state_dict
     """Return the state of a scheme, made from those of several ranks, of which `merge` makes what each rank has alone."""
     state = {key: value for key, value in states[0].items() if key != "own"}
