@@ -14,6 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward  # pyright: ign
 from torch.optim import lr_scheduler
 
 import sparsync
+from helpers.quick import one_in
 from helpers.sketches import too_long_to_measure
 from sparsync import AdamWSteps, Bucket, Dense, LocalWorld, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
 from sparsync.base.scheme import Scheme
@@ -194,7 +195,7 @@ def test_one_rank_without_momentum_takes_the_steps_of_torchs_adamw_also_with_gro
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
-        *((name, 0.5) for name in SCHEMES),
+        *one_in(3, (pytest.param(name, 0.5) for name in SCHEMES)),
         *(pytest.param(name, 0.0, marks=pytest.mark.slow if name != "micro" else ()) for name in SCHEMES),
     ],
 )
@@ -272,7 +273,7 @@ def idle_for_a_while(comm: LocalComm, name: str, resumed_at: int = -1) -> list[l
     return seen
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", one_in(4, SCHEMES))
 def test_what_is_frozen_or_has_no_gradient_on_any_rank_neither_moves_nor_decays_and_what_is_unsent_of_it_waits(
     name: str,
 ) -> None:
@@ -301,7 +302,7 @@ def test_a_rank_without_gradients_takes_part_with_zeros_where_another_rank_has_s
     assert bool((first < 0).all())
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", one_in(3, SCHEMES))
 def test_an_exchange_at_the_end_sends_all_that_is_unsent(name: str) -> None:
     def body(comm: LocalComm) -> tuple[Tensor, Tensor]:
         scheme = SCHEMES[name]()
@@ -521,7 +522,12 @@ def poisoned(comm: LocalComm, name: str, at: int, value: float) -> list[Tensor]:
 @pytest.mark.parametrize(
     "name", ["topk", "sign", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "per_parameter"))]
 )
-@pytest.mark.parametrize(("at", "value"), [(8, torch.nan), (11, torch.nan), (0, torch.inf), (11, 1e25), (10, 1.2e19)])
+@pytest.mark.parametrize(
+    ("at", "value"),
+    one_in(
+        2, (pytest.param(*each) for each in ((8, torch.nan), (11, torch.nan), (0, torch.inf), (11, 1e25), (10, 1.2e19)))
+    ),
+)
 def test_nan_inf_or_squares_that_overflow_on_one_rank_skip_the_step_on_all(name: str, at: int, value: float) -> None:
     ranks = LocalWorld(3).run(partial(poisoned, name=name, at=at, value=value))
     for seen in zip(*ranks, strict=True):
@@ -1055,7 +1061,7 @@ def held(steps: AdamWSteps) -> Tensor:
 
 
 @pytest.mark.parametrize("at", [0, 5])
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("dense", "per_parameter")])
+@pytest.mark.parametrize("name", one_in(3, (name for name in SCHEMES if name not in ("dense", "per_parameter"))))
 def test_where_only_the_sketch_overflows_the_step_is_skipped_and_what_was_sent_is_in_the_residuals_again(
     name: str, at: int
 ) -> None:

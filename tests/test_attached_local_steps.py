@@ -319,15 +319,6 @@ def several_optimizers() -> None:
                     training.optimizer.step()
             assert training.handle.stats()["exchanges"] == 1
         assert losses[:EVERY] == losses[EVERY:]
-    with case("a compiled model"):
-        plain, compiled = Training(wrapped=True), Training(wrapped=True)
-        compiled.model = torch.compile(compiled.model, backend="eager")
-        for number in range(EVERY + 1):
-            assert plain.step(number) == compiled.step(number)
-        compiled.model.eval()
-        with torch.no_grad():
-            compiled.model(batch(0, 0)[0])
-        assert same(compiled.own(), plain.common())
     with case("an optimizer whose step raises"):
         training = Training(wrapped=False, every=1)
         training.step(0)
@@ -340,6 +331,22 @@ def several_optimizers() -> None:
 
 def test_a_step_of_several_optimizers_counts_once() -> None:
     run(several_optimizers, P)
+
+
+def compiled_model() -> None:
+    plain, compiled = Training(wrapped=True), Training(wrapped=True)
+    compiled.model = torch.compile(compiled.model, backend="eager")
+    for number in range(EVERY + 1):
+        assert plain.step(number) == compiled.step(number)
+    compiled.model.eval()
+    with torch.no_grad():
+        compiled.model(batch(0, 0)[0])
+    assert same(compiled.own(), plain.common())
+
+
+@pytest.mark.slow  # importing what compiles takes seconds of processor time in each rank
+def test_a_compiled_model_takes_the_steps_of_the_model() -> None:
+    run(compiled_model, P)
 
 
 def refused() -> None:

@@ -104,6 +104,7 @@ def on_subgroups() -> tuple[int, dict[str, list[Tensor]]]:
     return comm.rank, every_operation(comm)
 
 
+@pytest.mark.slow
 def test_a_private_group_of_a_subgroup_serves_its_members_alone() -> None:
     wanted = LocalWorld(2).run(every_operation)
     for number, (rank, found) in enumerate(run(on_subgroups, 4)):

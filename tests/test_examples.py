@@ -161,6 +161,7 @@ def test_the_plain_script_runs_under_launch_with_and_without_the_two_lines(tmp_p
         assert re.fullmatch(r"\[rank 0\] step 20: loss \S+, \d+ ms per step\n", run(command, checkpoint))
 
 
+@pytest.mark.slow
 def test_the_elastic_example_runs_alone_with_a_store() -> None:
     command = [sys.executable, "-m", "sparsync.elastic", "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:

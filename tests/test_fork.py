@@ -87,6 +87,7 @@ def workers_collect_handles() -> tuple[set[int], int]:
     return seen, len(kept[0][0].reports())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_workers_that_collect_a_handle_leave_the_training_as_it_is() -> None:
     assert distributed.run(workers_collect_handles, 2, within_s=180.0) == [({0}, 9)] * 2

@@ -1,6 +1,6 @@
 """attach on models under fully_shard over gloo: what is exact stays exact, residuals lose nothing, and what is sent is counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -285,24 +285,23 @@ def documented() -> None:
     exec(text.partition("```python ranks 4\n")[2].partition("```")[0], {})
 
 
-def replicas(folder: Path) -> None:
-    for part in (
-        sparse_on_replicas,
-        accumulated_on_replicas,
-        both_axes,
-        two_axes,
-        detached,
-        overflow_on_replicas,
-        skipped_on_replicas,
-        documented,
-    ):
+def in_turn(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
         with case(part.__name__):
             part()
-    resumed(folder)
 
 
-def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing(tmp_path: Path) -> None:
-    run(replicas, 4, folder=tmp_path)
+def test_on_an_axis_of_replicas_every_scheme_keeps_replicas_the_same_and_loses_nothing() -> None:
+    run(in_turn, 4, parts=(sparse_on_replicas, overflow_on_replicas))
+
+
+@pytest.mark.slow
+def test_what_is_accumulated_skipped_or_reduced_on_both_axes_is_conserved_and_a_handle_is_detached_and_resumed(
+    tmp_path: Path,
+) -> None:
+    parts = (accumulated_on_replicas, both_axes, two_axes, detached, skipped_on_replicas, documented)
+    run(in_turn, 4, parts=parts)
+    run(resumed, 4, folder=tmp_path)
 
 
 class FailsInOneModule(Scheme):

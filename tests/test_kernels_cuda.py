@@ -82,6 +82,7 @@ def test_selection_by_a_threshold_and_finiteness_are_the_reference(kind: str) ->
             assert kernels.all_finite(x.to(dtype)) == reference.all_finite(x.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
     for n in (0, 1, 65, BLOCK + 1):
@@ -94,11 +95,9 @@ def test_top_k_of_short_vectors_is_the_reference(kind: str) -> None:
             assert torch.equal(kernels.argtopk(numbers, k), reference.argtopk(numbers, k))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "special" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> None:
     n = BLOCK + 5
     x, k = made(kind, n), n // 50
@@ -116,6 +115,7 @@ def test_top_k_by_candidates_is_the_reference_whatever_the_bound(kind: str) -> N
     assert torch.equal(kernels.argtopk(numbers, k), reference.argtopk(numbers, k))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("searched")
 def test_a_sample_that_misleads_does_not_change_what_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     n = BLOCK + 1
@@ -179,7 +179,7 @@ def test_a_position_outside_is_refused_before_anything_is_written(position: int)
 @pytest.mark.parametrize("bits_each", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize(
     "kind",
-    ("normal", "special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ties", "tiny", "equal", "zero"))),
+    ("special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("normal", "ties", "tiny", "equal", "zero"))),
 )
 def test_values_in_few_bits_are_the_bytes_of_the_reference(kind: str, bits_each: int) -> None:
     for n in (0, 1, 256, 517):
@@ -266,6 +266,7 @@ def test_sums_are_added_in_the_order_of_their_parts(P: int) -> None:
 values = st.lists(st.sampled_from(SPECIAL), max_size=70) | st.lists(st.floats(width=32), max_size=70)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(values=values, threshold=st.sampled_from(SPECIAL) | st.floats(), data=st.data())
 def test_whatever_is_drawn_gives_the_bits_of_the_reference(

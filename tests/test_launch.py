@@ -382,11 +382,12 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "shown", "told"),
     [
         (READS.format(path=sys.path), "scheme topk on rank 1 only", False),
-        pytest.param("", "scheme topk on no rank", True, marks=pytest.mark.slow),
+        ("", "scheme topk on no rank", True),
     ],
     ids=["rank 1", "no rank"],
 )

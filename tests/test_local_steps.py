@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsync
+from helpers.quick import one_in
 from sparsync import Bucket, Dense, LocalWorld, MiCRO, OkTopk, OuterSGD, Report, SkipReduce, TopK, TwoShot
 from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import broadcast
@@ -111,7 +112,7 @@ def test_a_divisor_that_does_not_conserve_still_gives_all_ranks_the_same_weights
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", one_in(3, SCHEMES))
 def test_what_was_learnt_is_in_the_common_weights_or_in_a_residual_and_own_weights_hold_their_share(
     name: str, keep: float
 ) -> None:
@@ -249,7 +250,7 @@ def held(steps: LocalTraining) -> list[Tensor]:
     return [*(each.detach().clone() for each in (*steps.model.parameters(), *steps.model.buffers())), common(steps)]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", one_in(2, SETTINGS))
 def test_a_resumed_run_has_the_same_bits_at_any_step(name: str, tmp_path: Path) -> None:
     def whole(comm: LocalComm) -> list[Tensor]:
         steps = adam(comm, SETTINGS[name])
@@ -663,7 +664,7 @@ class TwoPhase(torch.optim.SGD):
         self.base_optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["wrapped", "inside", "compiled"])
+@pytest.mark.parametrize("how", ["wrapped", "inside", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_what_an_optimizer_inside_another_one_or_a_compiled_step_has_changed_was_learnt(how: str) -> None:
     def body(comm: LocalComm, how: str) -> tuple[set[str], Tensor]:
         made = model()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.quick import one_in
 from helpers.recorded_exchanges import RecordedStep, busiest, recorded_step
 from sparsync import Bucket, Comm, Cost, Report, SkipReduce, schemes
 from sparsync.base.scheme import Scheme
@@ -177,7 +178,7 @@ def cases(text: str) -> list[Any]:
     return [pytest.param(choice, id=choice.label) for choice in parse_schemes(text, 0.05)]
 
 
-@pytest.mark.parametrize("choice", cases(EXACT))
+@pytest.mark.parametrize("choice", one_in(5, cases(EXACT)))
 def test_what_settings_determine_is_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     for P, n in QUICK:
         check(choice, P, n, monkeypatch, given_figures=False)
@@ -189,7 +190,7 @@ def test_nodes_are_what_is_counted(choice: SchemeChoice, monkeypatch: pytest.Mon
         check(choice, P, n, monkeypatch, given_figures=False)
 
 
-@pytest.mark.parametrize("choice", cases(GIVEN))
+@pytest.mark.parametrize("choice", one_in(4, cases(GIVEN)))
 def test_with_the_figures_of_a_step_the_form_is_what_is_counted(
     choice: SchemeChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def every_scheme() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_scheme_is_taken_for_one_that_differs_where_gradients_do() -> None:
     for found in run(every_scheme, 2):
         assert found == []

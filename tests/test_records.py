@@ -252,6 +252,7 @@ def made(folder: Path) -> None:
         assert f"--evaluations must be from 1 to --steps, 6, got {wrong}" in said.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_appends_runs_that_keep_the_rules(tmp_path: Path) -> None:
     distributed.run(made, 2, folder=tmp_path)

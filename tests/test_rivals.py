@@ -56,6 +56,7 @@ def test_a_bad_setting_names_the_value_and_what_is_allowed(make: Any, config: di
         make(**config)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_gloo_they_write_and_send_the_same_as_in_one_process() -> None:
     P = 3

@@ -18,6 +18,7 @@ from sparsync_lab.rivals.random_pruning import RandomPruning
 # ---- the registry
 
 
+@pytest.mark.slow
 def test_every_name_makes_a_scheme_that_reduces() -> None:
     assert {"dense", "bf16", "topk", "skip_reduce", "ring_pruning", "random_pruning"} <= set(schemes.names())
     for name in schemes.names():

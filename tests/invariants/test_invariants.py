@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from invariants.table import LARGE_WORLDS, ROWS, Row, rows
+from invariants.table import LARGE_WORLDS, ROWS, SMALLEST_WORLDS, Row, rows
 from sparsync.testing import INVARIANTS, check
 
 OF_TRACES = ("conservation", "replicas", "traffic")
@@ -14,6 +14,14 @@ OF_TRACES = ("conservation", "replicas", "traffic")
 @rows()
 def test_the_invariant_holds(row: Row, invariant: str) -> None:
     check(invariant, row.subject)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
+def test_the_invariants_hold_in_the_smallest_worlds(row: Row) -> None:
+    subject = row.subject_in(row.worlds(SMALLEST_WORLDS))
+    for invariant in INVARIANTS:
+        check(invariant, subject)
 
 
 @pytest.mark.slow
