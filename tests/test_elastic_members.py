@@ -122,6 +122,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(members, "ANSWER_S", 0.3)
     monkeypatch.setattr(members, "FIRST_S", 0.1)
     monkeypatch.setattr(members, "CALL_S", 1.0)
+    monkeypatch.setattr(members, "AGAIN_S", 0.5)
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -300,6 +301,28 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: 
         assert '["a", "comes", {' in again.get("sparsync/elastic/run/said/1").decode()
 
 
+def test_one_that_was_frozen_waits_in_an_empty_store_for_those_that_have_gone_on_without_it(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "LOOK_S", 0.2)
+    monkeypatch.setattr(members, "AGAIN_S", 3.0)
+    with met(store, "a", "b") as (frozen, other):
+        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        other.close()
+        other.current = Epoch(2, ("x",))  # x has come, and b has ended: all that `frozen` knows of are gone
+        frozen._presence.ended.add("b")
+        frozen.close()
+        frozen._port, frozen._store = again.port, None
+
+        def finds_the_store() -> None:
+            time.sleep(0.5)
+            other._port, other._store = again.port, None
+            other.look()
+
+        epoch, _ = together(partial(frozen.meet, note(1, False)), finds_the_store)
+        assert epoch == other.current
+
+
 def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
     with met(store, "a", "b") as (a, b):
         for each in (a, b):
@@ -409,6 +432,7 @@ def test_an_end_waits_for_tries_to_connect_which_the_end_of_the_interpreter_woul
         raise RuntimeError("nobody listens")
 
     monkeypatch.setattr(members, "CALL_S", 1.0)
+    monkeypatch.setattr(members, "AGAIN_S", 0.5)
     monkeypatch.setattr(members, "TCPStore", slow)
     Members("127.0.0.1", 1, "run", Presence("127.0.0.1", 1), ranks=1, least=1, wait_s=1.0).close()
     assert ended.is_set()

@@ -3,7 +3,8 @@
 An epoch has members, in the order of their ranks. Where one of them has lost the others, or somebody wants to join or to leave, all meet:
 each writes a note, and the first that finds all notes there, or has waited long enough, proposes the next epoch. All that is said in an
 epoch is in one list on the store, which only grows, so one round trip reads it. The first proposal there is the next epoch, and no second
-half goes on: whoever does not reach the store stays behind.
+half goes on: whoever does not reach the store stays behind. A store that was started again has forgotten it all, so members that lack
+others wait there for those that may have gone on without them.
 """
 
 import atexit
@@ -38,6 +39,10 @@ ANSWER_S = 2.0  # how long a process may take to say that it lives, whatever its
 FIRST_S = 1.0  # how long the first meeting waits for a run that a store, started again, has forgotten
 LOOK_S = 1.0  # how long one that waits looks at the list of an epoch only
 CALL_S = 5.0  # how long a call of the store may take before another connection is tried
+CONNECT_S = 2.0  # how long torch tries to connect to the store, with longer and longer pauses, before it begins anew
+# How long a meeting that lacks members waits once the store is found again. If others have gone on without this process, a store that was
+# started again has forgotten it, and they write their epoch down when they find the store, too: within CONNECT_S and a pause of torch's.
+AGAIN_S = 4.0
 WATCH_S = 60.0  # how long a watcher waits before it asks again
 _NOTHING = "-"  # what no key has as its value
 
@@ -347,6 +352,8 @@ class Members:
                     f"{len(notes)} of {self._ranks} ranks have come within {self._wait_s:g} s; start the others, or pass ranks={len(notes)}"
                 )
             return len(notes) >= self._ranks and waited > FIRST_S
+        if any(each not in notes for each in last.members) and time.monotonic() < self._found_again + AGAIN_S:
+            return False
         ended = self._presence.ended.difference(alive)
         missing = [each for each in last.members if each not in notes and each not in ended]
         # Others may not have found a store yet that was started again.
@@ -470,11 +477,15 @@ class Members:
             thread = threading.current_thread()
             self._connecting.add(thread)
             try:
-                return TCPStore(self._host, self._port, None, False, timedelta(seconds=CALL_S), wait_for_workers=False)
+                store = TCPStore(
+                    self._host, self._port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False
+                )
+                store.set_timeout(timedelta(seconds=CALL_S))
+                return store
             finally:
                 self._connecting.discard(thread)
 
-        return asked(CALL_S + 1, connect, "a rank connects to the store of its run")
+        return asked(CONNECT_S + 1, connect, "a rank connects to the store of its run")
 
     def _found(self) -> str:
         return (
