@@ -301,11 +301,14 @@ def test_a_store_that_is_started_again_during_a_meeting_is_told_who_came(store: 
         assert '["a", "comes", {' in again.get("sparsync/elastic/run/said/1").decode()
 
 
+@pytest.mark.parametrize(
+    ("look_s", "again_s"), [(0.2, 100.0), (100.0, 1.5)], ids=["while it waits", "before it goes on"]
+)
 def test_one_that_was_frozen_waits_in_an_empty_store_for_those_that_have_gone_on_without_it(
-    store: Any, monkeypatch: pytest.MonkeyPatch
+    look_s: float, again_s: float, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "LOOK_S", 0.2)
-    monkeypatch.setattr(members, "AGAIN_S", 3.0)
+    monkeypatch.setattr(members, "LOOK_S", look_s)
+    monkeypatch.setattr(members, "AGAIN_S", again_s)
     with met(store, "a", "b") as (frozen, other):
         again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         other.close()
@@ -321,6 +324,10 @@ def test_one_that_was_frozen_waits_in_an_empty_store_for_those_that_have_gone_on
 
         epoch, _ = together(partial(frozen.meet, note(1, False)), finds_the_store)
         assert epoch == other.current
+        frozen.current = Epoch(1, ("a",))  # had it gone on, it would hear of it
+        frozen.look()
+        frozen._look(again)
+        assert frozen.dropped
 
 
 def test_one_that_began_anew_in_an_empty_store_finds_the_others(store: Any) -> None:
@@ -431,8 +438,7 @@ def test_an_end_waits_for_tries_to_connect_which_the_end_of_the_interpreter_woul
         ended.set()
         raise RuntimeError("nobody listens")
 
-    monkeypatch.setattr(members, "CALL_S", 1.0)
-    monkeypatch.setattr(members, "AGAIN_S", 0.5)
+    monkeypatch.setattr(members, "CONNECT_S", 1.0)
     monkeypatch.setattr(members, "TCPStore", slow)
     Members("127.0.0.1", 1, "run", Presence("127.0.0.1", 1), ranks=1, least=1, wait_s=1.0).close()
     assert ended.is_set()

@@ -444,5 +444,6 @@ def pair() -> None:
             part()
 
 
+@pytest.mark.slow
 def test_failures_reach_every_rank_and_what_cannot_work_is_refused_with_its_cure() -> None:
     run(pair, 2)

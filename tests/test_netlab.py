@@ -99,6 +99,7 @@ def test_no_interface_is_faster_than_the_rate(ranks: int, streams: list[Stream])
     assert seen.busiest_bytes * 8 / RATE <= 1.02 * seen.seconds
 
 
+@pytest.mark.slow
 @builds
 def test_the_rates_of_the_two_directions_may_differ() -> None:
     with network(2, 4 * RATE, down_bits_per_s=RATE) as links:
@@ -181,6 +182,7 @@ def test_two_networks_do_not_meet_though_their_addresses_are_the_same() -> None:
     assert 200_000 < second.busiest_bytes < 240_000
 
 
+@pytest.mark.slow
 @builds
 def test_a_command_is_the_process_itself_and_sees_only_its_own_interfaces() -> None:
     code = "import os; from sparsync_lab.netlab import interface_counters; print(os.getpid(), interface_counters('eth0').sent_bytes >= 0)"

@@ -311,6 +311,7 @@ def other_settings() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_one_rank_with_another_setting_of_its_optimizer_is_an_error_on_all_ranks_behind_every_integration() -> None:
     for found in run(other_settings, 2):
         for integration in INTEGRATIONS:
@@ -341,6 +342,7 @@ def frozen_on_one() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_that_one_rank_freezes_is_an_error_that_names_it_on_all_ranks_behind_every_integration() -> None:
     for found in run(frozen_on_one, 2):
         assert len(found) == 2 * len(INTEGRATIONS)
@@ -454,6 +456,7 @@ def alike() -> None:
             part()
 
 
+@pytest.mark.slow
 def test_a_check_of_weights_sends_nothing_more_and_finds_no_fault_with_ranks_that_joined_or_parameters_that_ddp_ignores() -> (
     None
 ):

@@ -283,7 +283,7 @@ def test_the_newest_run_that_trained_is_shown_and_the_others_are_listed(tmp_path
 @pytest.mark.parametrize(
     "made",
     one_in(
-        4,
+        9,
         [
             (),
             (replace(SPARSE, values=()),),

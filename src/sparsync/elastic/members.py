@@ -108,7 +108,7 @@ class Members:
         self._seen: tuple[int, int | None, bool, Mapping[str, str]] = (0, None, False, {})
         self._found_before = False  # the store has answered
         self._found_again = -math.inf  # when one has answered that may be another
-        self._dropped_in = 0  # the epoch in which others have gone on without this process
+        self._dropped_in = 0  # the epoch of others that have gone on without this process
         self._shut = threading.Event()
         self._watching: threading.Thread | None = None
         self._connecting = set[threading.Thread]()
@@ -180,7 +180,7 @@ class Members:
                 looked, elsewhere = time.monotonic(), self._elsewhere(last)
                 if last.members and kind == "asks":
                     self._check_running()
-            said = self._said()
+            found_again, said = self._found_again, self._said()
             if (text := said.first("next")) is not None:
                 return self._advanced(Epoch.read(text))
             if elsewhere is not None:
@@ -192,7 +192,9 @@ class Members:
                 continue
             if kind == "comes" or not last.members:
                 if self._all_here(last, notes, said.alive, waited):
-                    self.say("next", proposed(last, notes, list(said.of("asks"))).text)
+                    if (elsewhere := self._elsewhere(last)) is not None:
+                        return self._advanced(elsewhere)
+                    self.say("next", proposed(last, notes, list(said.of("asks"))).text, found_again)
                     continue
                 if note.whole and waited > self.timeout_s / 2:
                     give_up()
@@ -295,10 +297,10 @@ class Members:
                 return False
             time.sleep(POLL_S)
 
-    def say(self, kind: str, what: Any = None) -> None:  # Any: see `_Said`
-        """Say something in the present epoch."""
+    def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `_Said`
+        """Say something in the present epoch; only if the store is still the one that was found again at a time, if it is given."""
         line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
-        self._do(lambda store: store.append(key, f"{line}\n"))
+        self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
     def moved(self) -> None:
         """Tell those that wait for this member that it is not stuck: with each part of a transfer, so not in the list, which all read."""
@@ -334,7 +336,7 @@ class Members:
     @property
     def dropped(self) -> bool:
         """Whether others have gone on without this process, as far as its watcher has seen."""
-        return self._dropped_in == self.current.number > 0
+        return self._dropped_in >= self.current.number > 0
 
     def look(self) -> None:
         """Look for who wants to join, and whether a step to meet before was named."""
@@ -438,7 +440,7 @@ class Members:
         self._note(said, number)
         text = _value(store, self._key("epoch"))
         if text is not None and (found := Epoch.read(text)).number >= number and self.own not in found.members:
-            self._dropped_in = number
+            self._dropped_in = found.number
 
     def _note(self, said: _Said, number: int) -> None:
         """Note the step that was named in an epoch, and whether somebody wants to join."""
@@ -461,7 +463,7 @@ class Members:
                     self._found_again = time.monotonic() if self._found_before else self._found_again
                     self._found_before = True
                     if self.current.members:
-                        self._write_epoch(self._store)
+                        asked(CALL_S, partial(self._write_epoch, self._store), "a rank asks the store of its run")
                 return asked(CALL_S, partial(call, self._store), "a rank asks the store of its run")
             except StoreSilentError as error:
                 self._store = None
