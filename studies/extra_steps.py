@@ -39,12 +39,13 @@ COMMON = (
     "local_steps(every=8)/dense"
 )
 ADAM = (
-    "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign,adamw_steps(keep=0.2)/two_shot:density=0.07:values=sign"
+    "steps/two_shot:density=1.0:values=sign,steps/two_shot:density=0.03:values=sign:density_down=0.12,"
+    "steps(keep=0.35:measure_every=16)/two_shot:density=0.012:values=sign"
 )
 LONG = (
     "two_shot:density=1.0:values=int4,two_shot:density=0.05:values=int4,topk:density=0.01:values=int8,oktopk:density=0.01:values=int8,"
     "skip_reduce:skip=1,powersgd,local_steps(every=4)/two_shot:density=1.0:values=int4,"
-    "adamw_steps(keep=0.35)/two_shot:density=0.072:values=sign"
+    "steps/two_shot:density=0.03:values=sign:density_down=0.12"
 )
 
 LONG_SGD = (

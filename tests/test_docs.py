@@ -339,7 +339,7 @@ def test_caption_command_and_table_beside_a_picture_of_the_demo_are_those_of_the
 
 @pytest.mark.parametrize("label", when_to_use.SHORT)
 def test_what_commands_and_scripts_take_for_a_method_is_the_same(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (choice,) = parse_schemes(when_to_use.text(label), 0.01)
+    (choice,) = parse_schemes(label, 0.01)
     given: list[object] = []
     monkeypatch.setattr(
         sparsync, "attach", lambda _, scheme, **options: given.extend([scheme, options.get("exchange")])

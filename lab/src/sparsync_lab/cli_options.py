@@ -17,10 +17,10 @@ ADVISED = (
     "skip_reduce:skip=1,micro:density=0.01:values=int8,exdyna:density=0.01:values=int8,oktopk:density=0.01:values=int8"
 )
 ADVISED_LOCAL = "local_steps(every=4)/two_shot:density=1.0:values=int4,local_steps(every=8)/dense"
-ADVISED_ADAMW = "steps(keep=0.35)/two_shot:density=0.072:values=sign"
+ADVISED_ADAMW = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
 
 # Whose buckets a probe measures: what these reduce with.
-PROBED = f"{ADVISED},two_shot:density=0.072:values=sign"
+PROBED = f"{ADVISED},{ADVISED_ADAMW.partition('/')[2]}"
 
 SCHEMES_HELP = "names of `sparsync schemes`, package.module:Class or path/to/file.py:Class, with settings"
 METHODS_HELP = (
