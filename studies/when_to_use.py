@@ -32,7 +32,7 @@ KERNEL_RATE = MEMORY / 40  # elements/s of each kind of kernel: some ten passes 
 CALL_S = 20e-6
 ANNOUNCE_S = 100e-6
 STEPS_08 = "steps/two_shot:density=0.03:values=sign:density_down=0.12"
-# With more ranks than so these lose more, or were not tried (docs/frontier.md), so they are left out there.
+# Methods are left out beyond this number of ranks, where they lose more or were not tried (docs/frontier.md).
 MOST_RANKS = {STEPS_08: 16}
 MOST_EXTRA = 2.0  # what needs more steps than so may not get there at all
 MARGIN = 1.1  # the upper end of a factor, times the largest that was measured

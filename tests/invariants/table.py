@@ -39,8 +39,8 @@ from sparsync_lab.rivals.topk_dsa import TopKDSA
 from sparsync_lab.rivals.topk_union import TopKUnion
 
 WORLDS = (4, 5)  # an even number and power of two, and a prime
-SMALLEST_WORLDS = (1, 2)  # in the slow tests, as the next ones
-LARGE_WORLDS = (3, 8, 13, 16)
+SMALLEST_WORLDS = (1, 2)  # in the slow tests only
+LARGE_WORLDS = (3, 8, 13, 16)  # in the slow tests only
 
 
 # Rows whose traffic follows from their settings; tests/test_plan.py compares the forms of the others, given the figures of a step.

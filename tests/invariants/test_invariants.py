@@ -29,18 +29,15 @@ def test_the_invariant_holds(row: Row, invariant: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worlds", "invariants"),
+    [(SMALLEST_WORLDS, tuple(INVARIANTS)), (LARGE_WORLDS, OF_TRACES)],
+    ids=["smallest", "large"],
+)
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
-def test_the_invariants_hold_in_the_smallest_worlds(row: Row) -> None:
-    subject = row.subject_in(row.worlds(SMALLEST_WORLDS))
-    for invariant in INVARIANTS:
-        check(invariant, subject)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
-def test_the_invariants_of_traces_hold_in_larger_worlds(row: Row) -> None:
-    subject = row.subject_in(row.worlds(LARGE_WORLDS))
-    for invariant in OF_TRACES:
+def test_the_invariants_hold_in_other_worlds(row: Row, worlds: tuple[int, ...], invariants: tuple[str, ...]) -> None:
+    subject = row.subject_in(row.worlds(worlds))
+    for invariant in invariants:
         check(invariant, subject)
 
 

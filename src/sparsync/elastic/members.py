@@ -3,8 +3,8 @@
 An epoch has members, in the order of their ranks. Where one of them has lost the others, or somebody wants to join or to leave, all meet:
 each writes a note, and the first that finds all notes there, or has waited long enough, proposes the next epoch. All that is said in an
 epoch is in one list on the store, which only grows, so one round trip reads it. The first proposal there is the next epoch, and no second
-half goes on: whoever does not reach the store stays behind. A store that was started again has forgotten it all, so members that lack
-others wait there for those that may have gone on without them.
+half goes on: whoever does not reach the store stays behind. A store that was started again is empty, so a member that lacks others waits
+there for those that may have gone on without it.
 """
 
 import atexit
@@ -298,7 +298,7 @@ class Members:
             time.sleep(POLL_S)
 
     def say(self, kind: str, what: Any = None, found_again: float | None = None) -> None:  # Any: see `_Said`
-        """Say something in the present epoch; only if the store is still the one that was found again at a time, if it is given."""
+        """Say something in the present epoch; with `found_again`, only to the store that was found at that time."""
         line, key = json.dumps([self.own, kind, what]), self._key("said", self.current.number)
         self._do(lambda store: found_again in (None, self._found_again) and store.append(key, f"{line}\n"))
 
