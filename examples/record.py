@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +25,7 @@ import sparsync
 from sparsync.exchanges.rules import MuonRule, rules_of
 from sparsync_lab import environment, json_lines, workloads
 from sparsync_lab.scheme_choice import SchemeChoice, parse_schemes
-from sparsync_lab.workloads.base import Workload, loss_of, parameter_count
+from sparsync_lab.workloads.base import Workload, loss_of, mixed_precision, parameter_count
 from sparsync_lab.workloads.own_momentum import made_for, optimizer_for, own_clip_factor
 
 
@@ -190,7 +190,7 @@ def _trained(
 
 def _step(workload: Workload, training: _Training, seed: int, step: int, device: torch.device) -> None:
     training.optimizer.zero_grad(set_to_none=True)
-    with _autocast(device):
+    with mixed_precision(device):
         loss = loss_of(workload, training.wrapped, seed, step, dist.get_rank(), dist.get_world_size())
     loss.backward()
     workload.clip(training.wrapped, training.clip_factor)
@@ -206,26 +206,11 @@ def _evaluated(workload: Workload, training: _Training, sent: float, device: tor
     It is evaluated in float32 on any device.
     """
     with training.common_weights():
-        total, count = workload.evaluate(_ReadsAnywhere(training.model), dist.get_rank(), dist.get_world_size())
+        total, count = workload.evaluate(training.model, dist.get_rank(), dist.get_world_size())
     summed = torch.tensor([total, count, sent], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     total, count, sent = summed.tolist()
     return total / count, sent / dist.get_world_size()
-
-
-class _ReadsAnywhere(nn.Module):
-    """The model, for an input on any device: jobs evaluate where their data are."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x.to(next(self.model.parameters()).device)).float().to(x.device)
-
-
-def _autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def _exchange(handle: Any) -> str:  # Any: one of the handles of attach

@@ -428,3 +428,30 @@ def test_the_oracle_writes_the_largest_elements_of_the_mean_and_keeps_the_rest()
 
     assert reduced(0, 1.0) == [[0.0, 0.0, 2.0, 0.0]] * 2
     assert reduced(1, 0.0) == [[0.0, 1.0, 0.0, 0.0]] * 2
+
+
+def test_a_device_is_part_of_a_key_and_a_missing_gpu_is_said(
+    trainings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda needs a GPU"):
+        made(device="cuda").check()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    complete(made(), tmp_path, 1, lambda line: None)
+    complete(made(device="cuda"), tmp_path, 1, lambda line: None)
+    assert sorted({key.device for key in runs.read(tmp_path)}) == ["cpu", "cuda"]
+    assert {row["device"] for row in runs.rows(tmp_path)} == {"cpu", "cuda"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "scheme", ["dense", "topk:density=0.2", "steps/two_shot:density=0.2:values=sign", "local_steps/two_shot"]
+)
+def test_a_training_on_a_gpu_ends_about_where_one_on_the_cpu_does(scheme: str, tmp_path: Path) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        chosen = parse_schemes(f"dense,{scheme}" if scheme != "dense" else scheme, 0.2, None, ORACLE)
+        job = FrontierStudy(chosen, "gpt-tiny", steps=(20,), rates=(1.0,), device=device)
+        found = complete(job, tmp_path, 1, lambda line: None)
+        ends.append([each.end for each in found.values() if each.key.device == device][-1])
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)

@@ -336,6 +336,7 @@ def _frontier(options: argparse.Namespace, arguments: list[str]) -> None:
         rates=options.rates,
         rates_seed=options.rates_seed,
         follow_rate=options.follow_rate,
+        device=options.device,
     )
     ours = OURS if options.ours is None else tuple(options.ours.split(","))
     where = Outputs(options.out, options.page, options.part, options.csv)

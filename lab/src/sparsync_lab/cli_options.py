@@ -266,6 +266,8 @@ def add_frontier_options(parser: argparse.ArgumentParser) -> None:
     add("--rates-seed", type=int, default=None, metavar="SEED", help="try the rates with this seed only")
     add("--follow-rate", action="store_true", help="residuals follow the learning rate")
     add("--jobs", type=int, default=1, metavar="N", help="trainings at a time, each on one core (default: 1)")
+    on_gpu = "where all ranks of a training are; cuda: in bfloat16 autocast (default: cpu)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=on_gpu)
     kept = (
         "steps after which the state of a training is kept, for one that is stopped (default: about every ten minutes)"
     )

@@ -26,6 +26,7 @@ class Key:
     seed: int
     rate: float  # times the job's own learning rate
     follow_rate: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:  # Any: numbers, texts, None
             "exchanges": each.trained.exchanges,
             "seconds": each.seconds,
             "follow_rate": each.key.follow_rate,
+            "device": each.key.device,
         }
         for label, each in _labelled(folder)
     ]

@@ -50,6 +50,7 @@ class FrontierStudy:
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     rates_seed: int | None = None
     follow_rate: bool = False
+    device: str = "cpu"
 
     def check(self) -> Workload:
         """Check every setting, try every method once, and return the job with its data prepared. Raises ValueError."""
@@ -64,6 +65,8 @@ class FrontierStudy:
             raise ValueError(
                 f"--rates-seed must be one of the seeds {', '.join(map(str, self.seeds))}, got {self.rates_seed}"
             )
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU that torch can use, and there is none here; leave it out")
         check_labels(self.schemes)
         if "dense" not in [choice.label for choice in self.schemes]:
             raise ValueError("--schemes must have dense, which the others are compared with")
@@ -99,7 +102,7 @@ class FrontierStudy:
 
     def key(self, label: str, ranks: int, steps: int, seed: int, rate: float) -> Key:
         follows = self.follow_rate and label != "dense"
-        return Key(self.job, self.methods[label], ranks, steps, seed, rate, follows)
+        return Key(self.job, self.methods[label], ranks, steps, seed, rate, follows, self.device)
 
     def tried(
         self, finished: Mapping[Key, Finished], label: str, ranks: int, steps: int, lower: bool
@@ -250,13 +253,14 @@ def _train(
 ) -> one_process.Trained:
     about = (key.seed, key.steps, key.ranks, points)
     if choice.local is None:
-        return one_process.train_with_scheme(job, choice.make, *about, key.follow_rate, unfinished)
+        return one_process.train_with_scheme(job, choice.make, *about, key.follow_rate, unfinished, device=key.device)
     trained = one_process.train_locally(
         job,
         lambda model, optimizer, comm: choice.make_local(model, optimizer, comm=comm),
         *about,
         choice.leaves_rest(key.steps),
         unfinished,
+        device=key.device,
     )
     # The exchange at the end is the lab's.
     return replace(trained, exchanges=0) if choice.never_due(key.steps) else trained

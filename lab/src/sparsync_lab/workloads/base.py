@@ -167,9 +167,19 @@ def loss_of(workload: Workload, model: nn.Module, seed: int, step: int, rank: in
     Raises JobError with class, method, step and rank where the job fails.
     """
     with naming(workload.job_class(), "batch", step, rank, ranks):
-        batch = moved(workload.batch(seed, step, rank, ranks), next(model.parameters()).device)
+        batch = moved(workload.batch(seed, step, rank, ranks), device_of(model))
     with naming(workload.job_class(), "loss", step, rank, ranks):
         return workload.loss(model, batch)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter; a model of a job has one."""
+    return next(model.parameters()).device
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass: on a GPU its products of matrices are in bfloat16, elsewhere all is float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def moved(batch: Any, device: torch.device) -> Any:  # Any: a batch of any form

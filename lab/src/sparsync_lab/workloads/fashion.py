@@ -19,6 +19,7 @@ from sparsync_lab.workloads.base import (
     Workload,
     bare,
     chunks,
+    device_of,
     evaluating,
     require_positive,
     seeded,
@@ -96,12 +97,13 @@ class Fashion(Workload):
         """Return how many of this rank's test images are classified correctly, and how many there are."""
         data = self._images()
         model = bare(model)
-        population = _pixels(data.training.images[:POPULATION])
+        device = device_of(model)
+        population = _pixels(data.training.images[:POPULATION]).to(device)
         correct, count = 0, 0
         with evaluating(model), networks.population_statistics(model, population):
             for chunk in chunks(len(data.test.classes), CHUNK, rank, ranks):
-                score = model(_pixels(chunk.of(data.test.images)))
-                correct += int((score.argmax(1) == chunk.of(data.test.classes)).sum())
+                score = model(_pixels(chunk.of(data.test.images)).to(device))
+                correct += int((score.argmax(1).cpu() == chunk.of(data.test.classes)).sum())
                 count += len(chunk)
         return float(correct), count
 

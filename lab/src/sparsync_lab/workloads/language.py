@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsync.core import generator
-from sparsync_lab.workloads.base import Batch, bare, chunks, evaluating, exactly_addable, require_positive, share
+from sparsync_lab.workloads.base import (
+    Batch,
+    bare,
+    chunks,
+    device_of,
+    evaluating,
+    exactly_addable,
+    moved,
+    require_positive,
+    share,
+)
 
 CHUNK = 10  # validation windows in one forward pass
 
@@ -99,6 +109,6 @@ def _lost(
     model = bare(model)
     with evaluating(model):
         for chunk in chunks(count, CHUNK, rank, ranks):
-            batch = windows(text, chunk.of(start), length)
+            batch = moved(windows(text, chunk.of(start), length), device_of(model))
             lost = cross_entropy(model(batch.input).flatten(0, 1), batch.target.flatten(), reduction="none")
             yield lost.view(-1, length)

@@ -19,6 +19,7 @@ from sparsync_lab.workloads.base import (
     Workload,
     bare,
     chunks,
+    device_of,
     evaluating,
     require_positive,
     rise_and_cosine,
@@ -124,7 +125,7 @@ class MovieLens(Workload):
             for chunk in chunks(data.users, CHUNK, rank, ranks):
                 film = chunk.of(data.ranked)  # [users, 100]
                 user = torch.arange(chunk.start, chunk.stop)[:, None].expand_as(film)
-                score = model(torch.stack([user, film], dim=-1))
+                score = model(torch.stack([user, film], dim=-1).to(device_of(model)))
                 # Not "above or equal": nothing is above NaN, so a model that has diverged would hit always.
                 before = COMPETITORS - (score[:, 1:] < score[:, :1]).sum(1)
                 hits += int((before < CUTOFF).sum())

@@ -19,7 +19,7 @@ from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.runtime.optimizers import ResidualUnits
-from sparsync_lab.workloads.base import Workload, loss_of
+from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
 from sparsync_lab.workloads.unfinished import State, Unfinished, restore, state_of
@@ -158,14 +158,15 @@ def train_with_scheme(
     follow_rate: bool = False,
     unfinished: Unfinished | None = None,
     finished: Callable[[nn.Module], object] = lambda model: None,
+    device: str = "cpu",
 ) -> Trained:
     """Train with a scheme that reduces the gradients of `ranks` ranks, each of which has a scheme by `make`.
 
     The model is evaluated after each number of steps in `evaluate_at`, and `finished` is called with it at the end. With `follow_rate`,
     and for a scheme that wants it, residuals follow the learning rate, as with `attach(..., optimizer=optimizer)`. The training continues
-    from what `unfinished` has kept.
+    from what `unfinished` has kept. The model is on `device`, as what schemes keep is.
     """
-    model = workload.model(seed)
+    model = workload.model(seed).to(device)
     schemes, spans = [make() for _ in range(ranks)], layout(model)
     sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
     trains: list[tuple[Optimizer, LRScheduler]] = []
@@ -234,12 +235,14 @@ def train_locally(
     exchange_last: bool = False,
     unfinished: Unfinished | None = None,
     finished: Callable[[nn.Module], object] = lambda model: None,
+    device: str = "cpu",
 ) -> Trained:
     """Train with local steps on `ranks` ranks, which `make` makes of a rank's model, optimizer and communicator.
 
     The common weights are evaluated after each number of steps in `evaluate_at`: those of the last exchange. `exchange_last`: what
     was learnt since the last exchange is exchanged at the end, before the last evaluation. `finished` is called with the model of rank 0
-    at the end, which has the common weights until it returns. The training continues from what `unfinished` has kept.
+    at the end, which has the common weights until it returns. The training continues from what `unfinished` has kept. The models are on
+    `device`.
     """
     evaluations, exchanges = Evaluations(workload, evaluate_at), list[int]()
     done, parts = unfinished.read() if unfinished else (0, [])
@@ -248,7 +251,7 @@ def train_locally(
             evaluations.load_state_dict(parts[0]["evaluations"])  # rank 0 evaluates
 
     def body(comm: LocalComm) -> Sent:
-        model = workload.model(seed)
+        model = workload.model(seed).to(device)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
         if unfinished and parts:
@@ -259,7 +262,9 @@ def train_locally(
                 sent = Sent(**state["sent"])
         for step in range(done, steps):
             model.zero_grad(set_to_none=True)
-            loss_of(workload, model, seed, step, comm.rank, ranks).backward()
+            with mixed_precision(device_of(model)):
+                loss = loss_of(workload, model, seed, step, comm.rank, ranks)
+            loss.backward()
             with naming(workload.job_class(), "clip", step, comm.rank, ranks):
                 workload.clip(model, own_clip_factor_of(local))
             if not local.replaces_optimizer:
@@ -314,7 +319,9 @@ def _gradients(
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         model.zero_grad(set_to_none=True)
-        loss_of(workload, model, seed, step, rank, ranks).backward()
+        with mixed_precision(device_of(model)):
+            loss = loss_of(workload, model, seed, step, rank, ranks)
+        loss.backward()
         if clip_factor is not None:
             with naming(workload.job_class(), "clip", step, rank, ranks):
                 workload.clip(model, clip_factor)
