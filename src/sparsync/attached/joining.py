@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,19 +86,24 @@ class Joining:
         except Exception as error:
             # Raised on the thread that reduces, so that the step ends on all ranks. Only the text: a traceback would keep the step.
             made = [_Copied(buckets[0], [buckets[0].grad], partial(_fail, f"{type(error).__name__}: {error}"))]
-        pending = list(made)
+        pending, written = list(made), list[Any]()  # Any: torch's stubs know two unrelated Event classes
 
         def write(copied: _Copied, finished: Future) -> None:
+            device = copied.bucket.grad.device
             try:
                 lengths = [part.numel() for part in copied.parts]
                 for part, mean in zip(copied.parts, finished.value().split(lengths), strict=True):
                     # Not a view of the mean: DDP takes the offset in the storage for zero.
                     part.copy_(mean)
+                if device.type == "cuda":  # each future calls this on a stream of its pool
+                    written.append(torch.cuda.current_stream(device).record_event())
             except Exception as error:  # raised on the threads that wait for these buckets
                 for each in parts:
                     each.error.append(str(error))
             pending.remove(copied)
             if not pending:
+                for event in written:
+                    torch.cuda.current_stream(device).wait_event(event)
                 for each in parts:
                     each.done.set_result(each.bucket.grad)
 

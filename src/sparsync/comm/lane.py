@@ -1,4 +1,8 @@
-"""The exchanges of one bucket over a group: the operations of a communicator, whose receives over gloo are posted a step ahead."""
+"""The exchanges of one bucket over a group: the operations of a communicator, whose receives over gloo are posted a step ahead.
+
+Gloo sends no message of CUDA tensors from one rank to another. Where it is the backend for CUDA, such tensors travel as copies in this
+machine's memory, on the same channels: the same bits and bytes as on the CPU.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -55,6 +59,11 @@ class Lane:
                 raise ValueError(f"a rank must be in [0, {self.size - 1}], got {peer}")
         if not out.numel() and not into.numel():
             return
+        if self._is_staged(out):
+            arrived = torch.empty_like(into, device="cpu")
+            self.send_recv(out.cpu(), to, arrived, source)
+            into.copy_(arrived)
+            return
         with self._comm.named("send_recv", f"sending to rank {to}, receiving from rank {source}"):
             self._check_pair(out, to, into, source)
             self._transfer([(into, source)], [(out, to)])
@@ -63,6 +72,8 @@ class Lane:
         known = self._known("all_gather", counts, x.numel())
         if self.size == 1:
             return [x]
+        if self._is_staged(x):
+            return self._returned(self.all_gather(x.cpu(), counts), x)
         self._compare(f"all_gather of {'unknown' if known is None else known} elements of {x.dtype}")
         return self._exchange("all_gather", [x] * self.size, known)
 
@@ -73,6 +84,8 @@ class Lane:
         known = self._known("all_to_all", counts, outgoing[self.rank])
         if self.size == 1:
             return [parts[0]]
+        if self._is_staged(parts[0]):
+            return self._returned(self.all_to_all([part.cpu() for part in parts], counts), parts[self.rank])
         if known is None:
             self._compare(f"all_to_all of unknown elements of {parts[0].dtype}")
         else:
@@ -81,6 +94,8 @@ class Lane:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum chunk r of all ranks on rank r, in rank order, and gather the sums: as many bytes as a ring sends, in two exchanges."""
+        if self._is_staged(x):
+            return self.all_reduce(x.cpu()).to(x.device)
         self._compare(f"all_reduce of {x.numel()} elements of {x.dtype}")
         if self.size == 1 or not x.numel():
             return x.clone()
@@ -100,6 +115,16 @@ class Lane:
         chunks[self.rank].copy_(sum_in_rank_order(arrived))
         self._moved("all_reduce", [chunks[self.rank]] * self.size, lengths, chunks)
         return total
+
+    def _is_staged(self, x: Tensor) -> bool:
+        """Return whether `x` travels as a copy in this machine's memory. To make the copy is a host sync."""
+        if self.size == 1 or x.device.type == "cpu":
+            return False
+        return self._comm.open()._get_backend(x.device).name() == "gloo"
+
+    def _returned(self, arrived: list[Tensor], own: Tensor) -> list[Tensor]:
+        """Return what arrived in this machine's memory on the device of `own`, which has not travelled."""
+        return [own if rank == self.rank else part.to(own.device) for rank, part in enumerate(arrived)]
 
     def _compare(self, line: str) -> None:
         if self._number is None:

@@ -19,7 +19,7 @@ from sparsync.core import matches
 from sparsync.runtime.parameter_names import plain_name
 
 Axis = DeviceMesh | dist.ProcessGroup
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl",)}  # whose operations were tried, or their source was read
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
 # Those that divide each element by the size of its past gradients, or a matrix by its singular values.
 _DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 
@@ -72,7 +72,7 @@ def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterato
         if name not in _BACKENDS.get(device, ()):
             yield Finding(
                 f"gradients on {device} would be sent by {name}, which lacks operations that schemes need, or was never tried",
-                "make a group with gloo for CPU models and nccl for CUDA models",
+                "make a group with gloo for CPU models, and with nccl or gloo for CUDA models",
                 RuntimeError,
             )
 

@@ -1,0 +1,369 @@
+"""Trainings on P ranks whose tensors are on a device, and their records on the CPU: the same bodies for CUDA and for the CPU.
+
+Every body goes through several cases and returns a record of each, or the traceback of what it raised, so that one case that fails does
+not hide the others.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import sparsync
+from helpers.known_gradients import BucketsNoted
+from sparsync import Bucket, Dense, LocalSteps, MiCRO, OkTopk, Report, SkipReduce, TopK, TwoShot
+from sparsync.base.scheme import Scheme
+from sparsync.core import Comm, generator
+
+TIMEOUT_S = 20.0  # for a rank that waits for another one
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    "dense": Dense,
+    "dense ring": lambda: Dense(form="ring"),
+    "topk": lambda: TopK(density=0.1),
+    "topk bfloat16": lambda: TopK(density=0.1, values="bfloat16"),
+    "oktopk": lambda: OkTopk(density=0.1),
+    "micro": lambda: MiCRO(density=0.1),
+    "skip_reduce": lambda: SkipReduce(skip=0.5, feedback=True),
+    "two_shot int4": lambda: TwoShot(density=1.0, values="int4"),
+    "two_shot sign": lambda: TwoShot(density=0.1, values="sign"),
+}
+COUNT, N = 12, 4099  # parameters whose gradients are known, and elements of each: odd, so that slices are uneven
+STEPS, OVERFLOWING = 6, 3
+WIDTH, BATCH, SAVED_AT, LONG = 96, 32, 6, 12
+DEEP, LAYERS, MANY = 256, 20, 20
+
+Cost = tuple[
+    str, int, int, int, int, int
+]  # key of the bucket, bytes and messages sent, bytes as stated, elements selected and in the union
+
+
+@dataclass
+class Record:
+    """What one rank has of one case. Tensors are on the CPU."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    costs: list[Cost] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+
+def each_case(cases: Mapping[str, Callable[[], Record]]) -> dict[str, Record | str]:
+    """Return the record of each case, or the traceback of what it raised."""
+    found: dict[str, Record | str] = {}
+    for name, body in cases.items():
+        print(f"rank {dist.get_rank()}: {name}", flush=True)  # after a hang it tells which case it was
+        try:
+            found[name] = body()
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def alone(backend: str | None) -> None:
+    """Join this process to a group of its own, with this backend, in place of the group it is in."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def costs(reports: Sequence[Report]) -> list[Cost]:
+    return [
+        (each.key, each.sent.nbytes, each.sent.messages, each.cost.nbytes, each.selected, each.union)
+        for each in reports
+        if each.sent is not None
+    ]
+
+
+class Known(nn.Module):
+    """Parameters whose gradients are exactly what `forward` is given."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(N, device=device) for _ in range(COUNT))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        total = inputs.new_zeros(())
+        for row, weight in zip(inputs, self.weights, strict=True):
+            total = total + (weight * row).sum()
+        return total
+
+    def gradients(self) -> Tensor:
+        found = [each.grad for each in self.weights]
+        return torch.cat([each.cpu() for each in found if each is not None])
+
+
+def known(rank: int, step: int) -> Tensor:
+    """The gradients of a rank at a step, [COUNT, N]: drawn on the CPU, so the same on all devices."""
+    return torch.randn(COUNT, N, generator=generator(rank, "known", step))
+
+
+def means(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
+    """Reduce known gradients for some steps."""
+    model, record, rank = Known(device), Record(), dist.get_rank()
+    if wrapper == "ddp":
+        called: nn.Module = DistributedDataParallel(model, bucket_cap_mb=3 * N * 4 / 2**20)
+        handle: Any = sparsync.attach(called, make(), timeout_s=TIMEOUT_S, join_mb=0.04)
+    else:
+        called = model
+        handle = sparsync.GradientReducer(model, make(), timeout_s=TIMEOUT_S)
+    for step in range(STEPS):
+        model.zero_grad()
+        called(known(rank, step).to(device)).backward()
+        if wrapper != "ddp":
+            handle.reduce()
+        record.tensors[f"means of step {step}"] = model.gradients()
+    for name, each in handle.state_dict()["scheme"].get("residual", {}).items():
+        record.tensors[f"residual of {name}"] = each.cpu()
+    record.costs = costs(handle.reports())
+    handle.close()
+    return record
+
+
+def scaled(device: str, make: Callable[[], Scheme]) -> Record:
+    """Train with a loss scaler through a step in which the last rank has an infinity."""
+    model, record, rank = Known(device), Record(), dist.get_rank()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=3 * N * 4 / 2**20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler(device, init_scale=2.0**6, growth_interval=3)
+    handle = sparsync.attach(ddp, make(), scaler=scaler, timeout_s=TIMEOUT_S, join_mb=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs = known(rank, step)
+        if step == OVERFLOWING and rank == dist.get_world_size() - 1:
+            inputs[COUNT // 2, N // 2] = torch.inf
+        scaler.scale(ddp(inputs.to(device))).backward()
+        record.losses.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        record.tensors[f"weights after step {step}"] = torch.cat([each.detach().cpu() for each in model.weights])
+    for name, each in handle.state_dict()["scheme"].get("residual", {}).items():
+        record.tensors[f"residual of {name}"] = each.cpu()
+    record.costs = costs(handle.reports())
+    record.seen = [f"{each.step} {each.key}" for each in handle.reports() if each.details.get("overflow")]
+    handle.close()
+    return record
+
+
+class Training:
+    """A small net behind a wrapper, with the optimizer and the exchange that go with it."""
+
+    def __init__(self, device: str, wrapper: str, scheme: Scheme) -> None:
+        torch.manual_seed(1)
+        self.device, self.rank, self.steps = device, dist.get_rank(), 0
+        layers = nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)
+        self.net = nn.Sequential(*layers).to(device)
+        self.model: Any = self.net  # Any: an FSDPModule, which torch does not type as a module
+        self.exchanges_gradients = wrapper in ("ddp", "reducer", "fsdp2 replicas", "fsdp2 shards")
+        options: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+        if wrapper.startswith("ddp"):
+            self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.01)
+        if wrapper.startswith("fsdp2"):
+            mesh = _mesh(device, wrapper == "fsdp2 shards")
+            for layer in layers:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer, mesh=mesh)
+            self.model = fully_shard(self.net, mesh=mesh)
+        parameters = list(self.net.parameters())
+        self.optimizer: Optimizer = (
+            torch.optim.SGD(parameters, lr=0.1) if self.exchanges_gradients else torch.optim.AdamW(parameters, lr=3e-3)
+        )
+        options["exchange"] = sparsync.Gradients() if self.exchanges_gradients else sparsync.Steps()
+        if wrapper.startswith("local"):
+            options["exchange"] = LocalSteps(every=3, delay=1 if wrapper == "local, in the background" else 0)
+        self.handle: Any = sparsync.attach(self.model, scheme, optimizer=self.optimizer, **options)
+        self.reduces = wrapper == "reducer"
+
+    def step(self) -> None:
+        x = torch.randn(BATCH, 16, generator=generator(self.rank, "batch", self.steps)).to(self.device)
+        self.optimizer.zero_grad()
+        self._loss(x).backward()
+        if self.reduces:
+            self.handle.reduce()
+        self.optimizer.step()
+        self.steps += 1
+
+    def loss(self) -> float:
+        """The loss on a batch that is not trained on."""
+        x = torch.randn(256, 16, generator=generator(0, "evaluation", 0)).to(self.device)
+        with torch.no_grad():
+            return float(self._loss(x))
+
+    def weights(self) -> Tensor:
+        """This rank's own weights, on the CPU."""
+        return torch.cat([_whole(each).detach().flatten().cpu() for each in self.net.parameters()])
+
+    def common(self) -> Tensor:
+        """The weights that all ranks must have alike."""
+        if self.exchanges_gradients:
+            return self.weights()
+        with self.handle.averaged():
+            return self.weights()
+
+    def state(self) -> dict[str, Any]:
+        state = {"handle": self.handle.state_dict(), "steps": self.steps}
+        if self.exchanges_gradients:
+            state |= {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return deepcopy(state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if self.exchanges_gradients:
+            self.net.load_state_dict(state["net"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.handle.load_state_dict(state["handle"])
+        self.steps = state["steps"]
+
+    def _loss(self, x: Tensor) -> Tensor:
+        return (self.model(x) - x[:, :8].sin()).square().mean()
+
+
+def trained(device: str, wrapper: str, make: Callable[[], Scheme]) -> Record:
+    """Train, and go on from a saved state a second time."""
+    training, record, state = Training(device, wrapper, make()), Record(), {}
+    record.losses.append(training.loss())
+    for step in range(LONG):
+        if step == SAVED_AT:
+            state = training.state()
+        training.step()
+        if training.exchanges_gradients:
+            record.tensors[f"common weights after step {step}"] = training.common()
+    record.losses.append(training.loss())
+    record.tensors["common weights"], record.tensors["own weights"] = training.common(), training.weights()
+    record.costs = costs(training.handle.reports())
+    training.handle.close()
+    again = Training(device, wrapper, make())
+    again.load(state)
+    for _ in range(SAVED_AT, LONG):
+        again.step()
+    record.tensors["common weights, continued"], record.tensors["own weights, continued"] = (
+        again.common(),
+        again.weights(),
+    )
+    again.handle.close()
+    return record
+
+
+class Settled(BucketsNoted):
+    """A scheme that passes everything on, and waits for all streams of the GPU before and after each bucket."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Report:
+        _settle(bucket.grad)
+        report = super().reduce(bucket, comm)
+        _settle(bucket.grad)
+        return report
+
+
+def deep(device: str, wrapper: str, make: Callable[[], Scheme], join_mb: float = 0.0) -> Record:
+    """Train a net of many layers, each a bucket, most of which are reduced during the backward pass."""
+    torch.manual_seed(2)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(DEEP, DEEP), nn.ReLU())]
+    net = nn.Sequential(*layers).to(device)
+    called: nn.Module = net
+    if wrapper == "ddp":
+        called = DistributedDataParallel(net, bucket_cap_mb=0.2)
+        handle: Any = sparsync.attach(called, make(), timeout_s=TIMEOUT_S, join_mb=join_mb, dense_below=0)
+    else:
+        handle = sparsync.GradientReducer(net, make(), timeout_s=TIMEOUT_S)
+    optimizer, record = torch.optim.SGD(net.parameters(), lr=0.05), Record()
+    for step in range(MANY):
+        x = torch.randn(64, DEEP, generator=generator(dist.get_rank(), "deep", step)).to(device)
+        optimizer.zero_grad()
+        (called(x) - x).square().mean().backward()
+        if wrapper != "ddp":
+            handle.reduce()
+        optimizer.step()
+    record.tensors["weights"] = torch.cat([each.detach().flatten().cpu() for each in net.parameters()])
+    record.seen = [f"{len({each.key for each in handle.reports()})} buckets"]
+    handle.close()
+    return record
+
+
+def cases_of_means(device: str, wrapper: str, schemes: Sequence[str]) -> dict[str, Record | str]:
+    """Reduce the same gradients on the CPU and on `device`."""
+    _repeatable()
+    places = ("cpu", device)
+    return each_case(
+        {
+            f"{name} on {where}": lambda where=where, name=name: means(where, wrapper, SCHEMES[name])
+            for name in schemes
+            for where in (places if device != "cpu" else ("cpu",))
+        }
+    )
+
+
+def cases_of_scaling(device: str, schemes: Sequence[str]) -> dict[str, Record | str]:
+    _repeatable()
+    return each_case(
+        {
+            f"{name} on {where}": lambda where=where, name=name: scaled(where, SCHEMES[name])
+            for name in schemes
+            for where in (("cpu", device) if device != "cpu" else ("cpu",))
+        }
+    )
+
+
+def cases_of_training(device: str, wrapper: str, schemes: Sequence[str], backend: str = "") -> dict[str, Record | str]:
+    """Train with each scheme; `backend`: alone, in a group with this one."""
+    _repeatable()
+    if backend:
+        alone(None if backend == "default" else backend)
+    return each_case({name: lambda name=name: trained(device, wrapper, SCHEMES[name]) for name in schemes})
+
+
+def cases_of_overlap(device: str, scheme: str) -> dict[str, Record | str]:
+    """The same training with buckets that overlap, twice, and with ones that wait for the whole GPU."""
+    _repeatable()
+    make = SCHEMES[scheme]
+    cases: dict[str, Callable[[], Record]] = {
+        "first": lambda: deep(device, "ddp", lambda: BucketsNoted(make())),
+        "again": lambda: deep(device, "ddp", lambda: BucketsNoted(make())),
+        "settled": lambda: deep(device, "ddp", lambda: Settled(make())),
+        "joined": lambda: deep(device, "ddp", lambda: BucketsNoted(make()), join_mb=1.0),
+        "joined, settled": lambda: deep(device, "ddp", lambda: Settled(make()), join_mb=1.0),
+    }
+    if scheme == "dense":
+        cases["reducer"] = lambda: deep(device, "reducer", make)
+    return each_case(cases)
+
+
+def refused_shards(device: str) -> str:
+    """Return what `attach` raises for a shard axis of one rank."""
+    alone("nccl" if device == "cuda" else "gloo")
+    try:
+        Training(device, "fsdp2 shards", TwoShot(density=0.1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _mesh(device: str, shards: bool) -> DeviceMesh:
+    P = dist.get_world_size()
+    if shards:
+        # Over the group that is there: torch gives a mesh of one axis NCCL where the group has gloo.
+        group = dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, device)
+    return init_device_mesh(device, (P, 1), mesh_dim_names=("replicate", "shard"))
+
+
+def _repeatable() -> None:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def _settle(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _whole(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
