@@ -357,3 +357,29 @@ def test_steps_of_adam_and_of_momentum_are_the_reference(kind: str) -> None:
         reference.momentum_step_(*moved, mean, 0.9, 0.9997, 1.1)
         assert torch.equal(bits(weights), bits(moved[0]))
         assert torch.equal(bits(momentum), bits(moved[1]))
+
+
+DIGESTED = (0, 1, 508, 1017, 1018, 1019, 1526, 2036, 20_003, 40_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_digests_of_many_tensors_are_the_reference(dtype: torch.dtype) -> None:
+    normal = made("normal", max(DIGESTED) + 1)
+    tensors = [normal[start : start + n].to(dtype) for n in DIGESTED for start in (0, 1)]
+    whole = normal.to(dtype)
+    tensors += [whole[1:], whole[:20_000].view(100, 200), whole[:20_000].view(100, 200).t()]
+    assert torch.equal(cuda.digests(tensors), reference.digests(tensors))
+    assert cuda.digests([]) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_weights_are_written_as_the_reference_does(dtype: torch.dtype) -> None:
+    n = 3000
+    weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
+    found = [torch.zeros(n, dtype=dtype, device=DEVICE), torch.zeros(3, n // 3, dtype=dtype, device=DEVICE)]
+    others = [each.clone() for each in found]
+    rows = BlockCyclic(2 * n + 1, 4, 128).rows(1, weights.device)
+    for divided in (None, rows):
+        digests = cuda.write_own_(found, [1, n + 1], weights, unsent, divided, 4, 0.35)
+        assert torch.equal(digests, reference.write_own_(others, [1, n + 1], weights, unsent, divided, 4, 0.35))
+        assert all(map(torch.equal, found, others))

@@ -17,12 +17,12 @@ from triton.runtime.jit import JITFunction
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
-from sparsync.kernels.cuda import exact_top_k, launch, passes, radix_select, scatter, values
+from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, radix_select, scatter, steps, values
 from sparsync.kernels.value_reference import values_nbytes
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
-MODULES = (exact_top_k, passes, radix_select, scatter, values)
+MODULES = (exact_top_k, many_tensors, passes, radix_select, scatter, steps, values)
 seen: set[str] = set()
 
 
@@ -31,7 +31,7 @@ def compile_instead(
 ) -> None:  # Any: arguments
     """Compile a kernel as its launch would, and print a line about it."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | named
-    options = {"num_warps": given.pop("num_warps", 4)}
+    options = {"num_warps": given.pop("num_warps", 4), "enable_fp_fusion": given.pop("enable_fp_fusion", True)}
     constants = {p.name for p in kernel.params if p.is_constexpr or _is_one(given[p.name], p.do_not_specialize)}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
     place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
@@ -63,7 +63,7 @@ def _is_one(given: object, plain: bool) -> bool:
 def _type(given: object) -> str:
     if isinstance(given, Tensor):
         return f"*{TYPES[given.dtype]}"
-    return "fp32" if isinstance(given, float) else "i32"
+    return "fp32" if isinstance(given, float) else "i32" if -(2**31) <= given < 2**31 else "i64"
 
 
 def every_call(n: int) -> list[Callable[[], object]]:
@@ -89,6 +89,10 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.top_k_nonzero(x, 5, Span(1, 9)),
         lambda: cuda.argtopk(x, 5),
         lambda: cuda.coalesce([part, part]),
+        *(lambda dtype=dtype: cuda.digests([x.to(dtype)[1:], x.to(dtype)]) for dtype in (torch.float32, torch.uint8)),
+        lambda: cuda.digests([x[:5].bfloat16()]),
+        lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
+        lambda: cuda.momentum_step_(x, out, x.clone(), 0.9, 0.999, 1e-3),
         *(
             lambda bits=bits, noise=noise: cuda.scaled_encode(x, bits, noise)
             for bits in (8, 4, 3)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparsync.core import Rows, Span, Sparse
 
-_COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
-_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
+COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
+MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by their bytes
 
 
 def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
@@ -103,12 +103,14 @@ def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
 
 
 def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
-    squares = torch.zeros((), dtype=torch.float64, device=out.device)
-    for each, start, factor in zip(tensors, starts, factors, strict=True):
-        part = Span(start, start + each.numel()).of(out)
-        part.copy_(each.reshape(-1)).mul_(factor)
-        squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    return bool(squares <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
+    if not tensors:
+        return True
+    parts = [Span(start, start + each.numel()).of(out) for each, start in zip(tensors, starts, strict=True)]
+    # All at once: on a GPU a launch for each parameter would take longer than the work.
+    torch._foreach_copy_(parts, [each.reshape(-1) for each in tensors])
+    torch._foreach_mul_(parts, list(factors))
+    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
+    return bool(norms.square_().sum() <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
 
 
 def adam_step_(
@@ -136,13 +138,29 @@ def write_own_(
     divisor: int,
     share: float,
 ) -> Tensor:
+    write_less_(targets, starts, weights, unsent, rows, divisor, share)
+    return digests(targets)
+
+
+def write_less_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    weights: Tensor,
+    unsent: Tensor,
+    rows: Rows | None,
+    divisor: int,
+    share: float,
+) -> None:
+    """Write weights - share unsent to `targets`, as `write_own_` does."""
+    if not targets:
+        return
     if rows is not None:
         unsent = unsent.clone()
         divide_rows_(unsent, rows, divisor)
-    for target, start in zip(targets, starts, strict=True):
-        span = Span(start, start + target.numel())
-        target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
-    return digests(targets)
+    own = weights - unsent * share
+    spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
+    parts = [span.of(own).view(each.shape) for each, span in zip(targets, spans, strict=True)]
+    torch._foreach_copy_(list(targets), parts)
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
@@ -152,18 +170,23 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 
 def _digest(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
-    nbytes = next(size for size in _WORDS if flat.nbytes % size == 0)
+    nbytes = word_of(flat)
     if flat.storage_offset() * flat.element_size() % nbytes:
         flat = flat.clone()
-    words = flat.view(_WORDS[nbytes])
-    if words.numel() >= 2 * _COLUMNS:
+    words = flat.view(WORDS[nbytes])
+    if words.numel() >= 2 * COLUMNS:
         # The number of rows is made odd: with an even one the highest bits of all rows could change and no sum would.
-        rest = _COLUMNS + words.numel() % (2 * _COLUMNS)
-        words = torch.cat([words[:rest].long(), words[rest:].view(-1, _COLUMNS).sum(0, dtype=torch.int64)])
-    z = words.long() + torch.arange(1, words.numel() + 1, device=x.device) * _MIX[0]
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX[1]  # without the sign, which a shift repeats
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX[2]
+        rest = COLUMNS + words.numel() % (2 * COLUMNS)
+        words = torch.cat([words[:rest].long(), words[rest:].view(-1, COLUMNS).sum(0, dtype=torch.int64)])
+    z = words.long() + torch.arange(1, words.numel() + 1, device=x.device) * MIX[0]
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX[1]  # without the sign, which a shift repeats
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX[2]
     return (z ^ (z >> 31 & (1 << 33) - 1)).sum()
+
+
+def word_of(flat: Tensor) -> int:
+    """Return the bytes of the words that a digest of this vector reads."""
+    return next(size for size in WORDS if flat.nbytes % size == 0)
 
 
 def scatter_add_(out: Tensor, part: Sparse) -> None:

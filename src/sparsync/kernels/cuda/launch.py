@@ -68,6 +68,11 @@ def _launchable(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def takes_all(flat: Sequence[Tensor]) -> bool:
+    """Return whether these vectors, of any types, lie on one device that is taken; not where there are none."""
+    return bool(flat) and _launchable(flat)
+
+
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:  # Any: the arguments of a kernel
     for each in arguments:
         if isinstance(each, Tensor):

@@ -1,0 +1,119 @@
+"""Digests of many tensors in two launches, and writing many in a few: a launch for each of a model's parameters would take longer."""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsync.core import Rows
+from sparsync.kernels import reference
+from sparsync.kernels.cuda.launch import takes_all
+from sparsync.kernels.reference import COLUMNS, MIX
+
+SPLIT = 16  # programs that share the rows of a tensor
+ROWS = 8  # of 512 columns, which a program adds at once
+TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words, by their bytes
+FOLDED = {"COLUMNS": COLUMNS, "WIDTH": triton.next_power_of_2(COLUMNS)}
+
+# Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
+
+
+def digests(tensors: Sequence[Tensor]) -> Any:
+    flat = [each.detach().reshape(-1) for each in tensors]
+    if not takes_all(flat):
+        return NotImplemented
+    with torch.cuda.device_of(flat[0]):
+        return _digests(flat)
+
+
+def write_own_(
+    targets: Sequence[Tensor],
+    starts: Sequence[int],
+    weights: Tensor,
+    unsent: Tensor,
+    rows: Rows | None,
+    divisor: int,
+    share: float,
+) -> Any:
+    if not takes_all([each.detach().reshape(-1) for each in targets]):
+        return NotImplemented
+    reference.write_less_(targets, starts, weights, unsent, rows, divisor, share)
+    return digests(targets)
+
+
+def _digests(flat: Sequence[Tensor]) -> Tensor:
+    by_word: dict[int, list[tuple[int, Tensor]]] = {}
+    for place, each in enumerate(flat):
+        nbytes = reference.word_of(each)
+        aligned = each.clone() if each.data_ptr() % nbytes else each
+        by_word.setdefault(nbytes, []).append((place, aligned))
+    found = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device)
+    for nbytes, members in by_word.items():
+        described = [[each.data_ptr(), each.nbytes // nbytes, place] for place, each in members]
+        about = torch.tensor(described, dtype=torch.int64).to(found.device)
+        sums = torch.zeros(len(members), FOLDED["WIDTH"], dtype=torch.int64, device=found.device)
+        if any(count >= 2 * COLUMNS for _, count, _ in described):
+            _fold_kernel[len(members), SPLIT](about, sums, WORD=TYPES[nbytes], SPLIT=SPLIT, ROWS=ROWS, **FOLDED)
+        _hash_kernel[(len(members),)](about, sums, found, *MIX, WORD=TYPES[nbytes], **FOLDED)
+    return found
+
+
+@triton.jit
+def _unfolded(count, COLUMNS: tl.constexpr):
+    """Return how many words come first, before the rows that are added; all of a short tensor."""
+    return tl.where(count >= 2 * COLUMNS, COLUMNS + count % (2 * COLUMNS), count)
+
+
+@triton.jit
+def _fold_kernel(
+    about, sums, WORD: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+):
+    tensor = tl.program_id(0)
+    words = tl.load(about + 3 * tensor).to(tl.pointer_type(WORD))
+    count = tl.load(about + 3 * tensor + 1)
+    rest = _unfolded(count, COLUMNS)
+    rows = (count - rest) // COLUMNS
+    column = tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros([WIDTH], dtype=tl.int64)
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    while first < rows:
+        row = first + tl.arange(0, ROWS)[:, None]
+        block = tl.load(words + rest + row * COLUMNS + column, mask=(row < rows) & (column < COLUMNS), other=0)
+        total += tl.sum(block.to(tl.int64), axis=0)
+        first += SPLIT * ROWS
+    lane = tl.arange(0, WIDTH)
+    tl.atomic_add(sums + tensor * WIDTH + lane, total, mask=lane < COLUMNS)
+
+
+@triton.jit
+def _mixed(word, number, mix0, mix1, mix2):
+    """Return the hash of words and their numbers, as splitmix64 makes it; shifts are without the sign."""
+    z = word + number * mix0
+    z = (z ^ (z >> 30 & ((1 << 34) - 1))) * mix1
+    z = (z ^ (z >> 27 & ((1 << 37) - 1))) * mix2
+    return z ^ (z >> 31 & ((1 << 33) - 1))
+
+
+@triton.jit
+def _hash_kernel(about, sums, found, mix0, mix1, mix2, WORD: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    tensor = tl.program_id(0)
+    words = tl.load(about + 3 * tensor).to(tl.pointer_type(WORD))
+    count = tl.load(about + 3 * tensor + 1)
+    rest = _unfolded(count, COLUMNS)
+    lane = tl.arange(0, WIDTH).to(tl.int64)
+    total = tl.zeros([WIDTH], dtype=tl.int64)
+    first = tl.zeros([], dtype=tl.int64)
+    while first < rest:
+        word = tl.load(words + first + lane, mask=first + lane < rest, other=0).to(tl.int64)
+        total += tl.where(first + lane < rest, _mixed(word, first + lane + 1, mix0, mix1, mix2), 0)
+        first += WIDTH
+    folded = tl.load(sums + tensor * WIDTH + lane)
+    number = rest + lane + 1
+    total += tl.where((lane < COLUMNS) & (rest < count), _mixed(folded, number, mix0, mix1, mix2), 0)
+    tl.store(found + tl.load(about + 3 * tensor + 2), tl.sum(total, axis=0))
