@@ -445,7 +445,7 @@ def test_a_device_is_part_of_a_key_and_a_missing_gpu_is_said(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "scheme", ["dense", "topk:density=0.2", "steps/two_shot:density=0.2:values=sign", "local_steps/two_shot"]
+    "scheme", ["dense", "topk:density=0.2", "steps/two_shot:density=0.2:values=sign", "local_steps(every=2)/two_shot"]
 )
 def test_a_training_on_a_gpu_ends_about_where_one_on_the_cpu_does(scheme: str, tmp_path: Path) -> None:
     ends = []

@@ -17,7 +17,7 @@ from helpers.on_triton import CUDA, DEVICE, KINDS, SPECIAL, made
 from helpers.same_bits import bits, same
 from sparsync import Span, kernels, schemes
 from sparsync.comm.local import LocalComm, LocalWorld
-from sparsync.core import Bucket, Sparse
+from sparsync.core import Bucket, Rows, Sparse
 from sparsync.kernels import cuda, operations, reference, share_reference, value_reference
 from sparsync.kernels.cuda import exact_top_k, launch, passes
 from sparsync.selection.exclusive import BlockCyclic
@@ -383,3 +383,42 @@ def test_own_weights_are_written_as_the_reference_does(dtype: torch.dtype) -> No
         digests = cuda.write_own_(found, [1, n + 1], weights, unsent, divided, 4, 0.35)
         assert torch.equal(digests, reference.write_own_(others, [1, n + 1], weights, unsent, divided, 4, 0.35))
         assert all(map(torch.equal, found, others))
+
+
+def test_momentum_steps_of_several_parameters_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsync.kernels.cuda.steps.SPLIT", 2)
+    n = 5 * BLOCK + 77
+    spans = [Span(1, 2), Span(2, 3 * BLOCK + 9), Span(4 * BLOCK, 4 * BLOCK), Span(4 * BLOCK + 3, n)]
+    factors = [(0.9, 0.9997, 1.1), (0.95, 1.0, 1.0), (0.5, 1.0, 1.0), (0.9, 0.99, 3.0)]
+    weights, momentum, mean = made("normal", n), made("special", n, 1), made("normal", n, 2)
+    expected = weights.clone(), momentum.clone()
+    operations.momentum_steps_(weights, momentum, mean, spans, factors)
+    for span, each in zip(spans, factors, strict=True):
+        w, m, x = (span.of(each) for each in (*expected, mean))
+        reference.momentum_step_(w, m, x, *each)
+    assert torch.equal(bits(weights), bits(expected[0]))
+    assert torch.equal(bits(momentum), bits(expected[1]))
+    operations.momentum_steps_(weights, momentum, mean, [], [])
+
+
+def test_elements_in_rows_are_those_of_the_reference() -> None:
+    for n, P, row in ((1, 2, 1), (2 * BLOCK + 77, 4, 128), (1000, 3, 7)):
+        x = made("special", n)
+        for rank in range(P):
+            rows = BlockCyclic(n, P, row).rows(rank, x.device)
+            if rows.length:
+                k = rows.length // 2
+                same(cuda.top_k_of_rows(x, rows, k), reference.top_k(reference.of_rows(x, rows), k))
+            found, expected = x.clone(), x.clone()
+            cuda.divide_rows_(found, rows, 3)
+            reference.divide_rows_(expected, rows, 3)
+            assert torch.equal(bits(found), bits(expected))
+    for start, length in ((2, 4), (-1, 2), (0, 6)):
+        outside, x = (
+            Rows(torch.tensor([start], dtype=torch.int32, device=DEVICE), 4, length),
+            torch.ones(5, device=DEVICE),
+        )
+        for call in (lambda: cuda.top_k_of_rows(x, outside, 1), lambda: cuda.divide_rows_(x, outside, 2)):  # noqa: B023
+            with pytest.raises(IndexError, match="rows must lie in"):
+                call()
+        assert x.tolist() == [1.0] * 5

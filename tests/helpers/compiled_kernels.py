@@ -17,12 +17,13 @@ from triton.runtime.jit import JITFunction
 
 from sparsync.core import Span, Sparse
 from sparsync.kernels import cuda
-from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, radix_select, scatter, steps, values
+from sparsync.kernels.cuda import exact_top_k, launch, many_tensors, passes, radix_select, rows, scatter, steps, values
 from sparsync.kernels.value_reference import values_nbytes
+from sparsync.selection.exclusive import BlockCyclic
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
-MODULES = (exact_top_k, many_tensors, passes, radix_select, scatter, steps, values)
+MODULES = (exact_top_k, many_tensors, passes, radix_select, rows, scatter, steps, values)
 seen: set[str] = set()
 
 
@@ -63,7 +64,7 @@ def _is_one(given: object, plain: bool) -> bool:
 def _type(given: object) -> str:
     if isinstance(given, Tensor):
         return f"*{TYPES[given.dtype]}"
-    return "fp32" if isinstance(given, float) else "i32" if -(2**31) <= given < 2**31 else "i64"
+    return "fp32" if isinstance(given, float) else "i32" if -(2**31) <= int(str(given)) < 2**31 else "i64"
 
 
 def every_call(n: int) -> list[Callable[[], object]]:
@@ -91,6 +92,8 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.coalesce([part, part]),
         *(lambda dtype=dtype: cuda.digests([x.to(dtype)[1:], x.to(dtype)]) for dtype in (torch.float32, torch.uint8)),
         lambda: cuda.digests([x[:5].bfloat16()]),
+        lambda: cuda.top_k_of_rows(x, BlockCyclic(n, 4, 128).rows(1, x.device), 5),
+        lambda: cuda.divide_rows_(x, BlockCyclic(n, 4, 128).rows(1, x.device), 4),
         lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
         lambda: cuda.momentum_step_(x, out, x.clone(), 0.9, 0.999, 1e-3),
         *(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -78,8 +79,11 @@ def alone(backend: str | None) -> None:
 
 
 def costs(reports: Sequence[Report]) -> list[Cost]:
+    def key(bucket: str) -> str:
+        return bucket.removesuffix("/cpu").removesuffix("/cuda")
+
     return [
-        (each.key, each.sent.nbytes, each.sent.messages, each.cost.nbytes, each.selected, each.union)
+        (key(each.key), each.sent.nbytes, each.sent.messages, each.cost.nbytes, each.selected, each.union)
         for each in reports
         if each.sent is not None
     ]
@@ -366,4 +370,11 @@ def _settle(x: Tensor) -> None:
 
 
 def _whole(tensor: Any) -> Tensor:  # Any: a DTensor, or a plain Tensor
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Return all of it. Not by `full_tensor()`, which over gloo ended the process where the shards are on a GPU (torch 2.11)."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own, parts = tensor.to_local().detach().cpu(), [torch.empty(0)] * dist.get_world_size()
+    if tensor.numel() == own.numel():
+        return own
+    dist.all_gather_object(parts, own)
+    return torch.cat(parts)

@@ -167,15 +167,19 @@ class ExchangedSteps(StepMethod):
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
             return rule, entry.shape if isinstance(rule, MuonRule) else None, t
 
+        spans, factors = list[Span](), list[tuple[float, float, float]]()  # of AdamW
         for span, (rule, shape, t) in self._counted(place, "applied", applied):
-            w, m, x, kept = span.of(common), span.of(momentum), span.of(mean), 1 - rule.rate * rule.decay
+            kept = 1 - rule.rate * rule.decay
             if isinstance(rule, AdamWRule):
-                kernels.momentum_step_(w, m, x, rule.beta1, kept, 1 / (1 - rule.beta1**t))
+                spans.append(span)
+                factors.append((rule.beta1, kept, 1 / (1 - rule.beta1**t)))
                 continue
             assert shape is not None
+            w, m, x = span.of(common), span.of(momentum), span.of(mean)
             w.mul_(kept)
             for matrix, m_, x_ in zip(*(each.view(-1, *shape) for each in (w, m, x)), strict=True):
                 matrix.sub_(rule.step(m_, x_))
+        kernels.momentum_steps_(common, momentum, mean, spans, factors)
 
     def step(self) -> list[Report]:
         """Do what the optimizer's `step` does: take one step with the gradients of all ranks.

@@ -9,7 +9,7 @@ asked. The reference takes everything.
     triton      kernels/cuda/                   the passes, top-k, steps, values, and reading and writing at positions
     reference   *reference.py, in torch         all
 
-Besides, the C++ backend does some loops over several small vectors in one call. `fused` asks for these; the loop stands where it is called.
+Besides, these backends do some loops over several vectors in one call. `fused` asks for these; the loop stands where it is called.
 """
 
 import os
@@ -53,7 +53,7 @@ class _Chosen:
 
     name: str | None = None
     kernels: Mapping[str, tuple[Kernel, ...]] | None = None
-    fused: Mapping[str, Kernel] = {}
+    tables: tuple[Mapping[str, Any], ...] = ()  # of the C++ ones and of those for GPUs, where these are asked
 
 
 _chosen = _Chosen()
@@ -69,14 +69,16 @@ def run(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
 
 
 def fused(operation: str, *arguments: Any) -> Any:  # Any: as for Kernel
-    """Return what the C++ backend does for several vectors in one call.
+    """Return what the C++ backend, or the one for GPUs, does for several vectors in one call.
 
-    Returns NotImplemented where another backend is in use, or does not take `arguments`, or would raise: then loop over them.
+    Returns NotImplemented where the reference is in use, or none takes `arguments`, or would raise: then loop over them.
     """
     if _chosen.kernels is None:
         _default()
-    kernel = _chosen.fused.get(operation)
-    return NotImplemented if kernel is None else kernel(*arguments)
+    for table in _chosen.tables:
+        if operation in table and (result := table[operation](*arguments)) is not NotImplemented:
+            return result
+    return NotImplemented
 
 
 def plain_(a: Tensor, b: Tensor) -> None:
@@ -142,8 +144,9 @@ def _choose(name: str | None) -> None:
     if name is not None and name.startswith(CPP) and _cpu is not None:
         _cpu.set_level(name.removeprefix("cpp/"))
     _chosen.name = name
-    _chosen.fused = vars(_cpu) if name is not None and name.startswith(CPP) else {}
-    _chosen.kernels = None if name is None else _in_order(name, name != REFERENCE and _triton() is not None)
+    triton = name is not None and name != REFERENCE and _triton() is not None
+    _chosen.tables = () if name is None else _tables(name, triton)
+    _chosen.kernels = None if name is None else _in_order(name, triton)
     if _triton() is not None:
         from sparsync.kernels.cuda import launch  # loads Triton
 
@@ -153,8 +156,13 @@ def _choose(name: str | None) -> None:
 @cache
 def _in_order(name: str, triton: bool) -> Mapping[str, tuple[Kernel, ...]]:
     """Return for each operation the functions to ask under the backend `name`."""
-    tables = [vars(_cpu) if name.startswith(CPP) else {}, vars(_triton()) if triton else {}, _REFERENCE]
+    tables = [*_tables(name, triton), _REFERENCE]
     return {operation: tuple(table[operation] for table in tables if operation in table) for operation in _REFERENCE}
+
+
+def _tables(name: str, triton: bool) -> tuple[Mapping[str, Any], ...]:  # Any: the names of a module
+    """Return the functions of the C++ backend, if `name` is one, and those for GPUs, if `triton`."""
+    return (*([vars(_cpu)] if name.startswith(CPP) else []), *([vars(_triton())] if triton else []))
 
 
 def _triton() -> ModuleType | None:

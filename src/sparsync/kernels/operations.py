@@ -179,6 +179,19 @@ def momentum_step_(weights: Vector, momentum: Vector, mean: Vector, beta1: float
     run("momentum_step_", weights, momentum, mean, beta1, decay, length)
 
 
+def momentum_steps_(
+    weights: Vector,
+    momentum: Vector,
+    mean: Vector,
+    spans: Sequence[Span],
+    factors: Sequence[tuple[float, float, float]],
+) -> None:
+    """Take the `momentum_step_` of each of `spans` with its beta1, decay and length: several parameters of a bucket."""
+    if fused("momentum_steps_", weights, momentum, mean, spans, factors) is NotImplemented:
+        for span, each in zip(spans, factors, strict=True):
+            momentum_step_(span.of(weights), span.of(momentum), span.of(mean), *each)
+
+
 def write_own_(
     targets: Sequence[Tensor],
     starts: Sequence[int],

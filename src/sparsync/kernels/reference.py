@@ -107,9 +107,9 @@ def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], fact
         return True
     parts = [Span(start, start + each.numel()).of(out) for each, start in zip(tensors, starts, strict=True)]
     # All at once: on a GPU a launch for each parameter would take longer than the work.
-    torch._foreach_copy_(parts, [each.reshape(-1) for each in tensors])
-    torch._foreach_mul_(parts, list(factors))
-    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
+    torch._foreach_copy_(parts, [each.reshape(-1) for each in tensors])  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(parts, list(factors))  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))  # pyright: ignore[reportPrivateImportUsage]
     return bool(norms.square_().sum() <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
 
 
@@ -138,29 +138,23 @@ def write_own_(
     divisor: int,
     share: float,
 ) -> Tensor:
-    write_less_(targets, starts, weights, unsent, rows, divisor, share)
+    if rows is not None:
+        unsent = unsent.clone()
+        divide_rows_(unsent, rows, divisor)
+    write_less_(targets, starts, weights, unsent, share)
     return digests(targets)
 
 
 def write_less_(
-    targets: Sequence[Tensor],
-    starts: Sequence[int],
-    weights: Tensor,
-    unsent: Tensor,
-    rows: Rows | None,
-    divisor: int,
-    share: float,
+    targets: Sequence[Tensor], starts: Sequence[int], weights: Tensor, unsent: Tensor, share: float
 ) -> None:
-    """Write weights - share unsent to `targets`, as `write_own_` does."""
+    """Write weights - share unsent to `targets`, each of which has its elements from its start on."""
     if not targets:
         return
-    if rows is not None:
-        unsent = unsent.clone()
-        divide_rows_(unsent, rows, divisor)
     own = weights - unsent * share
     spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
     parts = [span.of(own).view(each.shape) for each, span in zip(targets, spans, strict=True)]
-    torch._foreach_copy_(list(targets), parts)
+    torch._foreach_copy_(list(targets), parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:

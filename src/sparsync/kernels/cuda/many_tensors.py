@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsync.core import Rows
 from sparsync.kernels import reference
 from sparsync.kernels.cuda.launch import takes_all
+from sparsync.kernels.cuda.rows import divide_rows_
 from sparsync.kernels.reference import COLUMNS, MIX
 
 SPLIT = 16  # programs that share the rows of a tensor
@@ -43,7 +44,11 @@ def write_own_(
 ) -> Any:
     if not takes_all([each.detach().reshape(-1) for each in targets]):
         return NotImplemented
-    reference.write_less_(targets, starts, weights, unsent, rows, divisor, share)
+    if rows is not None:
+        unsent = unsent.clone()
+        if divide_rows_(unsent, rows, divisor) is NotImplemented:
+            return NotImplemented
+    reference.write_less_(targets, starts, weights, unsent, share)
     return digests(targets)
 
 
