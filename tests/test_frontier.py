@@ -433,12 +433,14 @@ def test_the_oracle_writes_the_largest_elements_of_the_mean_and_keeps_the_rest()
 def test_a_device_is_part_of_a_key_and_a_missing_gpu_is_said(
     trainings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda needs a GPU"):
-        made(device="cuda").check()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     complete(made(), tmp_path, 1, lambda line: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda needs a GPU that torch can use for the 6 trainings"):
+        complete(made(device="cuda"), tmp_path, 1, lambda line: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     complete(made(device="cuda"), tmp_path, 1, lambda line: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    complete(made(device="cuda"), tmp_path, 1, lambda line: None)  # all are finished
     assert sorted({key.device for key in runs.read(tmp_path)}) == ["cpu", "cuda"]
     assert {row["device"] for row in runs.rows(tmp_path)} == {"cpu", "cuda"}
 

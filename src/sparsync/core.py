@@ -325,6 +325,11 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def exact_divisor(x: Tensor, divisor: int) -> Tensor | int:
+    """Return what to divide `x` by for the same bits on every device: on a GPU torch multiplies by the reciprocal of a number."""
+    return x.new_full((), divisor) if x.is_cuda and x.dtype in (torch.float32, torch.float64) else divisor
+
+
 # Takes the place of a count or a magnitude, which are never negative, in a scheme's first message.
 FOUND_INF = -1
 # Of a sum: the number of ranks whose element is in it, or P.

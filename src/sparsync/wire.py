@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from sparsync.core import Rows, Sparse, check_one_of
+from sparsync.core import Rows, Sparse, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.codec_reference import PositionCodec, size_of
 from sparsync.kernels.dispatch import fused, run
@@ -182,7 +182,11 @@ class Elements:
         packets: list[Tensor] = []
         dropped: list[Sparse] = []
         for part in parts:
-            sent = part if divisor == 1 else Sparse(part.index, part.value / divisor, part.length)
+            sent = (
+                part
+                if divisor == 1
+                else Sparse(part.index, part.value / exact_divisor(part.value, divisor), part.length)
+            )
             packets.append(self.encode(sent))
             received = self.decode_values(packets[-1], part.index.numel(), part.length, part.value.dtype)
             dropped.append(Sparse(part.index, lacking(part.value, received, divisor), part.length))

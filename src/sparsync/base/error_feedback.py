@@ -17,7 +17,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.collectives.values import ArrivedMean
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Rows, Sparse, phase, spans
+from sparsync.core import Bucket, Comm, Detail, NonFiniteError, Report, Rows, Sparse, exact_divisor, phase, spans
 from sparsync.feedback import Accumulator, ErrorFeedback, Residuals, check_state_of, state_from
 from sparsync.kernels import operations as kernels
 
@@ -329,7 +329,7 @@ def _fits(mean: Tensor, P: int) -> bool:
 
 def everything(acc: Accumulator, comm: Comm, **details: Detail) -> DenseUpdate:
     """Return the step that sends all of `acc` and leaves nothing; `details` are further ones of its report."""
-    mean = comm.all_reduce(acc.values) / comm.size if comm.size > 1 else acc.values.clone()
+    mean = comm.all_reduce(acc.values) / exact_divisor(acc.values, comm.size) if comm.size > 1 else acc.values.clone()
     return DenseUpdate(mean, torch.zeros_like(mean), details={"dense": True, **details})
 
 

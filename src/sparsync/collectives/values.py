@@ -24,7 +24,17 @@ from sparsync.comm.plan import (
     tally,
     to_owners_exchange,
 )
-from sparsync.core import FOUND_INF, Comm, Span, Sparse, phase, raise_if_found_inf, spans, sum_in_rank_order
+from sparsync.core import (
+    FOUND_INF,
+    Comm,
+    Span,
+    Sparse,
+    exact_divisor,
+    phase,
+    raise_if_found_inf,
+    spans,
+    sum_in_rank_order,
+)
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.rounding import lacking, rounded
 from sparsync.kernels.value_reference import greatest_of
@@ -91,7 +101,7 @@ def mean_at(
     if at_once and takes_little_more(K, value.dtype, comm.size, quantizer):
         mean, error = _mean_at_once(value, comm, quantizer)
     elif quantizer.exact:
-        mean, error = comm.all_reduce(value) / comm.size, None
+        mean, error = comm.all_reduce(value) / exact_divisor(value, comm.size), None
     else:
         mean, error = quantized_all_reduce_(value, comm, quantizer).decoded(), value
     return Sparse(index, mean, n), [] if error is None else [Sparse(index, error, n)]
@@ -161,15 +171,15 @@ def _mean_at_once(value: Tensor, comm: Comm, quantizer: Quantizer) -> tuple[Tens
     """Return the mean over ranks of `value` [K], and this rank's error, [K]; None for the latter with an exact quantizer."""
     P, K, dtype = comm.size, value.numel(), value.dtype
     if quantizer.exact:
-        return sum_in_rank_order(comm.all_gather(value, [K] * P)) / P, None
+        return sum_in_rank_order(comm.all_gather(value, [K] * P)) / exact_divisor(value, P), None
     with phase("encode"):
-        packet = quantizer.encode(value / P)
+        packet = quantizer.encode(value / exact_divisor(value, P))
     packets = comm.all_gather(packet, [packet.numel()] * P)
     with phase("decode"):
         total = value.new_zeros(K, dtype=torch.float64)  # in which sums of a few quantized values are exact
         for each in packets:
             total.add_(quantizer.decode(each, K, dtype), alpha=P)
-        mean = rounded(total / P, dtype)
+        mean = rounded(total / exact_divisor(total, P), dtype)
         error = lacking(value, quantizer.decode(packet, K, dtype), P)
         # What rounding drops of the sums joins the error of the rank whose chunk they lie in.
         mine = spans(K, P)[comm.rank]
@@ -222,7 +232,7 @@ def _share_(value: Tensor, quantizer: Quantizer, P: int) -> Tensor:
     bits = _kernel_bits(quantizer, value.dtype)
     if bits is not None:
         return kernels.encode_share_(value, bits, P)
-    packet = quantizer.encode(value / P)
+    packet = quantizer.encode(value / exact_divisor(value, P))
     value.copy_(lacking(value, quantizer.decode(packet, value.numel(), value.dtype), P))
     return packet
 
@@ -236,7 +246,7 @@ def _sum_(value: Tensor, packets: Sequence[Tensor], quantizer: Quantizer, P: int
     total = value.to(torch.float64)
     for packet in packets:
         total.add_(quantizer.decode(packet, value.numel(), value.dtype), alpha=P)
-    packet = down.encode(rounded(total / P, value.dtype))
+    packet = down.encode(rounded(total / exact_divisor(total, P), value.dtype))
     value.copy_(total.sub_(down.decode(packet, value.numel(), value.dtype), alpha=P))
     return packet
 

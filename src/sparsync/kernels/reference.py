@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsync.core import Rows, Span, Sparse
+from sparsync.core import Rows, Span, Sparse, exact_divisor
 
 COLUMNS = 509  # a prime, so that rows of a weight that change places land in other columns
 MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's
@@ -22,7 +22,8 @@ def accumulate(residual: Tensor, grad: Tensor, out: Tensor) -> bool:
 
 def divide_to_(out: Tensor, x: Tensor, divisor: int) -> None:
     exact = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
-    out.copy_(x.to(exact) / divisor)
+    x = x.to(exact)
+    out.copy_(x / exact_divisor(x, divisor))
 
 
 def all_finite(x: Tensor) -> bool:
@@ -99,7 +100,7 @@ def of_rows(x: Tensor, rows: Rows) -> Tensor:
 
 def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
     at = locate(rows, torch.arange(rows.length, dtype=torch.int32, device=x.device))
-    put_(x, at, gather(x, at) / divisor)
+    put_(x, at, gather(x, at) / exact_divisor(x, divisor))
 
 
 def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:

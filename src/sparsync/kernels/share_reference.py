@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from sparsync.core import exact_divisor
 from sparsync.kernels.value_reference import means_decode, means_encode, scaled_decode, scaled_encode
 
 Encode = Callable[[Tensor, int], Tensor]
@@ -31,7 +32,7 @@ def decode_over_(packet: UInt8[Tensor, " nbytes"], bits: int, out: Tensor, kept:
 
 def encode_share_by(encode: Encode, decode: Decode, value: Tensor, bits: int, P: int) -> Tensor:
     """Do what `encode_share_` does with these codecs."""
-    packet = encode(value / P, bits)
+    packet = encode(value / exact_divisor(value, P), bits)
     received = decode(packet, value.numel(), bits)
     error = value - P * received
     # Where P times what was received is beyond float32, the difference may still be inside.
@@ -48,7 +49,7 @@ def reduce_shares_by(
     total = value.double()
     for packet in packets:
         total += P * decode(packet, value.numel(), bits).double()
-    mean, largest = total / P, torch.finfo(value.dtype).max
+    mean, largest = total / exact_divisor(total, P), torch.finfo(value.dtype).max
     mean = torch.where(mean.isfinite(), mean.clamp(-largest, largest), mean).to(value.dtype)
     packet = encode(mean, bits_down)
     value.copy_(total - P * decode(packet, value.numel(), bits_down).double())

@@ -10,7 +10,7 @@ from sparsync.base.scheme import ReduceScatterScheme, Scheme
 from sparsync.collectives.skipping import ring_all_reduce_, ring_exchanges
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan, all_reduce_exchange, planned
-from sparsync.core import Bucket, Comm, Report, check_one_of
+from sparsync.core import Bucket, Comm, Report, check_one_of, exact_divisor
 from sparsync.kernels import operations as kernels
 
 WireType = Literal["gradient", "float32", "bfloat16", "float16"]
@@ -54,7 +54,7 @@ class Dense(Scheme):
         else:
             total = comm.all_reduce(total)
         if dtype == grad.dtype:
-            torch.div(total, P, out=grad)
+            torch.div(total, exact_divisor(total, P), out=grad)
         else:
             # Divided before it is rounded to the gradient's type, in which the sum might overflow.
             kernels.divide_to_(grad, total, P)

@@ -44,6 +44,7 @@ from sparsync.core import (
     check_density,
     check_one_of,
     count_for,
+    exact_divisor,
     phase,
     spans,
 )
@@ -207,7 +208,7 @@ class OkTopk(ErrorFeedbackScheme):
             # NaN and Inf are the largest.
             finite = acc.finite and kernels.all_finite(sums.value)
             level = level_of(smallest_magnitude(sums.value), _LEVEL_BITS) if finite else None
-        share = replace(sums, value=sums.value / P)
+        share = replace(sums, value=sums.value / exact_divisor(sums.value, P))
         gathered = sparse_allreduce.gather_survivors(share, level, regions, n, comm, codec)
         parts, levels = gathered.parts, gathered.notes
         held = [part.index.numel() for part in parts]

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsync.base.error_feedback import Update
 from sparsync.collectives import sparse_allreduce
 from sparsync.collectives.sparse_allreduce import Control, details, k_largest, uneven
-from sparsync.core import FOUND_INF, Bucket, Comm, Span, Sparse, raise_if_found_inf
+from sparsync.core import FOUND_INF, Bucket, Comm, Span, Sparse, exact_divisor, raise_if_found_inf
 from sparsync.feedback import Accumulator, smallest_magnitude
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Raw
@@ -67,7 +67,7 @@ def step(acc: Accumulator, k: int, settings: Settings, control: Control, bucket:
     if scales:
         threshold, global_threshold = _scaled(mine, survivors, threshold, global_threshold, k, evaluate)
     following = Control(control.t + 1, boundaries, threshold or None, global_threshold or None)
-    mean = replace(survivors, value=survivors.value / P)
+    mean = replace(survivors, value=survivors.value / exact_divisor(survivors.value, P))
     return Update(mean, cleared, mine.index.numel(), details=found, commit=lambda: control.become(following))
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from sparsync.base.error_feedback import DenseUpdate, ErrorFeedbackScheme
 from sparsync.collectives.values import quantized_all_reduce_, quantized_all_reduce_plan
 from sparsync.comm.plan import Given, Plan, planned
-from sparsync.core import Bucket, Comm, spans
+from sparsync.core import Bucket, Comm, exact_divisor, spans
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.wire import ValueCodec, Values
 
@@ -63,7 +63,7 @@ class Quantized(ErrorFeedbackScheme):
     def unsent(self, bucket: Bucket, comm: Comm) -> Tensor:
         """Return this rank's residual, [n]; in its own chunk, where it holds what rounding dropped of all ranks' sum, a P-th of it."""
         share = self.feedback.residual(bucket, comm.rank).clone()
-        spans(share.numel(), comm.size)[comm.rank].of(share).div_(comm.size)
+        spans(share.numel(), comm.size)[comm.rank].of(share).div_(exact_divisor(share, comm.size))
         return share
 
     def step(self, acc: Accumulator, bucket: Bucket, comm: Comm) -> DenseUpdate:

@@ -51,6 +51,7 @@ from sparsync.core import (
     Span,
     SpanSet,
     check_one_of,
+    exact_divisor,
     matches,
     spans,
 )
@@ -366,14 +367,14 @@ def _by_chunk(dense: SpanSet, skipping: SpanSet, node_size: int, nodes: int) -> 
 
 def _divide_(x: Tensor, where: Sequence[Span], divisor: int) -> None:
     for span in where:
-        span.of(x).div_(divisor)
+        span.of(x).div_(exact_divisor(x, divisor))
 
 
 def _divide_chunk_(out: Tensor, where: Sequence[Span], contributors: int, P: int, average: bool) -> None:
     """Make the sum over contributors the mean, or the estimate of the sum over all P."""
     for span in where:
         if average:
-            span.of(out).div_(contributors)
+            span.of(out).div_(exact_divisor(out, contributors))
         elif contributors != P:
             span.of(out).mul_(P / contributors)
 

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from sparsync.base.error_feedback import ErrorFeedbackScheme, Update
 from sparsync.comm.plan import NOTHING, Exchange, Given, Plan, Tally, all_gather_exchange, planned, plus, tally
-from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, phase
+from sparsync.core import Bucket, Comm, Detail, Sparse, check_density, count_for, exact_divisor, phase
 from sparsync.feedback import Accumulator, Residuals
 from sparsync.kernels import operations as kernels
 from sparsync.wire import Elements, Values, check_values
@@ -79,7 +79,7 @@ def gather_selections(
         # In rank order, so the same bits on every rank.
         mean = kernels.coalesce(codec.decode_each(packets, counts, [n] * P, dtype))
     if codec.exact:
-        mean, errors = Sparse(mean.index, mean.value.div_(P), n), []
+        mean, errors = Sparse(mean.index, mean.value.div_(exact_divisor(mean.value, P)), n), []
     return Update(mean, own.index, k, errors, details or {}, commit)
 
 

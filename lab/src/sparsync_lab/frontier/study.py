@@ -65,8 +65,6 @@ class FrontierStudy:
             raise ValueError(
                 f"--rates-seed must be one of the seeds {', '.join(map(str, self.seeds))}, got {self.rates_seed}"
             )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a GPU that torch can use, and there is none here; leave it out")
         check_labels(self.schemes)
         if "dense" not in [choice.label for choice in self.schemes]:
             raise ValueError("--schemes must have dense, which the others are compared with")
@@ -170,7 +168,7 @@ def complete(
     """Do the trainings that `folder` lacks, `jobs` at a time, and return those of the study; `tell` gets a line about each.
 
     Each is written when it ends, and its state after each `checkpoint_every` steps, by default about every ten minutes, so an
-    interrupted study goes on where it was.
+    interrupted study goes on where it was. Raises ValueError as `FrontierStudy.check`, and where trainings need a GPU that is not there.
     """
     workload = study.check()
     lower, finished = workload.better == "lower", runs.read(folder)
@@ -180,6 +178,11 @@ def complete(
         return Unfinished(runs.unfinished_file(folder, key), checkpoint_every)
 
     while missing := study.missing(finished, lower):
+        if study.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"--device cuda needs a GPU that torch can use for the {len(missing)} trainings that are not finished, and there is "
+                "none here; leave it out"
+            )
         with progress("trainings", len(missing)) as shown:
             for number, (choice, done) in enumerate(_trained(study, missing, jobs, kept), start=1):
                 finished[done.key] = done
