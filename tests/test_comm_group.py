@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
+from sparsync.comm.lane import Lane
 from sparsync.core import Comm, ParameterSpan, generator
 
 pytestmark = pytest.mark.distributed
@@ -109,6 +111,20 @@ def test_a_private_group_of_a_subgroup_serves_its_members_alone() -> None:
     wanted = LocalWorld(2).run(every_operation)
     for number, (rank, found) in enumerate(run(on_subgroups, 4)):
         assert rank == number // 2
+        assert differing(found, wanted[rank]) == []
+
+
+def staged() -> tuple[int, dict[str, list[Tensor]]]:
+    """Everything with copies in this machine's memory, as of CUDA tensors; a call asks once, and so does the one it makes with them."""
+    asked = cycle((True, False))
+    Lane._is_staged = lambda self, x: self.size > 1 and next(asked)  # pyright: ignore[reportPrivateUsage]
+    comm = GroupComm.private(timeout_s=120)
+    return comm.rank, every_operation(comm)
+
+
+def test_tensors_that_travel_as_copies_arrive_as_others_do() -> None:
+    wanted = LocalWorld(2).run(every_operation)
+    for rank, found in run(staged, 2):
         assert differing(found, wanted[rank]) == []
 
 

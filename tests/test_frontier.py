@@ -447,13 +447,20 @@ def test_a_device_is_part_of_a_key_and_a_missing_gpu_is_said(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "scheme", ["dense", "topk:density=0.2", "steps/two_shot:density=0.2:values=sign", "local_steps(every=2)/two_shot"]
+    ("name", "scheme"),
+    [
+        ("gpt-tiny", "dense"),
+        ("gpt-tiny", "topk:density=0.2"),
+        ("gpt-tiny", "steps/two_shot:density=0.2:values=sign"),
+        ("gpt-tiny", "local_steps(every=2)/two_shot"),
+        ("examples/own_job.py:MyJob", "topk:density=0.2"),
+    ],
 )
-def test_a_training_on_a_gpu_ends_about_where_one_on_the_cpu_does(scheme: str, tmp_path: Path) -> None:
+def test_a_training_on_a_gpu_ends_about_where_one_on_the_cpu_does(name: str, scheme: str, tmp_path: Path) -> None:
     ends = []
     for device in ("cpu", "cuda"):
         chosen = parse_schemes(f"dense,{scheme}" if scheme != "dense" else scheme, 0.2, None, ORACLE)
-        job = FrontierStudy(chosen, "gpt-tiny", steps=(20,), rates=(1.0,), device=device)
+        job = FrontierStudy(chosen, name, steps=(20,), rates=(1.0,), device=device)
         found = complete(job, tmp_path, 1, lambda line: None)
         ends.append([each.end for each in found.values() if each.key.device == device][-1])
     assert ends[1] == pytest.approx(ends[0], rel=0.02)

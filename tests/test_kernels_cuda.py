@@ -369,20 +369,28 @@ def test_digests_of_many_tensors_are_the_reference(dtype: torch.dtype) -> None:
     whole = normal.to(dtype)
     tensors += [whole[1:], whole[:20_000].view(100, 200), whole[:20_000].view(100, 200).t()]
     assert torch.equal(cuda.digests(tensors), reference.digests(tensors))
-    assert cuda.digests([]) is NotImplemented
+    assert operations.digests([]).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_own_weights_are_written_as_the_reference_does(dtype: torch.dtype) -> None:
     n = 3000
     weights, unsent = made("normal", 2 * n + 1), made("normal", 2 * n + 1, 1)
-    found = [torch.zeros(n, dtype=dtype, device=DEVICE), torch.zeros(3, n // 3, dtype=dtype, device=DEVICE)]
+    found = [torch.zeros(n, dtype=dtype, device=DEVICE), torch.zeros(n // 3, 3, dtype=dtype, device=DEVICE).t()]
     others = [each.clone() for each in found]
     rows = BlockCyclic(2 * n + 1, 4, 128).rows(1, weights.device)
     for divided in (None, rows):
         digests = cuda.write_own_(found, [1, n + 1], weights, unsent, divided, 4, 0.35)
         assert torch.equal(digests, reference.write_own_(others, [1, n + 1], weights, unsent, divided, 4, 0.35))
         assert all(map(torch.equal, found, others))
+    assert operations.write_own_([], [], weights, unsent, rows, 4, 0.35).tolist() == []
+    gradients = [made("special", n).to(dtype), made("normal", n).view(n // 3, 3).t()]
+    out, expected = torch.zeros(2 * n + 1, device=DEVICE), torch.zeros(2 * n + 1, device=DEVICE)
+    for which in (gradients, gradients[1:], []):
+        starts, factors = [0, n + 1][: len(which)], [1.0, 1.7][: len(which)]
+        finite = operations.collect_(out, which, starts, factors)
+        assert finite == reference.collect_(expected, which, starts, factors)
+        assert torch.equal(bits(out), bits(expected))
 
 
 def test_momentum_steps_of_several_parameters_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +407,10 @@ def test_momentum_steps_of_several_parameters_are_those_of_each(monkeypatch: pyt
     assert torch.equal(bits(weights), bits(expected[0]))
     assert torch.equal(bits(momentum), bits(expected[1]))
     operations.momentum_steps_(weights, momentum, mean, [], [])
+    with pytest.raises(ValueError, match="zip"):
+        operations.momentum_steps_(weights, momentum, mean, spans, factors[1:])
+    inside = weights[:4]
+    assert cuda.momentum_steps_(inside, momentum[:4], mean[:4], [Span(0, 6)], factors[:1]) is NotImplemented
 
 
 def test_elements_in_rows_are_those_of_the_reference() -> None:
@@ -413,6 +425,10 @@ def test_elements_in_rows_are_those_of_the_reference() -> None:
             cuda.divide_rows_(found, rows, 3)
             reference.divide_rows_(expected, rows, 3)
             assert torch.equal(bits(found), bits(expected))
+    apart = Rows(torch.tensor([0, 9, 4, 9], dtype=torch.int32, device=DEVICE)[::2], 3, 5)  # no plain vector
+    x = made("normal", 9)
+    found, _ = cuda.accumulate_top_k_of_rows(x, torch.zeros_like(x), [apart], [2], torch.empty_like(x), [None])
+    same(found[0], reference.top_k(reference.of_rows(x, apart), 2))
     for start, length in ((2, 4), (-1, 2), (0, 6)):
         outside, x = (
             Rows(torch.tensor([start], dtype=torch.int32, device=DEVICE), 4, length),

@@ -585,6 +585,8 @@ def test_a_digest_is_the_reference() -> None:
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             x = made("normal", n + start).to(dtype)[start:]
             assert torch.equal(operations.digests([x, x.view(1, -1)]), reference.digests([x, x.view(1, -1)]))
+    for digests in (operations.digests, reference.digests):
+        assert digests([]).tolist() == []
 
 
 def test_rows_are_divided_as_the_reference_does() -> None:

@@ -1,6 +1,6 @@
 """The library on a GPU: one rank by NCCL; two ranks that share the GPU, by gloo; the same bits and bytes as on the CPU.
 
-NCCL takes one rank per GPU, so two ranks on one GPU need gloo.
+NCCL takes one rank per GPU, so two ranks on one GPU need gloo. Without a GPU all is on the CPU, to test the tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,11 @@ from helpers.on_devices import (
     cases_of_training,
     refused_shards,
 )
+from sparsync.core import exact_divisor
 
-DEVICE = "cuda"
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+GPU = torch.cuda.is_available()
+DEVICE, NCCL = ("cuda", "nccl") if GPU else ("cpu", "gloo")
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120), *([] if GPU else [pytest.mark.slow])]
 WITHIN_S = 60.0
 
 GRADIENTS = ("dense", "topk", "topk bfloat16", "oktopk", "micro", "skip_reduce", "two_shot int4")
@@ -118,10 +117,11 @@ def problems_of_devices(ranks: Sequence[Found], schemes: Sequence[str]) -> list[
 )
 def test_one_rank_trains_by_nccl_and_goes_on_from_a_saved_state(wrapper: str) -> None:
     names = schemes_of(wrapper)
-    ranks = run(cases_of_training, 1, within_s=WITHIN_S, device=DEVICE, wrapper=wrapper, schemes=names, backend="nccl")
+    ranks = run(cases_of_training, 1, within_s=WITHIN_S, device=DEVICE, wrapper=wrapper, schemes=names, backend=NCCL)
     check(problems_of_training(ranks, names))
 
 
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "default"])
 def test_one_rank_trains_in_a_group_with_two_backends(backend: str) -> None:
     names = ("topk", "two_shot int4")
@@ -134,10 +134,19 @@ def test_a_shard_axis_of_one_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "reducer"])
-def test_two_ranks_on_one_gpu_get_the_bits_and_send_the_bytes_of_the_cpu(wrapper: str) -> None:
+@pytest.mark.parametrize("P", [2, 3])  # a third is rounded
+def test_ranks_on_one_gpu_get_the_bits_and_send_the_bytes_of_the_cpu(wrapper: str, P: int) -> None:
     names = (*GRADIENTS, "dense ring", "two_shot sign")
-    ranks = run(cases_of_means, 2, within_s=WITHIN_S, device=DEVICE, wrapper=wrapper, schemes=names)
+    ranks = run(cases_of_means, P, within_s=WITHIN_S, device=DEVICE, wrapper=wrapper, schemes=names)
     check(problems_of_devices(ranks, names))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_quotients_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for divisor in (1, 2, 3, 7, 14, 256, 257, 3000):
+        on_device = x.to(DEVICE)
+        assert torch.equal((on_device / exact_divisor(on_device, divisor)).cpu(), x / divisor) or divisor > 256
 
 
 def test_two_ranks_on_one_gpu_skip_a_step_as_on_the_cpu() -> None:

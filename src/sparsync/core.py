@@ -326,8 +326,11 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
 
 
 def exact_divisor(x: Tensor, divisor: int) -> Tensor | int:
-    """Return what to divide `x` by for the same bits on every device: on a GPU torch multiplies by the reciprocal of a number."""
-    return x.new_full((), divisor) if x.is_cuda and x.dtype in (torch.float32, torch.float64) else divisor
+    """Return what to divide `x` by for the bits of the CPU: on a GPU torch multiplies by the reciprocal of a number.
+
+    A divisor that the type of `x` does not hold, above 256 for bfloat16 and 2048 for float16, stays a number.
+    """
+    return x.new_full((), divisor) if x.is_cuda and divisor <= 2 / torch.finfo(x.dtype).eps else divisor
 
 
 # Takes the place of a count or a magnitude, which are never negative, in a scheme's first message.

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse, phase
+from sparsync.core import Bucket, ParameterSpan, Rows, Span, Sparse, exact_divisor, phase
 from sparsync.kernels import operations as kernels
 from sparsync.kernels.arguments import at_most, count
 from sparsync.kernels.operations import smallest_magnitude
@@ -299,7 +299,9 @@ def redistributed(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     dealt = [summed(states[rank::size]) for rank in range(size)]
     for mine in dealt if size != len(states) else ():
         for residual in mine.values():
-            residual.mul_(size).div_(len(states))  # exact for whole numbers whose result is one
+            residual.mul_(size).div_(
+                exact_divisor(residual, len(states))
+            )  # exact for whole numbers whose result is one
     return dealt
 
 

@@ -182,11 +182,9 @@ class Elements:
         packets: list[Tensor] = []
         dropped: list[Sparse] = []
         for part in parts:
-            sent = (
-                part
-                if divisor == 1
-                else Sparse(part.index, part.value / exact_divisor(part.value, divisor), part.length)
-            )
+            sent = part
+            if divisor != 1:
+                sent = Sparse(part.index, part.value / exact_divisor(part.value, divisor), part.length)
             packets.append(self.encode(sent))
             received = self.decode_values(packets[-1], part.index.numel(), part.length, part.value.dtype)
             dropped.append(Sparse(part.index, lacking(part.value, received, divisor), part.length))

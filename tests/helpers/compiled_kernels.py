@@ -61,10 +61,11 @@ def _is_one(given: object, plain: bool) -> bool:
     return isinstance(given, int) and given == 1 and not plain
 
 
-def _type(given: object) -> str:
+def _type(given: Any) -> str:
     if isinstance(given, Tensor):
         return f"*{TYPES[given.dtype]}"
-    return "fp32" if isinstance(given, float) else "i32" if -(2**31) <= int(str(given)) < 2**31 else "i64"
+    # Any: what a kernel is called with
+    return "fp32" if isinstance(given, float) else "i32" if -(2**31) <= given < 2**31 else "i64"
 
 
 def every_call(n: int) -> list[Callable[[], object]]:
@@ -95,7 +96,7 @@ def every_call(n: int) -> list[Callable[[], object]]:
         lambda: cuda.top_k_of_rows(x, BlockCyclic(n, 4, 128).rows(1, x.device), 5),
         lambda: cuda.divide_rows_(x, BlockCyclic(n, 4, 128).rows(1, x.device), 4),
         lambda: cuda.adam_step_(x, out, x[:5], 0, 1024, 0.99, 1e-8, 1e-3),
-        lambda: cuda.momentum_step_(x, out, x.clone(), 0.9, 0.999, 1e-3),
+        lambda: cuda.momentum_steps_(x, out, x.clone(), [Span(0, n)], [(0.9, 0.999, 1e-3)]),
         *(
             lambda bits=bits, noise=noise: cuda.scaled_encode(x, bits, noise)
             for bits in (8, 4, 3)

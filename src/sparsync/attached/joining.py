@@ -102,9 +102,10 @@ class Joining:
                     each.error.append(str(error))
             pending.remove(copied)
             if not pending:
-                for event in written:
-                    torch.cuda.current_stream(device).wait_event(event)
                 for each in parts:
+                    if each.bucket.grad.is_cuda:
+                        for event in written:
+                            torch.cuda.current_stream(each.bucket.grad.device).wait_event(event)
                     each.done.set_result(each.bucket.grad)
 
         for copied in made:

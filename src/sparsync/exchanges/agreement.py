@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsync.collectives.values import broadcast
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, Report
+from sparsync.core import Bucket, Comm, Report, exact_divisor
 from sparsync.exchanges.weights import copy_bytes_, flat_bytes
 from sparsync.runtime.connection import Reduction
 
@@ -131,7 +131,7 @@ class Agreement(Reduction):
             copy_bytes_(first, broadcast(flat_bytes(first), comm))
         if averaged:
             flat = torch.cat([each.reshape(-1).double() for each in averaged])
-            mean = comm.all_reduce(flat) / comm.size
+            mean = comm.all_reduce(flat) / exact_divisor(flat, comm.size)
             for each, part in zip(averaged, mean.split([each.numel() for each in averaged]), strict=True):
                 each.copy_(part.view(each.shape))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.comm.metered import MeteredComm
-from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, generator
+from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span, exact_divisor, generator
 from sparsync.kernels import operations as kernels
 from sparsync.runtime.connection import Reduction
 
@@ -70,7 +70,7 @@ class BlockRatios:
         if before > 1 and ranks > 1:
             for mean, own in zip(self.of_mean, self.of_own, strict=True):
                 expected = ((before * mean - own) / (before - 1)).clamp_(min=0.0)
-                mean.copy_(expected + (own - expected) / ranks)
+                mean.copy_(expected + (own - expected) / exact_divisor(own, ranks))
 
     def clip_factor(self, P: int) -> float:
         """Return the length of the local gradient over that of the mean one: in [1, sqrt(P)], and 1 before the first measurement."""
@@ -106,7 +106,8 @@ class MeanOfSketches(Reduction):
     def reduce(self, bucket: Bucket, comm: Comm) -> Report:
         comm = MeteredComm(comm)
         total = comm.all_reduce(bucket.grad.bfloat16())
-        bucket.grad.copy_(total.to(bucket.grad.dtype) / comm.size).square_()
+        total = total.to(bucket.grad.dtype)
+        bucket.grad.copy_(total / exact_divisor(total, comm.size)).square_()
         n, details = bucket.grad.numel(), {"overflow": not kernels.all_finite(bucket.grad)}
         return Report(self.name, bucket.key, bucket.step, n, n, n, comm.sent, details=details)
 

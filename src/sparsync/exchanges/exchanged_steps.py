@@ -167,7 +167,7 @@ class ExchangedSteps(StepMethod):
         def applied(rule: Rule, entry: ParameterSpan, t: int) -> tuple[Rule, tuple[int, ...] | None, int]:
             return rule, entry.shape if isinstance(rule, MuonRule) else None, t
 
-        spans, factors = list[Span](), list[tuple[float, float, float]]()  # of AdamW
+        spans, factors = list[Span](), list[tuple[float, float, float]]()  # of the parameters that AdamW steps
         for span, (rule, shape, t) in self._counted(place, "applied", applied):
             kept = 1 - rule.rate * rule.decay
             if isinstance(rule, AdamWRule):

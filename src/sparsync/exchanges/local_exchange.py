@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsync.base.scheme import Scheme, overflowed
 from sparsync.comm.group import GroupComm, Origin
-from sparsync.core import Bucket, Comm, Cost, Report
+from sparsync.core import Bucket, Comm, Cost, Report, exact_divisor
 from sparsync.exchanges.agreement import BUFFERS, CHANGED, FINITE, FROZEN, IDLE, WEIGHTS, Agreement, CommonBuffers
 from sparsync.exchanges.local_options import LocalSteps, MakeOptimizer
 from sparsync.exchanges.sketch import LENGTH, ClipFactor
@@ -131,7 +131,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: as Lo
             sent = [each["own"][name] for each in one["pending"] if name in each["own"]]
             begun = sent[0] if sent else one["start"].get(name, one["common"][name])
             total += begun - one["own"][name].to(weights.dtype)
-        common[name] = weights - total / len(states)
+        common[name] = weights - total / exact_divisor(total, len(states))
     pending = [{**each, "own": {}} for each in states[0]["pending"]]
     return {**states[0], "common": common, "start": {}, "own": {}, "pending": pending}
 

@@ -6,10 +6,10 @@ asked. The reference takes everything.
 
     backend     where                           operations
     cpp         csrc/, at one instruction set   all
-    triton      kernels/cuda/                   the passes, top-k, steps, values, and reading and writing at positions
+    triton      kernels/cuda/                   the passes, top-k, rows, steps, digests, values, reading and writing at positions
     reference   *reference.py, in torch         all
 
-Besides, these backends do some loops over several vectors in one call. `fused` asks for these; the loop stands where it is called.
+Besides, the first two do some loops over several vectors in one call. `fused` asks for these; the loop stands where it is called.
 """
 
 import os

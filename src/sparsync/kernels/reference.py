@@ -104,14 +104,12 @@ def divide_rows_(x: Tensor, rows: Rows, divisor: int) -> None:
 
 
 def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> bool:
-    if not tensors:
-        return True
-    parts = [Span(start, start + each.numel()).of(out) for each, start in zip(tensors, starts, strict=True)]
-    # All at once: on a GPU a launch for each parameter would take longer than the work.
-    torch._foreach_copy_(parts, [each.reshape(-1) for each in tensors])  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_mul_(parts, list(factors))  # pyright: ignore[reportPrivateImportUsage]
-    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))  # pyright: ignore[reportPrivateImportUsage]
-    return bool(norms.square_().sum() <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
+    squares = torch.zeros((), dtype=torch.float64, device=out.device)
+    for each, start, factor in zip(tensors, starts, factors, strict=True):
+        part = Span(start, start + each.numel()).of(out)
+        part.copy_(each.reshape(-1)).mul_(factor)
+        squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return bool(squares <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
 
 
 def adam_step_(
@@ -142,25 +140,15 @@ def write_own_(
     if rows is not None:
         unsent = unsent.clone()
         divide_rows_(unsent, rows, divisor)
-    write_less_(targets, starts, weights, unsent, share)
+    for target, start in zip(targets, starts, strict=True):
+        span = Span(start, start + target.numel())
+        target.copy_((span.of(weights) - span.of(unsent) * share).view(target.shape))
     return digests(targets)
-
-
-def write_less_(
-    targets: Sequence[Tensor], starts: Sequence[int], weights: Tensor, unsent: Tensor, share: float
-) -> None:
-    """Write weights - share unsent to `targets`, each of which has its elements from its start on."""
-    if not targets:
-        return
-    own = weights - unsent * share
-    spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
-    parts = [span.of(own).view(each.shape) for each, span in zip(targets, spans, strict=True)]
-    torch._foreach_copy_(list(targets), parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     found = [_digest(each.detach()) for each in tensors]
-    return torch.stack([each.to(found[0].device) for each in found])
+    return torch.stack([each.to(found[0].device) for each in found]) if found else torch.empty(0, dtype=torch.int64)
 
 
 def _digest(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from sparsync.base.scheme import Scheme
 from sparsync.comm.metered import MeteredComm
 from sparsync.comm.plan import Given, Plan
-from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report
+from sparsync.core import Bucket, Comm, Divisor, ParameterSpan, Report, exact_divisor
 from sparsync.feedback import state_from
 from sparsync.schemes.skip_reduce import Form, Mode, SkipReduce
 
@@ -72,7 +72,7 @@ class AutoProtect(Scheme):
         squares = square_norms(bucket.layout, bucket.grad) if observing else None
         report = self.scheme.reduce_protecting(protect, bucket, comm)
         if squares is not None:
-            mean_square = comm.all_reduce(squares) / comm.size
+            mean_square = comm.all_reduce(squares) / exact_divisor(squares, comm.size)
             self.disagreement.observe(bucket.layout, mean_square, bucket.grad)
         return self.report(bucket, comm.sent, report.selected, report.union, report.details)
 

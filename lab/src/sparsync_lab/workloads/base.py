@@ -46,6 +46,9 @@ class Workload(ABC):
     metric: ClassVar[str]  # of the quality, such as "perplexity"
     better: ClassVar[Better]  # which quality is better
     unit: ClassVar[str]  # the quality with its unit, as a label of an axis
+    repeats_passes: ClassVar[bool] = (
+        False  # a loss is one call of the model on `batch.input`, of one shape in all steps
+    )
     find_unused_parameters: ClassVar[bool] = False  # of DistributedDataParallel: a step may leave some parameters out
 
     def job_class(self) -> type:

@@ -97,6 +97,7 @@ class Gpt(Workload):
     metric: ClassVar[str] = "perplexity"
     better: ClassVar[Better] = "lower"
     unit: ClassVar[str] = "validation perplexity per character"
+    repeats_passes: ClassVar[bool] = True
     items: ClassVar[str] = "characters"  # what a text consists of
 
     def __post_init__(self) -> None:

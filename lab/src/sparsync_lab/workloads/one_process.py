@@ -19,7 +19,7 @@ from sparsync import Bucket, Comm, Dense, LocalWorld, Report, Scheme
 from sparsync.comm.local import LocalComm
 from sparsync.core import ParameterSpan, laid_out
 from sparsync.runtime.optimizers import ResidualUnits
-from sparsync_lab.workloads.base import Batch, Workload, device_of, loss_of, mixed_precision
+from sparsync_lab.workloads.base import Workload, device_of, loss_of, mixed_precision
 from sparsync_lab.workloads.job_errors import naming
 from sparsync_lab.workloads.own_momentum import optimizer_for, own_clip_factor
 from sparsync_lab.workloads.unfinished import State, Unfinished, restore, state_of
@@ -167,7 +167,7 @@ def train_with_scheme(
     from what `unfinished` has kept. The model is on `device`, as what schemes keep is.
     """
     model = workload.model(seed).to(device)
-    _record_launches(workload, model, seed, ranks)
+    _record_passes(workload, model, seed, ranks)
     schemes, spans = [make() for _ in range(ranks)], layout(model)
     sent, evaluations, units = [Sent() for _ in range(ranks)], Evaluations(workload, evaluate_at), ResidualUnits()
     trains: list[tuple[Optimizer, LRScheduler]] = []
@@ -253,7 +253,7 @@ def train_locally(
 
     def body(comm: LocalComm) -> Sent:
         model = workload.model(seed).to(device)
-        _record_launches(workload, model, seed, ranks)
+        _record_passes(workload, model, seed, ranks)
         optimizer, schedule = workload.optimizer(model, steps)
         local, sent = make(model, optimizer, comm), Sent()
         if unfinished and parts:
@@ -307,16 +307,14 @@ def _trained(evaluations: Evaluations, by_rank: Sequence[Sent], steps: int, elem
     )
 
 
-def _record_launches(workload: Workload, model: nn.Module, seed: int, ranks: int) -> None:
-    """Make the model's passes on a GPU replay its kernels as CUDA graphs: launched one by one, those of small models take longer to launch.
+def _record_passes(workload: Workload, model: nn.Module, seed: int, ranks: int) -> None:
+    """Record the passes of a model on a GPU as CUDA graphs: a small model's kernels take longer to launch one by one than to run.
 
-    Not for a model with buffers, which the recording would change, or for batches of other forms.
+    Gradients then lie where the next backward pass writes its own.
     """
     device = device_of(model)
-    if device.type != "cuda" or list(model.buffers()):
-        return
-    batch = workload.batch(seed, 0, 0, ranks)
-    if isinstance(batch, Batch):
+    if workload.repeats_passes and device.type == "cuda":
+        batch = workload.batch(seed, 0, 0, ranks)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             torch.cuda.make_graphed_callables(model, (batch.input.to(device),))
 

@@ -19,9 +19,11 @@ from sparsync_lab.workloads.base import (
     Better,
     Workload,
     bare,
+    device_of,
     evaluating,
     exactly_addable,
     loss_of,
+    moved,
     parameter_count,
     seeded,
 )
@@ -232,7 +234,8 @@ class PlainJob(Workload):
             shared = "rank" in self._takes["evaluate"]
             if not shared and rank != 0:
                 return 0.0, 0
-            found = self._call("evaluate", model, rank=rank, ranks=ranks)
+            on_cpu = device_of(model).type == "cpu"
+            found = self._call("evaluate", model if on_cpu else _TakesAnyDevice(model), rank=rank, ranks=ranks)
             try:
                 total, count = found if shared else (found, 1)
                 return float(total), int(count)
@@ -279,6 +282,18 @@ class PlainJob(Workload):
             return getattr(self.job, method)(*given, **taken)
         with naming(self.job_class(), method):
             return getattr(self.job, method)(*given, **taken)
+
+
+class _TakesAnyDevice(nn.Module):
+    """A model on a GPU that takes tensors of any device, and returns its result on theirs: jobs evaluate where their data are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:  # Any: what the job gives its model, and what that returns
+        given = next((each.device for each in inputs if isinstance(each, Tensor)), torch.device("cpu"))
+        return moved(self.model(*(moved(each, device_of(self.model)) for each in inputs)), given)
 
 
 def _written_as(method: str) -> str:

@@ -2,18 +2,18 @@
 
 What is not here is done by torch's own operations: `move_put_` is a copy and a fill, which together move no more bytes than one kernel
 would; `isin`, `split` and `merge` are searches and a sort of the few elements selected, without atomic additions; `locate` and the
-codecs of positions work on the few elements selected, too; `collect_` is a few operations over lists of tensors.
+codecs of positions work on the few elements selected, too.
 Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
 """
 
 # ruff: noqa: F401  # looked up by name
 
 from sparsync.kernels.cuda.exact_top_k import accumulate_top_k, accumulate_top_k_nonzero, argtopk, top_k, top_k_nonzero
-from sparsync.kernels.cuda.many_tensors import digests, write_own_
+from sparsync.kernels.cuda.many_tensors import collect_, digests, write_own_
 from sparsync.kernels.cuda.passes import accumulate, all_finite, select_ge
 from sparsync.kernels.cuda.rows import accumulate_top_k_of_rows, divide_rows_, top_k_of_rows
 from sparsync.kernels.cuda.scatter import clear_, coalesce, gather, put_, scatter_add_
-from sparsync.kernels.cuda.steps import adam_step_, momentum_step_, momentum_steps_
+from sparsync.kernels.cuda.steps import adam_step_, momentum_steps_
 from sparsync.kernels.cuda.values import (
     decode_over_,
     encode_share_,

@@ -73,6 +73,12 @@ def takes_all(flat: Sequence[Tensor]) -> bool:
     return bool(flat) and _launchable(flat)
 
 
+def on_one_device(tensors: Sequence[Tensor]) -> bool:
+    """Return whether these tensors, of any types and shapes, lie on one device that is taken; not where there are none."""
+    devices = {each.device for each in tensors}
+    return len(devices) == 1 and (_Devices.any or devices.pop().type == "cuda")
+
+
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:  # Any: the arguments of a kernel
     for each in arguments:
         if isinstance(each, Tensor):

@@ -1,6 +1,6 @@
-"""Digests of many tensors in two launches, and writing many in a few: a launch for each of a model's parameters would take longer."""
+"""What is done to all parameters of a bucket: a launch for each would take longer than the work, so lists of tensors share launches."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Sequence
@@ -11,26 +11,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsync.core import Rows
+from sparsync.core import Rows, Span
 from sparsync.kernels import reference
-from sparsync.kernels.cuda.launch import takes_all
+from sparsync.kernels.cuda.launch import on_one_device, takes_all
 from sparsync.kernels.cuda.rows import divide_rows_
-from sparsync.kernels.reference import COLUMNS, MIX
+from sparsync.kernels.reference import COLUMNS, MIX, WORDS
 
-SPLIT = 16  # programs that share the rows of a tensor
-ROWS = 8  # of 512 columns, which a program adds at once
-TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words, by their bytes
+SPLIT = 256  # programs at most that share the rows of a tensor
+ROWS = 8  # of them, which a program adds at once
+TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of words of so many bytes
 FOLDED = {"COLUMNS": COLUMNS, "WIDTH": triton.next_power_of_2(COLUMNS)}
+assert TYPES.keys() == WORDS.keys()
 
-# Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
+# Any: what the signature in `operations` says, or NotImplemented for what is not taken.
 
 
-def digests(tensors: Sequence[Tensor]) -> Any:
-    flat = [each.detach().reshape(-1) for each in tensors]
-    if not takes_all(flat):
+def collect_(out: Tensor, tensors: Sequence[Tensor], starts: Sequence[int], factors: Sequence[float]) -> Any:
+    if not tensors or not on_one_device([out, *tensors]):
         return NotImplemented
-    with torch.cuda.device_of(flat[0]):
-        return _digests(flat)
+    spans = [Span(start, start + each.numel()) for each, start in zip(tensors, starts, strict=True)]
+    parts = [span.of(out) for span in spans]
+    torch._foreach_copy_([part.view(each.shape) for part, each in zip(parts, tensors, strict=True)], list(tensors))
+    torch._foreach_mul_(parts, list(factors))
+    norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
+    return bool(norms.square_().sum() <= torch.finfo(out.dtype).max)  # a host sync: what is sent depends on it
 
 
 def write_own_(
@@ -42,14 +46,26 @@ def write_own_(
     divisor: int,
     share: float,
 ) -> Any:
-    if not takes_all([each.detach().reshape(-1) for each in targets]):
+    if not targets or not on_one_device([weights, unsent, *targets]):
         return NotImplemented
     if rows is not None:
         unsent = unsent.clone()
         if divide_rows_(unsent, rows, divisor) is NotImplemented:
             return NotImplemented
-    reference.write_less_(targets, starts, weights, unsent, share)
+    own = weights - unsent * share
+    spans = [Span(start, start + each.numel()) for each, start in zip(targets, starts, strict=True)]
+    torch._foreach_copy_(
+        list(targets), [span.of(own).view(each.shape) for each, span in zip(targets, spans, strict=True)]
+    )
     return digests(targets)
+
+
+def digests(tensors: Sequence[Tensor]) -> Any:
+    flat = [each.detach().reshape(-1) for each in tensors]
+    if not takes_all(flat):
+        return NotImplemented
+    with torch.cuda.device_of(flat[0]):
+        return _digests(flat)
 
 
 def _digests(flat: Sequence[Tensor]) -> Tensor:
@@ -64,7 +80,9 @@ def _digests(flat: Sequence[Tensor]) -> Tensor:
         about = torch.tensor(described, dtype=torch.int64).to(found.device)
         sums = torch.zeros(len(members), FOLDED["WIDTH"], dtype=torch.int64, device=found.device)
         if any(count >= 2 * COLUMNS for _, count, _ in described):
-            _fold_kernel[len(members), SPLIT](about, sums, WORD=TYPES[nbytes], SPLIT=SPLIT, ROWS=ROWS, **FOLDED)
+            most = max(count for _, count, _ in described) // COLUMNS
+            split = min(SPLIT, triton.cdiv(most, ROWS))
+            _fold_kernel[len(members), split](about, sums, split, WORD=TYPES[nbytes], ROWS=ROWS, **FOLDED)
         _hash_kernel[(len(members),)](about, sums, found, *MIX, WORD=TYPES[nbytes], **FOLDED)
     return found
 
@@ -75,9 +93,9 @@ def _unfolded(count, COLUMNS: tl.constexpr):
     return tl.where(count >= 2 * COLUMNS, COLUMNS + count % (2 * COLUMNS), count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split"])
 def _fold_kernel(
-    about, sums, WORD: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+    about, sums, split, WORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):
     tensor = tl.program_id(0)
     words = tl.load(about + 3 * tensor).to(tl.pointer_type(WORD))
@@ -91,7 +109,7 @@ def _fold_kernel(
         row = first + tl.arange(0, ROWS)[:, None]
         block = tl.load(words + rest + row * COLUMNS + column, mask=(row < rows) & (column < COLUMNS), other=0)
         total += tl.sum(block.to(tl.int64), axis=0)
-        first += SPLIT * ROWS
+        first += split.to(tl.int64) * ROWS
     lane = tl.arange(0, WIDTH)
     tl.atomic_add(sums + tensor * WIDTH + lane, total, mask=lane < COLUMNS)
 

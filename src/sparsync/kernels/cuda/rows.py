@@ -1,4 +1,4 @@
-"""Elements in rows: they are copied together in one launch, then ranked by the kernels of whole vectors; or divided where they are."""
+"""Elements in rows: one launch copies them together, for the kernels that rank whole vectors, or divides them in place."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
@@ -15,13 +15,15 @@ from sparsync.core import Rows
 from sparsync.kernels.cuda.exact_top_k import top_k
 from sparsync.kernels.cuda.launch import FLOAT32, PASS, POSITIONS, lanes, programs, takes
 from sparsync.kernels.cuda.passes import accumulate
+from sparsync.kernels.reference import of_rows
 
 # Any: what the signature in `operations` says, or NotImplemented for what Triton does not take.
 
 
 def top_k_of_rows(x: Tensor, rows: Rows, k: int, bound: float | None = None) -> Any:
     found = _of_rows(x, rows.starts, rows.row, rows.length)
-    return found if found is NotImplemented else top_k(found, k, bound)
+    # Not declined: what called this may have written already.
+    return top_k(of_rows(x, rows) if found is NotImplemented else found, k, bound)
 
 
 def accumulate_top_k_of_rows(

@@ -7,6 +7,7 @@ Each operation is rounded, as in torch: nothing is fused to a multiply-add.
 # (Triton makes its own types of what a kernel is called with, and its stubs do not know those of what reductions return.)
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 from sparsync.core import Span
 from sparsync.kernels.cuda.launch import FLOAT32, PASS, lanes, loaded, programs, store, takes
 
-SPLIT = 64  # programs at most that share a parameter
+SPLIT = 1024  # programs at most that share a parameter
 ROUNDED = {**PASS, "enable_fp_fusion": False}
 
 
@@ -30,37 +31,26 @@ def adam_step_(
 
 
 @takes(FLOAT32)
-def momentum_step_(weights: Tensor, momentum: Tensor, mean: Tensor, beta1: float, decay: float, length: float) -> None:
-    """Add `mean` [n] to `momentum`, and move `weights` by it, in place."""
-    _momentum_steps(weights, momentum, mean, [Span(0, weights.numel())], [(beta1, decay, length)])
-
-
-@takes(FLOAT32)
 def momentum_steps_(
     weights: Tensor,
     momentum: Tensor,
     mean: Tensor,
     spans: Sequence[Span],
     factors: Sequence[tuple[float, float, float]],
-) -> None:
-    """Take several momentum steps, each in its span with its beta1, decay and length, in one launch."""
-    _momentum_steps(weights, momentum, mean, spans, factors)
-
-
-def _momentum_steps(
-    weights: Tensor,
-    momentum: Tensor,
-    mean: Tensor,
-    spans: Sequence[Span],
-    factors: Sequence[tuple[float, float, float]],
-) -> None:
-    longest = max(map(len, spans), default=0)
-    if not longest:
-        return
-    where = torch.tensor([[each.start, len(each)] for each in spans]).to(weights.device)
-    each = torch.tensor([[beta1, 1 - beta1, decay, length] for beta1, decay, length in factors], dtype=torch.float32)
-    split = min(SPLIT, *programs(longest))
-    _momentum_kernel[len(spans), split](weights, momentum, mean, where, each.to(weights.device), split, **ROUNDED)
+) -> Any:  # None, or NotImplemented where a span lies outside
+    """Take several momentum steps in one launch, each in its span with its beta1, decay and length."""
+    n = weights.numel()
+    if not momentum.numel() == mean.numel() == n or any(not 0 <= each.start <= each.stop <= n for each in spans):
+        return NotImplemented
+    described = zip(spans, factors, strict=True)
+    numbers = [(each.start, len(each), beta1, 1 - beta1, *rest) for each, (beta1, *rest) in described if len(each)]
+    if not numbers:
+        return None
+    where = torch.tensor([each[:2] for each in numbers]).to(weights.device)
+    rates = torch.tensor([each[2:] for each in numbers], dtype=torch.float32).to(weights.device)
+    split = min(SPLIT, *programs(max(length for _, length, *_ in numbers)))
+    _momentum_kernel[len(numbers), split](weights, momentum, mean, where, rates, split, **ROUNDED)
+    return None
 
 
 @triton.jit(do_not_specialize=["start", "block", "beta2", "rest2", "eps", "rate"])

@@ -275,7 +275,7 @@ def _decode_kernel(
         size = tl.broadcast_to(scale, (BLOCKS, BLOCK))
         if BITS == 2:
             size = tl.where((code >> 1 & 1) == 1, _load_scale(packet, 2 * block + 1, block < count), size)
-        # Its bit: a GPU makes 0 - size of -size, which has no sign where the mean is zero.
+        # By its bit: compiled, -size is 0 - size, which has no sign where the mean is zero. The interpreter keeps the sign.
         signed = size.to(tl.int32, bitcast=True) ^ (code & 1) << 31
         tl.store(value + lane, signed.to(tl.float32, bitcast=True), mask=inside)
     else:
