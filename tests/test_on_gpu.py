@@ -144,9 +144,9 @@ def test_ranks_on_one_gpu_get_the_bits_and_send_the_bytes_of_the_cpu(wrapper: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_quotients_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for divisor in (1, 2, 3, 7, 14, 256, 257, 3000):
-        on_device = x.to(DEVICE)
-        assert torch.equal((on_device / exact_divisor(on_device, divisor)).cpu(), x / divisor) or divisor > 256
+    on_device = x.to(DEVICE)
+    for divisor in (1, 2, 3, 7, 14, 26, 256):
+        assert torch.equal((on_device / exact_divisor(on_device, divisor)).cpu(), x / divisor)
 
 
 def test_two_ranks_on_one_gpu_skip_a_step_as_on_the_cpu() -> None:
