@@ -6,16 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from helpers.distributed import case, run
 from helpers.known_gradients import FEW, row, schemes, whole_numbers
 from invariants.world import flat_residual, layout, same_bits
 from sparsync import Bucket, Cost, GroupComm, LocalWorld, MeteredComm
+from sparsync.comm import group
 from sparsync.comm.announcement import Announcement, RanksDifferError, Told
 from sparsync.comm.lane import Lane
 from sparsync.core import Comm, ParameterSpan, generator
@@ -318,6 +322,28 @@ def closed_by_one() -> None:
 @pytest.mark.slow
 def test_closing_ends_the_wait_of_the_others_and_reconnect_works() -> None:
     run(closed_by_one, 3)
+
+
+def one_connects_late() -> None:
+    rank, make, store = dist.get_rank(), c10d._new_process_group_helper, c10d._get_default_store()
+
+    def connect(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        time.sleep(0.3 * rank)
+        store.set(f"{rank} is connected", "")
+        return made
+
+    with (
+        mock.patch.object(c10d, "_new_process_group_helper", connect),
+        mock.patch.object(group, "REPORTS_S", TIMEOUT_S * 10),
+    ):
+        comm = GroupComm.private()
+    assert store.check(["0 is connected", "1 is connected"])
+    comm.close()
+
+
+def test_no_rank_goes_on_and_may_close_while_others_still_connect() -> None:
+    run(one_connects_late, 2)
 
 
 def traced(comm: Comm, id: str, whole: bool) -> list[Traced]:

@@ -157,6 +157,9 @@ class GroupComm:
                 f"rank {rank} of {len(ranks)}: no private group with all ranks within {timeout_s:g} s: {error}{others and f' ({others})'}"
             ) from error
         assert isinstance(made, dist.ProcessGroup)  # only those outside the group get a number
+        if not agreed:
+            # One that closes while others still connect would make them fail.
+            meeting.wait_for_all(f"{name}/connected", min(REPORTS_S, timeout_s))
         c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
         comm = cls(made)
         comm._base, comm._timeout_s, comm._meeting, comm._name = base, timeout_s, meeting, name

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch.distributed as dist
@@ -188,6 +189,18 @@ class Meeting:
 
         with suppress(StoreSilentError):
             asked(LINGER_S + GRACE_S, linger, "")
+
+    def wait_for_all(self, point: str, timeout_s: float) -> None:
+        """Return when all ranks have come to `point`, a name that is new to the store, or after `timeout_s` seconds."""
+        everybody = f"{point}/all"
+
+        def wait() -> None:
+            if self.store.add(point, 1) == self.size:
+                self.store.set(everybody, "")
+            self.store.wait([everybody], timedelta(seconds=timeout_s))
+
+        with suppress(StoreSilentError):  # also where others have not come
+            asked(timeout_s + GRACE_S, wait, "")
 
     def report(self, of: str, cause: str, timeout_s: float) -> list[str | None]:
         """Tell the other ranks why this one failed after the meeting `of`, and return what each has told within `timeout_s` seconds.
