@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import sparsync
 from helpers.distributed import case, run
-from sparsync import Gradients, OkTopk, Steps, TopK, TwoShot
+from sparsync import Gradients, LocalSteps, OkTopk, Steps, TopK, TwoShot
 from sparsync.comm.local import LocalComm, LocalWorld
 from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import choose
@@ -389,6 +390,105 @@ def beside_the_loop() -> None:
 
 def test_what_stands_beside_the_loop_changes_no_weights_in_silence() -> None:
     run(beside_the_loop, P)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = bare_model()
+
+    def forward(self, x: Tensor) -> Any:  # Any: torch types no result
+        return checkpoint(self.blocks, x, use_reentrant=False)
+
+
+def other_weights_in_a_pass() -> None:
+    both = Steps(), LocalSteps(every=3)
+    for exchange in both:
+        with case(f"one region of autocast, {exchange}"):
+            plain, beside = (Training(wrapped=True, exchange=exchange) for _ in range(2))
+            differing = 0
+            for number in range(5):
+                x, y = batch(dist.get_rank(), number)
+                for each in (plain, beside):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        with torch.no_grad():
+                            target = each.model(x) if each is beside else y
+                        made = each.model(x)
+                        differing += each is beside and not torch.equal(target, made)
+                    (made.float() - y).square().mean().backward()
+                    each.optimizer.step()
+                    each.optimizer.zero_grad()
+            assert differing  # common weights, own weights
+            assert same(plain.common(), beside.common())
+    for exchange in both:
+        with case(f"between forward and backward pass, {exchange}"):
+            model = Checkpointed()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            sparsync.attach(model, TwoShot(density=0.1, values="sign"), optimizer=optimizer, exchange=exchange)
+            x, _ = batch(dist.get_rank(), 0)
+            for _ in range(2):
+                model(x).square().mean().backward()
+                with torch.no_grad():
+                    model(x)
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = model(x).square().mean()
+            with torch.no_grad():
+                model(x)
+            with pytest.raises(RuntimeError, match="came another forward pass of the model"):
+                loss.backward()
+            optimizer.zero_grad()
+            model.eval()
+            model(x).square().mean().backward()  # a pass with gradients through the common weights
+            model.train()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+
+def test_no_pass_uses_other_weights_than_it_says() -> None:
+    run(other_weights_in_a_pass, P)
+
+
+def optimizers_apart() -> None:
+    model = bare_model()
+    parameters = list(model.parameters())
+    first, second = torch.optim.AdamW(parameters[:2]), torch.optim.Adam(parameters[2:])
+    handle: Any = sparsync.attach(model, TwoShot(density=0.1, values="sign"), optimizer=[first, second])
+
+    def backward() -> None:
+        model(batch(dist.get_rank(), 0)[0]).square().mean().backward()
+
+    backward()
+    first.step()
+    backward()
+    with pytest.raises(RuntimeError, match=r"^a backward pass came before the step of Adam .* with its own optimizer$"):
+        second.step()
+    first.step()
+    with pytest.raises(RuntimeError, match=r"^AdamW steps again before Adam has stepped"):
+        first.step()
+    for each in (second, first):
+        each.step()
+    assert handle.stats()["steps"] == 3
+
+
+def test_several_optimizers_step_one_after_the_other_after_the_backward_passes() -> None:
+    run(optimizers_apart, 1)
+
+
+def wrapped_afterwards() -> None:
+    for exchange in (Steps(), LocalSteps(every=2)):
+        with case(f"{exchange}"):
+            training = Training(wrapped=False, exchange=exchange)
+            x, _ = batch(dist.get_rank(), 0)
+            wrapped = DistributedDataParallel(training.bare)
+            with pytest.raises(RuntimeError, match=r"attach the wrapped model: sparsync\.attach"):
+                wrapped(x)
+            training.handle.detach()
+            wrapped(x).sum().backward()
+
+
+def test_a_model_that_is_wrapped_after_it_was_attached_is_refused() -> None:
+    run(wrapped_afterwards, P)
 
 
 def compiled() -> None:

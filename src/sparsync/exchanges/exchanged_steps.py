@@ -146,8 +146,11 @@ class ExchangedSteps(StepMethod):
         self._idle: frozenset[str] = frozenset()  # parameters that did not take part in the last step
         self._called: str | None = None  # what the training loop calls: the optimizer's `step`, or the one here
         self._taken = TakenOptimizer(self.optimizers, self._step_for_optimizer, scaler)
-        self._divisor = GradientDivisor(replica)
-        self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show) if self._keep else None
+        told = [self._taken.note_gradient]
+        if self._keep:
+            self._shown = ShownWeights(replica, self._weights, self._adopt, self._may_show)
+            told.append(self._shown.check_gradient)
+        self._divisor = GradientDivisor(replica, told)
 
     def _to_step_(self, place: int, gradient: Tensor) -> None:
         """Write this rank's step over its gradient of bucket `place`, [n], learning rate included."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -83,16 +84,19 @@ class GradientDivisor:
 
     A rank's own gradient is longer than the mean one. Divided by how much, it has the mean one's norm, and clipping at a norm or logging
     it means what it did. Gradients of several backward passes add up, because `factor` changes between two steps only. A gradient that the
-    loop itself puts on a parameter is not divided.
+    loop itself puts on a parameter is not divided. `told` are called as each gradient comes.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, told: Sequence[Callable[[], None]]) -> None:
         self.factor = 1.0
+        self._told = told
         self._divided: set[str] = set()  # parameters with a gradient that was divided since the last step
         self._undo = replica.divide_gradients(self)
 
     def divided(self, names: Iterable[str], gradient: Tensor) -> Tensor:
         """Return the gradient of the parameters of these names divided."""
+        for each in self._told:
+            each()
         if self.factor == 1:
             return gradient
         self._divided.update(names)
@@ -126,6 +130,7 @@ class TakenOptimizer:
     ) -> None:
         self._optimizers, self._take_step, self._scaler = optimizers, take_step, scaler
         self._called: set[int] = set()  # ids of the optimizers whose `step` was called since the last step was taken
+        self._too_late = False  # a gradient has come since then
         self._emptied: list[
             tuple[list[nn.Parameter], list[nn.Parameter]]
         ] = []  # groups' lists, and what they hold otherwise
@@ -156,6 +161,10 @@ class TakenOptimizer:
             # HACK: torch has no public function for this. Price: a name that may change with torch; a test takes a step again.
             self._scaler._per_optimizer_states.clear()
 
+    def note_gradient(self) -> None:
+        """Note that the backward pass makes a gradient."""
+        self._too_late = bool(self._called)
+
     def has(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether one of these parameters belongs to the optimizers."""
         own = {id(each) for optimizer in self._optimizers for each in _parameters(optimizer)}
@@ -179,8 +188,10 @@ class TakenOptimizer:
         self._refill()  # where the last step of an optimizer has raised
         args, kwargs = _with_closure_called(args, kwargs)
         self._warn_of_moments(optimizer)
-        if not self._called or id(optimizer) in self._called:
-            self._called.clear()
+        if self._called:
+            self._check_one_step(optimizer)
+        else:
+            self._too_late = False
             self._unscale(optimizer)
             skipped = self._take_step()
             if skipped and self._scaler is not None and self._scaler.is_enabled():
@@ -193,6 +204,21 @@ class TakenOptimizer:
         for listed, _ in self._emptied:
             listed.clear()
         return args, kwargs
+
+    def _check_one_step(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError where a step that was taken for all optimizers is not this one's."""
+        kind, others = type(optimizer).__name__, [each for each in self._optimizers if id(each) not in self._called]
+        if id(optimizer) in self._called:
+            found = f"{kind} steps again before {' and '.join(type(each).__name__ for each in others)} has stepped"
+        elif self._too_late:
+            found = f"a backward pass came before the step of {kind} and after that of another optimizer"
+        else:
+            return
+        self._called.clear()
+        raise RuntimeError(
+            f"{found}, and the first of the {len(self._optimizers)} optimizers that were passed takes the step of all parameters: step all "
+            "of them after the backward passes of a step, one after the other; or attach each part of the model with its own optimizer"
+        )
 
     def _after(self, *_: object) -> None:
         self._refill()
@@ -261,6 +287,7 @@ class ShownWeights:
         self._replica, self._weights = replica, weights
         self._adopt, self._asks = adopt, asks
         self._own: list[Tensor] | None = None  # put aside while the common ones are in the model
+        self._used_own = False  # by the last forward pass with gradients, since the last step
         # Any: torch has not typed what it returns
         self.before_forward: Any = torch.compiler.disable(self._before_forward)
         self._hooks = [
@@ -294,6 +321,19 @@ class ShownWeights:
         self._replica.written()
         self._weights.note_written()
 
+    def put_back(self) -> None:
+        """Have the own weights in the model, between two steps."""
+        self.show(common=False)
+        self._used_own = False
+
+    def check_gradient(self) -> None:
+        """Raise RuntimeError where a backward pass goes through other weights than its forward pass did."""
+        if self.common and self._used_own:
+            raise RuntimeError(
+                "between a forward pass that trains and its backward pass came another forward pass of the model, in evaluation mode or "
+                "without gradients, which uses other weights; make that one before, or after the backward pass"
+            )
+
     def take(self, names: Collection[str]) -> None:
         """Take what is in the model of these parameters, which were set from outside, for the own weights that are put aside."""
         if self._own is not None:
@@ -303,9 +343,25 @@ class ShownWeights:
     def _before_forward(self, module: nn.Module) -> None:
         """Show what a forward pass of `module` is to use; a copy of the model has weights that nothing is known of."""
         if any(module is each for each in self._replica.called):
+            self._check_unwrapped()
             if self._asks() and self._weights.was_written():
                 self._adopt()
-            self.show(common=not (module.training and torch.is_grad_enabled()))
+            trains = module.training and torch.is_grad_enabled()
+            self.show(common=not trains)
+            if torch.is_grad_enabled():
+                self._used_own = trains
+
+    def _check_unwrapped(self) -> None:
+        """Raise RuntimeError where DDP reduces the gradients of a model that was attached without it."""
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is None or any(wrapper is each for each in self._replica.called):
+            return
+        first = next(iter(self._replica.owned.values()))
+        if any(first is each for each in wrapper.parameters()):
+            raise RuntimeError(
+                "DistributedDataParallel wraps a model that was attached without it, and reduces all gradients whole besides; call "
+                "detach() on the handle, and attach the wrapped model: sparsync.attach(DistributedDataParallel(model), ...)"
+            )
 
     def put_common(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # Any: as `state_dict` has it
         """Put the common weights into what `module.state_dict()` returned, in the types of the parameters."""

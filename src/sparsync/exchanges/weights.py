@@ -99,6 +99,7 @@ class WeightBucket:
         for entry, parameter in zip(self.layout, self.parameters.values(), strict=True):
             if entry.name not in idle:
                 parameter.detach().copy_(entry.span.of(weights).view(parameter.shape))
+        torch.clear_autocast_cache()  # which has copies of what was there
         exact = not idle and all(each.dtype == self.dtype for each in self.parameters.values())
         return weights if exact else self.own()
 
@@ -123,6 +124,7 @@ class WeightBucket:
         starts = [entry.span.start for entry in taking]
         found = kernels.write_own_(parameters, starts, self.common, unsent.to(self.dtype), rows, comm.size, share)
         increment_version(parameters)  # which a kernel does not
+        torch.clear_autocast_cache()  # which has copies of what was there
         return None if left else found
 
     def bucket(self, values: Tensor, step: int) -> Bucket:
