@@ -648,6 +648,13 @@ def sharded(folder: Path) -> None:
             dist.all_gather(every, each)
             assert all(torch.equal(one, each) for one in every)
         first.model.train()
+    with case("a pass between forward and backward pass, for which FSDP2 would gather other weights"):
+        loss = whole.model(batch(0, 0)[0]).sum()
+        with torch.no_grad():
+            whole.model(batch(0, 0)[0])
+        with pytest.raises(RuntimeError, match="came another forward pass of the model"):
+            loss.backward()
+        whole.optimizer.zero_grad()
     with case("resume"):
         sparsync.checkpoint.save(first.handle, folder)
         dist.barrier()
