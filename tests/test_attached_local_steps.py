@@ -414,6 +414,37 @@ def test_what_local_steps_cannot_do_is_refused_with_what_can_be_done() -> None:
     run(refused, P)
 
 
+def changed_by_the_loop() -> None:
+    def clamp(training: Training) -> None:
+        with torch.no_grad():
+            for each in training.bare.parameters():
+                each.clamp_(-0.1, 0.1)
+
+    with case("after each step"), pytest.raises(sparsync.RanksDifferError, match=r"optimizer\.register_step_post_hook"):
+        training = Training(wrapped=True)
+        for number in range(EVERY):
+            training.step(number)
+            clamp(training)
+    with case("in a hook, which is the cure"):
+
+        def hooked(model: nn.Module) -> torch.optim.Optimizer:
+            optimizer = adamw(model)
+            optimizer.register_step_post_hook(lambda *_: clamp(training))
+            return optimizer
+
+        training = Training(wrapped=True, make=hooked)
+        for number in range(2 * EVERY - 1):
+            training.step(number)
+        assert max(float(each.abs().max()) for each in training.own()) == torch.tensor(0.1).item()
+        training.handle.flush()
+        assert training.handle.stats()["exchanges"] == 2
+        assert all(map(on_all_ranks, training.common()))
+
+
+def test_weights_that_the_loop_changes_are_an_error_whose_cure_works() -> None:
+    run(changed_by_the_loop, P)
+
+
 def no_traffic_between_exchanges() -> None:
     training = Training(wrapped=True)
     training.step(0)

@@ -491,6 +491,45 @@ def test_a_model_that_is_wrapped_after_it_was_attached_is_refused() -> None:
     run(wrapped_afterwards, P)
 
 
+def changed_by_the_loop() -> None:
+    def clamped(training: Training) -> list[Tensor]:
+        for number in range(3):
+            training.step(number)
+            with torch.no_grad():
+                for each in training.bare.parameters():
+                    each.clamp_(-0.1, 0.1)
+        return training.common()
+
+    with case("own weights"), pytest.raises(sparsync.RanksDifferError) as raised:
+        clamped(Training(wrapped=True))
+    assert "attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks" in str(
+        raised.value
+    )
+    with case("the cure"):
+        common = clamped(Training(wrapped=True, exchange=Steps(keep=0.0)))
+        assert all(map(on_all_ranks, common))
+        assert max(float(each.abs().max()) for each in common) == torch.tensor(0.1).item()
+    with case("another type on one rank"):
+        training = Training(wrapped=False)
+        if dist.get_rank() == 1:
+            training.bare[3].bfloat16()
+        x = training.bare[:3](batch(0, 0)[0])
+        training.bare[3](x.to(training.bare[3].weight.dtype)).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"3\.weight was torch\.float32 when .* torch\.bfloat16 now.*convert it before"
+        ):
+            training.optimizer.step()
+    with case("the cure of that"):
+        training.handle.detach()
+        training.bare[3].bfloat16()
+        with sparsync.attach(training.bare, TopK(0.1), optimizer=training.optimizer):
+            training.optimizer.step()
+
+
+def test_weights_that_the_loop_changes_are_an_error_whose_cure_works() -> None:
+    run(changed_by_the_loop, P)
+
+
 def compiled() -> None:
     plain, made = Training(wrapped=True), Training(wrapped=True)
     made.model = torch.compile(made.model, backend="eager")

@@ -97,6 +97,10 @@ class ExchangedSteps(StepMethod):
     """Takes the steps of `optimizer` for `model` on all ranks: its `step` is the one here until `close`, and it has the settings."""
 
     replaces_optimizer = True
+    cure_of_set = (
+        "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
+        "attach with exchange=sparsync.Steps(keep=0.0), and change them in the same way on all ranks"
+    )
     vectors: tuple[str, ...]  # of all elements, that the method keeps and saves
     counts: tuple[str, ...]  # the same, of each parameter
 

@@ -65,6 +65,10 @@ class LocalTraining(StepMethod, options=LocalSteps):
 
     origin = "LocalTraining"
     integration = "local_steps"
+    cure_of_set = (
+        "load the same weights on all ranks before the same step; or, where the loop itself changes them after each step, as by clamp_, "
+        "let a hook do that which you give to optimizer.register_step_post_hook before sparsync.attach: it counts as learnt"
+    )
 
     def __init__(
         self,

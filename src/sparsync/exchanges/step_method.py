@@ -79,6 +79,7 @@ class StepMethod(Handle):
             cls.__signature__ = inspect.Signature([*inspect.signature(cls.__init__).parameters.values()][1:])
 
     replaces_optimizer = False  # whether `step` is called in place of the optimizer's
+    cure_of_set: str  # what to do where each rank has set other weights from outside
     _scheme: Scheme  # pyright: ignore[reportIncompatibleVariableOverride]  # no reduce-scatter form
 
     def __init__(
@@ -103,8 +104,10 @@ class StepMethod(Handle):
         model, self._replica = replica.module, replica
         self.model, self._weights = model, Weights(parameters, options.bucket_mb, fragments)
         self._members = Members(model)
+        self._types = {name: each.dtype for name, each in replica.owned.items()}
         names = {id(each): name for name, each in replica.owned.items()}
-        comparison = Comparison(optimizers, names, self._weights.common, options.check_weights_every)
+        every, cure = options.check_weights_every, self.cure_of_set
+        comparison = Comparison(optimizers, names, self._weights.common, every, cure_of_set=cure)
         given = ", ".join(f"{name}={value!r}" for name, value in options.described().items())
         lines = [f"{type(options).__name__}({given})", scheme.config_fingerprint(), *_model_lines(model)]
         fingerprint = "\n".join([*lines, *comparison.settings.read()[1]])
@@ -312,7 +315,13 @@ class StepMethod(Handle):
             self._stop_journals()
 
     def _check_trained(self) -> None:
-        """Raise RuntimeError where the model trains a parameter that was not trained when this handle was made."""
+        """Raise RuntimeError where the model trains a parameter that was not trained, or of another type, when this handle was made."""
+        for name, each in self._replica.owned.items():
+            if each.dtype != self._types[name]:
+                raise RuntimeError(
+                    f"{name} was {self._types[name]} when the model was attached and is {each.dtype} now, as after model.to(...); "
+                    "convert it before sparsync.attach, or call handle.detach() and attach again"
+                )
         if not self._members.changed():
             return
         known = {id(each) for each in self._replica.owned.values()}

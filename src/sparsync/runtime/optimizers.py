@@ -60,7 +60,8 @@ class Comparison:
     """Reads what ranks compare: the settings of `optimizers`, and every `every` steps (0: never) what `weights` returns.
 
     `names` has each parameter's name by its id. Nothing is compared while `applies`, the same on all ranks, returns False.
-    `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it.
+    `adopted` has the names of weights that were set from outside, which are compared in the next step; the owner fills and clears it, and
+    `cure_of_set` says what to do where ranks have set others.
     Raises ValueError for an `every` that is no whole number from 0 on.
     """
 
@@ -71,12 +72,13 @@ class Comparison:
         weights: Callable[[], Named] | None,
         every: int,
         applies: Callable[[], bool] = lambda: True,
+        cure_of_set: str = "",
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_weights_every must be a whole number of steps from 0 on (0: never), got {every!r}")
         self.settings = OptimizerSettings(optimizers, names)
         self.adopted: set[str] = set()
-        self._weights, self._every, self._applies = weights, every, applies
+        self._weights, self._every, self._applies, self._cure_of_set = weights, every, applies, cure_of_set
 
     def at(self, step: int, steps: int = 1) -> Compared:
         """Return what to compare before `step`: weights too where a check was due in one of the last `steps` steps."""
@@ -89,7 +91,9 @@ class Comparison:
             named = ((name, each) for name, each in self._weights() if due or name in self.adopted)
             weights = weight_lines(named, f"{'' if due else 'set from outside '}before step {step}")
             number ^= digest("\n".join(weights))
-        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, _WEIGHTS_CURE)))
+        # Outside of a check, other ranks have set weights where this one has not.
+        cure = _WEIGHTS_CURE if due and not self.adopted else self._cure_of_set
+        return Compared(number, (Told(settings, _SETTINGS_CURE), Told(weights, cure)))
 
 
 class OptimizerSettings:
