@@ -47,9 +47,10 @@ def attach(
     one model: it serves one handle at a time, and after `handle.close()` or `handle.detach()` the same model only. `doctor` lists
     beforehand what this warns about and refuses.
 
-    A step with NaN or Inf in any bucket counts as skipped, and what its other buckets sent is rolled back. If a step fails on any rank,
-    its backward pass raises on all ranks. The next step works, unless only some ranks had finished the failed one: then all ranks raise
-    until a checkpoint is loaded on all of them.
+    NaN or Inf on any rank: all ranks skip the step, and local steps drop the exchange. With gradients all ranks get it, as without
+    sparsync, and a GradScaler or the loop must skip the optimizer's step; residuals stay, and what other buckets sent is rolled back.
+    If a step fails on any rank, its backward pass raises on all ranks. The next step works, unless only some ranks had finished the failed
+    one: then all ranks raise until a checkpoint is loaded on all of them.
 
     Args:
         model: wrapped by DistributedDataParallel or fully_shard, also with torch.compile or Lightning's Fabric around it; or bare. With a

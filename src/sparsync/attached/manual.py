@@ -97,8 +97,8 @@ class GradientReducer(Handle):
         own rank only: after this call all ranks find the same ones.
         There is one bucket for each type and device of gradients, and more from 2^31 elements on. A parameter without a gradient counts as
         zero and gets the mean; a frozen parameter, or one that shares another's storage, does not change. Each sparse gradient of an
-        embedding is reduced in full. A step that leaves NaN or Inf in any gradient counts as skipped, and what its other buckets sent is
-        rolled back.
+        embedding is reduced in full. NaN or Inf in a rank's gradient comes to all ranks, and the loss scaler or the loop must skip the
+        optimizer's step; residuals stay, and what other buckets sent is rolled back.
         If it fails on one rank, it raises on all, and the next call starts on fresh connections. A rank that had finished the step raises
         at its next call; then all ranks raise until a checkpoint is loaded on all of them, because their weights differ.
 
