@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ MOST_WORDS = 900  # of the README
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`((?:\.venv/bin/)?sparsync [^`]+|make [a-z-]+)`")
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"`sparsync\.(\w+)((?:\.\w+)*)\(")  # in running text
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -297,6 +299,14 @@ def test_links_lead_to_files_and_headings_that_are_there(page: str) -> None:
         if heading:
             anchors = {anchor(each) for each in HEADING.findall(target.read_text())}
             assert heading in anchors, f"{page} links to {link}; the headings of {path} are {sorted(anchors)}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which has earlier names too
+def test_calls_in_running_text_are_of_what_import_sparsync_gives(page: str) -> None:
+    for name, rest in CALL.findall(FENCE.sub("", (ROOT / page).read_text("utf-8"))):
+        # Not what another test has imported: submodules come with an import of their own.
+        assert name in sparsync.__all__, f"{page}: import sparsync does not give sparsync.{name}{rest}()"
+        assert callable(attrgetter(f"{name}{rest}")(sparsync)), page
 
 
 def test_every_public_name_is_in_the_api_reference_and_attach_comes_first() -> None:
