@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -489,6 +490,48 @@ def wrapped_afterwards() -> None:
 
 def test_a_model_that_is_wrapped_after_it_was_attached_is_refused() -> None:
     run(wrapped_afterwards, P)
+
+
+def resumed() -> None:
+    saving = Training(wrapped=False)
+    saving.step(0)
+    torchs = get_optimizer_state_dict(saving.bare, saving.optimizer)
+    saved = {"optimizer": saving.optimizer.state_dict(), "handle": saving.handle.state_dict()}
+    told = "its moments are in that of the handle; load the handle's state too"
+    with case("before attach"):
+        model = bare_model()
+        loaded = torch.optim.AdamW(model.parameters())
+        loaded.load_state_dict(saved["optimizer"])
+        sparsync.attach(model, TopK(0.1), optimizer=loaded)
+        with pytest.warns(UserWarning, match=told):
+            loaded.step()
+    for name, loads in {
+        "after attach": lambda new: new.optimizer.load_state_dict(saved["optimizer"]),
+        "by torch's checkpoint": lambda new: set_optimizer_state_dict(new.bare, new.optimizer, torchs),
+    }.items():
+        with case(name):
+            training = Training(wrapped=False)
+            loads(training)
+            with pytest.warns(UserWarning, match=told):
+                training.step(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                training.step(2)  # told once
+    for order in (["optimizer", "handle"], ["handle", "optimizer"]):
+        with case(order):
+            training = Training(wrapped=False)
+            for each in order:
+                getattr(training, each).load_state_dict(saved[each])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                training.step(1)
+            training.optimizer.load_state_dict(saved["optimizer"])
+            with pytest.warns(UserWarning, match=told):
+                training.step(2)
+
+
+def test_a_resumed_optimizer_without_the_state_of_its_handle_is_told_of() -> None:
+    run(resumed, 1)
 
 
 def changed_by_the_loop() -> None:

@@ -441,6 +441,7 @@ class ExchangedSteps(StepMethod):
         saved, ratios = state[self.integration], self._ratios
         loaded = {key: self._weights.from_saved(saved[key]) for key in self.vectors}
         super()._load(state)
+        self._taken.note_handle_loaded()
         self._applied, self._catching_up = self._step, False
         for key, vectors in self._vectors.items():
             for vector, values in zip(vectors, loaded[key], strict=True):

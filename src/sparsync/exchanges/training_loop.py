@@ -139,9 +139,14 @@ class TakenOptimizer:
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self._hooks: list[Any] = []  # Any: torch's handles of hooks
+        self._handle_loaded = False  # since the last step
+        self._without_moments = ""  # the kind of an optimizer whose loaded state has none
         for each in optimizers:
+            self._note_loaded(each)  # before `attach`
             self._hooks += [each.register_step_pre_hook(before), each.register_step_post_hook(after)]
-            # Where there is no state at all, torch.distributed.checkpoint takes a step to make one.
+            self._hooks.append(each.register_load_state_dict_post_hook(self._note_loaded))
+            # Where there is no state at all, torch.distributed.checkpoint takes a step to make one. It also tells `_note_loaded` of a
+            # state that was saved here: that of an optimizer which has not stepped has no entry of a parameter.
             for parameter in _parameters(each):
                 each.state.setdefault(parameter, {})
         self._scaled = Scaled(optimizers)
@@ -153,6 +158,10 @@ class TakenOptimizer:
         """Have the optimizers begin with new moments when they take their own steps again."""
         for each in self._optimizers:
             each.state.clear()
+
+    def note_handle_loaded(self) -> None:
+        """Note that a state of the handle was loaded, which has the moments."""
+        self._handle_loaded, self._without_moments = True, ""
 
     def forget_step(self) -> None:
         """Forget a step that has failed, also that the scaler has unscaled its gradients."""
@@ -228,7 +237,19 @@ class TakenOptimizer:
             listed[:] = parameters
         self._emptied = []
 
+    def _note_loaded(self, optimizer: Optimizer) -> None:
+        if optimizer.state and not any(optimizer.state.values()) and not self._handle_loaded:
+            self._without_moments = type(optimizer).__name__
+
     def _warn_of_moments(self, optimizer: Optimizer) -> None:
+        if kind := self._without_moments:
+            warn_of(
+                Finding(
+                    f"this {kind} has the state of a training whose steps were exchanged, and its moments are in that of the handle",
+                    "load the handle's state too, by sparsync.checkpoint.load or handle.load_state_dict",
+                )
+            )
+        self._handle_loaded, self._without_moments = False, ""
         if not self._told_of_moments and any(optimizer.state.values()):
             self._told_of_moments = True
             kind = type(optimizer).__name__
