@@ -492,6 +492,31 @@ def bare_gradients() -> None:
         assert torch.allclose(one, other, atol=1e-6)
     with pytest.warns(UserWarning, match=r"gradients stay as they are; wrap it; or call handle\.reduce\(\)"):
         sparsync.attach(bare_model(), TopK(0.1))
+    with case("a handle that nobody keeps"):
+        bare = bare_model()
+        optimizer = sgd(bare)
+        dropped = weakref.ref(sparsync.attach(bare, Dense(), exchange=Gradients(), optimizer=optimizer))
+        gc.collect()
+        bare(batch(0, 0)[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="SGD would step with this rank's own gradients"):
+            optimizer.step()
+        del bare, optimizer
+        gc.collect()
+        assert dropped() is None
+    with case("one that no optimizer keeps"):
+        bare = bare_model()
+        with pytest.warns(UserWarning, match=r"its reduce\(\) was never called, so nothing was exchanged"):
+            sparsync.attach(bare, Dense())
+            gc.collect()
+    with case("one that was closed"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = sgd(bare)
+        with sparsync.attach(bare, Dense(), exchange=Gradients(), optimizer=optimizer) as handle:
+            dropped = weakref.ref(handle)
+        optimizer.step()
+        del handle
+        gc.collect()
+        assert dropped() is None
     dist.barrier()  # a process that ends while another one still connects would be missed
 
 

@@ -1,6 +1,8 @@
 """The integration for any training loop: one call after the backward pass. No DDP, no hook, no thread."""
 
+import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
+from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     given_or_default,
+    innermost,
     optimizers,
     reducing_wrappers,
     sparse_embeddings,
@@ -51,6 +55,7 @@ class GradientReducer(Handle):
 
     switches = True
     origin = "sparsync.GradientReducer"
+    _undo: Sequence[Callable[[], object]] = ()  # what `close` calls
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class GradientReducer(Handle):
         self._stepped: set[int] | None = (
             None  # ids of the optimizers that have since `reduce`; None: nothing is reduced
         )
+        self._undo = [weakref.finalize(self, _warn_of_dropped, weakref.ref(model), self._reports).detach]
 
     def reduce(self, step: int | None = None) -> list[Report]:
         """Replace the model's gradients by the scheme's estimate of their mean over ranks, and return a report for each bucket.
@@ -131,6 +137,17 @@ class GradientReducer(Handle):
         self._stepped.add(id(optimizer))
         return False
 
+    def stay_with(self, optimizer: Optimizer) -> None:
+        """Live as long as `optimizer`, whose steps this refuses, until `close`."""
+        hook = innermost(optimizer).register_step_pre_hook(partial(_refer_to, self))
+        self._undo = [*self._undo, hook.remove]
+
+    def close(self) -> None:
+        """Close connections, and let the optimizer step; see Handle."""
+        super().close()
+        for undo in self._undo:
+            undo()
+
     def detach(self) -> None:
         """Leave the model's gradients alone from here on. Reports and state stay readable; the scheme cannot be changed any more."""
         self._detached = True
@@ -173,6 +190,8 @@ def must_reduce(model: nn.Module, scheme: Scheme, options: Options, group: dist.
     """Return a reducer of a bare model whose optimizers raise where they would step with gradients that it has not reduced."""
     made = GradientReducer(model, scheme, group=group, **vars(options))
     made.origin = "sparsync.attach"
+    if options.optimizer is not None:
+        made.stay_with(options.optimizer)
     _look_at_steps()
     _REDUCERS.add(made)
     return made
@@ -196,6 +215,19 @@ def _refuse_unreduced(
         raise RuntimeError(
             f"{type(optimizer).__name__} would step with this rank's own gradients: call handle.reduce() after the backward pass, before "
             "clipping; or wrap the model by DistributedDataParallel before attach, which then reduces by itself"
+        )
+
+
+def _refer_to(handle: GradientReducer, *_: object) -> None:
+    """Keep `handle`, as a hook of an optimizer, where nobody else does."""
+
+
+def _warn_of_dropped(model: "weakref.ref[nn.Module]", reports: ReportLog) -> None:
+    if model() is not None and reports.steps == 0:
+        warnings.warn(
+            "the handle of a bare model's gradients is gone, and its reduce() was never called, so nothing was exchanged; keep what "
+            "sparsync.attach or GradientReducer returns, and call reduce() after the backward pass; or close it",
+            stacklevel=2,
         )
 
 

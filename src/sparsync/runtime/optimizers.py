@@ -303,7 +303,9 @@ class ResidualRescaler:
             )
         self.units = ResidualUnits.of(scheme)
         self.names, self.scaler = dict(names), scaler
-        self._scheme, self._optimizer = scheme, optimizer if follow_rates else None
+        # Weakly: what closes a handle that is gone refers to this, and an optimizer may keep its handle.
+        self._optimizer = None if optimizer is None or not follow_rates else weakref.ref(optimizer)
+        self._scheme = scheme
         self.clipping = None if optimizer is None else Clipping(optimizer, self.names, adds_up)
         self._held = False  # since the last step of the optimizer
         self.takes_back = False  # residuals are held before every step, for `take_back`
@@ -372,7 +374,8 @@ class ResidualRescaler:
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # a host sync on CUDA
         before, self.units.scale = self.units.scale or scale, scale
         changed = dict.fromkeys(self.names.values(), scale / before) if before != scale else {}
-        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+        optimizer = self._optimizer and self._optimizer()
+        for group in optimizer.param_groups if optimizer is not None else ():
             rate = float(group["lr"])
             for name in (self.names[id(each)] for each in group["params"] if id(each) in self.names):
                 factor = self.units.follow(name, rate)
