@@ -17,7 +17,7 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
-from sparsync.runtime.findings import Axis, given_or_default, is_fsdp2, warn_of
+from sparsync.runtime.findings import Axis, check_model, given_or_default, is_fsdp2, warn_of
 from sparsync.runtime.handle import Gradients, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 from sparsync.runtime.ownership import check_free
@@ -80,7 +80,7 @@ def attach(
         The handle. It reduces until `close()` or `detach()`.
 
     Raises:
-        TypeError: for a model that torch's FullyShardedDataParallel wraps, or anything but a Scheme.
+        TypeError: for a model that torch's FullyShardedDataParallel wraps, or anything but a module, a Scheme, an optimizer or several.
         ValueError: for an argument that does not go with this kind of model, for a model that another handle reduces, and for a scheme
             that another handle uses or that holds another model's residuals.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
@@ -91,6 +91,7 @@ def attach(
         >>> handle = sparsync.attach(model, sparsync.OkTopk(density=0.05), optimizer=optimizer)
     """
     scheme, called = given_or_default(scheme), model
+    check_model(model)
     model = inside_wrappers(model)
     fsdp, wrapped = is_fsdp2(model), isinstance(model, DistributedDataParallel)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))

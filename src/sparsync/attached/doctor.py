@@ -33,9 +33,10 @@ def doctor(
 
     Pass the `optimizer` that will apply the gradients, even if residuals need not follow its rates: some schemes do harm under Adam, others
     need SGD without momentum. The other arguments are as for `attach`.
-    Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a Scheme.
+    Raises TypeError for a model that is wrapped or sharded otherwise, and for anything but a module, a Scheme, an optimizer or several.
     """
     scheme = findings.given_or_default(scheme)
+    findings.check_model(model)
     model = inside_wrappers(model)
     fsdp = findings.is_fsdp2(model)
     chosen = choose(exchange, scheme, optimizer, steps_possible=not fsdp or has_replicas(model, replicate))

@@ -15,8 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
+from sparsync.exchanges.choice import the_one
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
+    check_model,
     given_or_default,
     innermost,
     optimizers,
@@ -48,7 +50,7 @@ class GradientReducer(Handle):
         group: the ranks. None: the default group.
 
     Raises:
-        TypeError: for a model that DDP reduces already, and for anything but a Scheme.
+        TypeError: for a model that DDP reduces already, and for anything but a module, a Scheme and an optimizer.
         ValueError: for a model that another handle trains, and for a scheme that another handle drives.
         RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
@@ -70,6 +72,7 @@ class GradientReducer(Handle):
         check_weights_every: int = CHECK_WEIGHTS_EVERY,
     ) -> None:
         scheme = given_or_default(scheme)
+        check_model(model)
         check_free(scheme, model)
         if isinstance(model, reducing_wrappers()):
             raise TypeError(
@@ -84,7 +87,7 @@ class GradientReducer(Handle):
         for finding in optimizers(optimizer, scheme):
             warn_of(finding)
         names = {id(parameter): name for name, parameter in named_parameters(model)}
-        options = Options(optimizer, scaler, follow_rates, timeout_s, check_weights_every)
+        options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
         self.model, self.group = model, group
         rescaler = options.rescaler(scheme, names)
         comparison = options.comparison(names, partial(trained, model))

@@ -8,6 +8,7 @@ from sparsync.base.scheme import Scheme
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.rules import optimizers_of, rules_of
+from sparsync.runtime.findings import check_optimizer
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
@@ -24,9 +25,11 @@ def choose(exchange: Exchange | None, scheme: Scheme, optimizer: Optimizers | No
 
     Steps for Adam, AdamW and Muon with a scheme that sends fewer than 4 bits an element, because gradients that are compressed so far
     give wrong second moments, and wrong directions to Muon; gradients else, and where no optimizer is given or steps are not possible.
-    Raises TypeError for anything else, and ValueError for steps where they are not possible, and for several optimizers where one is
-    taken.
+    Raises TypeError for anything else and for what is no optimizer, and ValueError for steps where they are not possible, and for several
+    optimizers where one is taken.
     """
+    if optimizer is not None:
+        check_optimizer(optimizer)
     if isinstance(exchange, LocalSteps):
         if optimizer is None:
             raise ValueError(

@@ -25,7 +25,7 @@ from sparsync.exchanges.own_optimizers import OwnOptimizers
 from sparsync.exchanges.sketch import LENGTH, sketch
 from sparsync.exchanges.step_method import State, StepMethod
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights
-from sparsync.runtime.findings import innermost, steps_in_backward
+from sparsync.runtime.findings import check_optimizer, innermost, steps_in_backward
 from sparsync.runtime.state_checks import check_alike
 
 _MOST_DROPPED = 5  # exchanges of a fragment in a row
@@ -82,9 +82,8 @@ class LocalTraining(StepMethod, options=LocalSteps):
         replica: Replica | None = None,
         **options: Any,  # Any: the fields of LocalSteps
     ) -> None:
+        check_optimizer(optimizer)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        if not self.optimizers or not all(isinstance(each, Optimizer) for each in self.optimizers):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
         self.options = self.exchange = given = LocalSteps(**options)
         replica = Replica(model) if replica is None else replica
         super().__init__(replica, self.optimizers, scheme, given, group, comm, timeout_s, given.fragments)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
-from sparsync.runtime.findings import innermost
+from sparsync.runtime.findings import check_optimizer, innermost
 
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
@@ -173,8 +173,12 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ite
 
 
 def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose steps are taken: those inside a wrapper, such as Accelerate's, or inside one that holds several."""
+    """Return the optimizers whose steps are taken: those inside a wrapper, such as Accelerate's, or inside one that holds several.
+
+    Raises TypeError for what is no optimizer.
+    """
     if not isinstance(given, Optimizer):
+        check_optimizer(given)
         return [each for one in given for each in optimizers_of(one)]
     inner = innermost(given)
     members = [each for value in vars(inner).values() for each in _listed(value) if isinstance(each, Optimizer)]

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import Finding, is_fsdp2, reducing_wrappers, warn_of
+from sparsync.runtime.findings import Finding, check_model, is_fsdp2, reducing_wrappers, warn_of
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -488,7 +488,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_bare(model: nn.Module) -> None:
-    """Raise TypeError for a model that is wrapped or sharded, in parts or whole."""
+    """Raise TypeError for a model that is wrapped or sharded, in parts or whole, and for what is none."""
+    check_model(model)
     for module in model.modules():
         if isinstance(module, reducing_wrappers()) or is_fsdp2(module):
             raise TypeError(

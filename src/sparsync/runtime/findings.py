@@ -65,6 +65,32 @@ def given_or_default(scheme: Scheme | None) -> Scheme:
     return scheme
 
 
+def check_model(model: object) -> None:
+    """Raise TypeError for anything but an nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}; pass the module that is trained")
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise TypeError for anything but an optimizer or a sequence of one or more."""
+    several = list(optimizer) if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else None
+    wrong = [_kind(each) for each in (several or [optimizer]) if not isinstance(each, Optimizer)]
+    if wrong:
+        inside = ", ".join(wrong)
+        got = inside if several is None else f"{type(optimizer).__name__} of {inside}" if several else "an empty list"
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a list of them, got {got}; pass what trains the model, such as "
+            "optimizer=torch.optim.AdamW(model.parameters())"
+        )
+
+
+def _kind(value: object) -> str:
+    """Return what a message calls a value of a wrong type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if value is None or isinstance(value, str) else type(value).__name__
+
+
 def backends(group: dist.ProcessGroup | None, devices: Iterable[str]) -> Iterator[Finding]:
     """Find the devices whose gradients this group cannot send."""
     for device in sorted(devices):
@@ -133,6 +159,7 @@ def optimizers(
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
+        check_optimizer(optimizer)
         for each in optimizer:
             yield from optimizers(each, scheme, steps_possible)
         return
