@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import AdamW
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
 
 import sparsync
 from helpers.distributed import case, run
 from sparsync import AdamWSteps, Dense, Gradients, LocalSteps, Steps
 from sparsync.exchanges.local_steps import LocalTraining
+from sparsync.runtime.findings import warn_or_raise
 
 pytestmark = pytest.mark.distributed
 
@@ -27,17 +31,21 @@ DIRECT: Makers = {
 }
 
 
+def attached() -> Makers:
+    """Of attach and doctor, with each exchange."""
+    return {
+        f"{name} {how}": lambda *given, make=make, how=how, **more: make(*given, exchange=how, **more)
+        for name, make in ATTACH.items()
+        for how in (None, *EXCHANGES)
+    }
+
+
 def wrong_types() -> None:
     """Here, because ranks run without the checks of annotations that tests have."""
     dist.destroy_process_group()  # so that sending would be another error
     model = nn.Linear(2, 2)
     adamw = AdamW(model.parameters())
-    attached: Makers = {
-        f"{name} {how}": lambda *given, make=make, how=how, **more: make(*given, exchange=how, **more)
-        for name, make in ATTACH.items()
-        for how in (None, *EXCHANGES)
-    }
-    for name, make in {**attached, **DIRECT}.items():
+    for name, make in {**attached(), **DIRECT}.items():
         for given, got in (
             (torch.optim.lr_scheduler.ConstantLR(adamw), "ConstantLR"),
             ("adamw", "'adamw'"),
@@ -61,3 +69,40 @@ def wrong_types() -> None:
 
 def test_only_modules_and_optimizers_are_taken_and_the_error_names_what_was_given() -> None:
     run(wrong_types, 1)
+
+
+def other_parameters() -> None:
+    model, copied = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, whole = AdamW(copied.parameters()), AdamW(model.parameters())
+    words = "none of the model's trained parameters, which would never move; make the optimizer from this model's"
+    for name, make in {**attached(), **DIRECT}.items():
+        if name != "LocalTraining":  # its caller says when an optimizer has stepped
+            with case(name), pytest.raises(ValueError, match=words):
+                warn_or_raise(make(model, Dense(), optimizer=optimizer))
+    with case("of frozen parameters"), pytest.raises(ValueError, match=words):
+        sparsync.attach(DistributedDataParallel(model), Dense(), optimizer=AdamW([model.weight.requires_grad_(False)]))
+    with case("of a part, and inside another one"):
+        model.weight.requires_grad_(True)
+        for held in (AdamW([model.bias]), Outer(whole)):
+            sparsync.GradientReducer(model, Dense(), optimizer=held).close()
+    with case("made before fully_shard"):
+        before = SGD(model.parameters(), lr=0.1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match=words):
+            sparsync.attach(model, Dense(), optimizer=before)
+    with case("made after it, while the model has its gathered parameters"):
+        after = SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert sparsync.doctor(model, Dense(), optimizer=after) == []
+
+
+class Outer(torch.optim.Optimizer):
+    """Has an optimizer inside, and no parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, []
+
+
+def test_an_optimizer_of_other_parameters_is_refused_and_one_of_some_of_them_is_not() -> None:
+    run(other_parameters, 2)

@@ -17,7 +17,7 @@ from sparsync.exchanges.adamw_steps import AdamWSteps
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
 from sparsync.exchanges.local_steps import LocalTraining
 from sparsync.runtime.dispatcher import AttachedHandle
-from sparsync.runtime.findings import Axis, check_model, given_or_default, is_fsdp2, warn_of
+from sparsync.runtime.findings import Axis, check_model, given_or_default, is_fsdp2, warn_or_raise
 from sparsync.runtime.handle import Gradients, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 from sparsync.runtime.ownership import check_free
@@ -81,8 +81,8 @@ def attach(
 
     Raises:
         TypeError: for a model that torch's FullyShardedDataParallel wraps, or anything but a module, a Scheme, an optimizer or several.
-        ValueError: for an argument that does not go with this kind of model, for a model that another handle reduces, and for a scheme
-            that another handle uses or that holds another model's residuals.
+        ValueError: for an argument that does not go with this kind of model, for an optimizer of other parameters, for a model that
+            another handle reduces, and for a scheme that another handle uses or that holds another model's residuals.
         RuntimeError: if the ranks have different schemes or, on a replicate axis, different parameters.
 
     Example:
@@ -116,12 +116,9 @@ def attach(
         check_free(scheme, model)
     by_call = not (fsdp or wrapped or steps)  # what the reducer warns of by itself is left to it
     examined = None if by_call else optimizer
-    for finding in doctor(
-        model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=examined
-    ):
-        if finding.refused:
-            raise finding.refused(str(finding))
-        warn_of(finding)
+    warn_or_raise(
+        doctor(model, scheme, exchange=exchange, replicate=replicate, parameters=parameters, optimizer=examined)
+    )
     if not isinstance(chosen, Gradients):
         assert optimizer is not None  # as `choose` has checked
         if check_weights_every is not None:

@@ -19,7 +19,15 @@ from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
 from sparsync.exchanges.choice import the_one
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
-from sparsync.runtime.findings import check_model, given_or_default, optimizers, patterns, sparse_embeddings, warn_of
+from sparsync.runtime.findings import (
+    check_model,
+    given_or_default,
+    optimizers,
+    patterns,
+    sparse_embeddings,
+    unrelated,
+    warn_or_raise,
+)
 from sparsync.runtime.handle import Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
 from sparsync.runtime.ownership import check_free, check_undriven, module_of
@@ -359,16 +367,22 @@ def ddp_comm_hook(
 
     Raises:
         TypeError: for anything but a Scheme, a module and an optimizer.
-        ValueError: for a scheme that another handle drives.
+        ValueError: for a scheme that another handle drives, and for an optimizer of other parameters than those of `module`.
     """
     scheme = given_or_default(scheme)
     if module is not None:
         check_model(module)
     check_free(scheme, module)
-    check_undriven([] if module is None else trained(module))
+    driven = [] if module is None else trained(module)
+    check_undriven(driven)
     names = [name for name, _ in named_parameters(module)] if module is not None else None
-    for finding in [*optimizers(optimizer, scheme), *(patterns(names, scheme) if names is not None else ())]:
-        warn_of(finding)
+    warn_or_raise(
+        [
+            *optimizers(optimizer, scheme),
+            *unrelated(optimizer, {id(each) for _, each in driven}),
+            *(patterns(names, scheme) if names is not None else ()),
+        ]
+    )
     options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
     return CommHook(HookState(group, partial(opened, scheme, module, options, join_mb, dense_below)), reduce_bucket)
 

@@ -16,7 +16,7 @@ from sparsync.exchanges.training_loop import check_bare
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.handle import Gradients
-from sparsync.runtime.parameter_names import inside_wrappers, named_parameters
+from sparsync.runtime.parameter_names import inside_wrappers, named_parameters, trained
 from sparsync.wire import Values
 
 
@@ -64,7 +64,18 @@ def doctor(
             found.append(Finding(what, cure))
     if isinstance(chosen, Steps):
         found += _of_steps(model)
+    found += findings.unrelated(optimizer, _trained(model))
     return sorted(found, key=lambda finding: finding.refused is None)
+
+
+def _trained(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that an optimizer has."""
+    own = {id(each) for _, each in trained(model)}
+    if findings.is_fsdp2(model):  # which may have its gathered ones in the model at present
+        from sparsync.attached.fsdp2_units import units_of  # loads torch's FSDP
+
+        own |= {number for unit in units_of(model) for number in unit.ids}
+    return own
 
 
 def has_replicas(model: nn.Module, replicate: Axis | None) -> bool:

@@ -25,7 +25,8 @@ from sparsync.runtime.findings import (
     reducing_wrappers,
     sparse_embeddings,
     steps_in_backward,
-    warn_of,
+    unrelated,
+    warn_or_raise,
 )
 from sparsync.runtime.handle import Handle, Options
 from sparsync.runtime.optimizers import CHECK_WEIGHTS_EVERY
@@ -51,7 +52,7 @@ class GradientReducer(Handle):
 
     Raises:
         TypeError: for a model that DDP reduces already, and for anything but a module, a Scheme and an optimizer.
-        ValueError: for a model that another handle trains, and for a scheme that another handle drives.
+        ValueError: for an optimizer of other parameters, and for a model or a scheme that another handle drives.
         RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
 
@@ -84,8 +85,7 @@ class GradientReducer(Handle):
             raise RuntimeError(
                 "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
             )
-        for finding in optimizers(optimizer, scheme):
-            warn_of(finding)
+        warn_or_raise([*optimizers(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})])
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
         self.model, self.group = model, group

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
-from sparsync.runtime.findings import check_optimizer, innermost
+from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
 
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
@@ -259,6 +259,7 @@ def _group_numbers(optimizers: Sequence[Optimizer], trained: Mapping[str, nn.Par
     groups = [group for each in optimizers for group in each.param_groups]
     numbered = [(each, i) for i, group in enumerate(groups) for each in group["params"]]
     by_id = {id(each): i for each, i in numbered}
+    warn_or_raise(unrelated(optimizers, {id(each) for each in trained.values()}))
     cure = "or attach with exchange=sparsync.Gradients()"
     if missing := [name for name, each in trained.items() if id(each) not in by_id]:
         raise ValueError(

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,14 @@ def warn_of(finding: Finding) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "sparsync":
         frame, level = frame.f_back, level + 1
     warnings.warn(str(finding), stacklevel=level)
+
+
+def warn_or_raise(found: Iterable[Finding]) -> None:
+    """Warn of findings, and raise the error of the first one that is refused."""
+    for finding in found:
+        if finding.refused:
+            raise finding.refused(str(finding))
+        warn_of(finding)
 
 
 def check_scheme(scheme: object) -> None:
@@ -181,6 +189,20 @@ def optimizers(
             f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
             "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
             f"{steps}use TwoShot(density=1.0, values='int4')",
+        )
+
+
+def unrelated(optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int]) -> Iterator[Finding]:
+    """Find optimizers that have none of the parameters with the ids `trained`, as those made before these replaced others."""
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+    every = [inner for each in given for inner in with_inner(each)]
+    held = {id(each) for inner in every for group in getattr(inner, "param_groups", ()) for each in group["params"]}
+    if held and trained and held.isdisjoint(trained):
+        kinds = " and ".join(type(each).__name__ for each in given)
+        yield Finding(
+            f"this {kinds} has none of the model's trained parameters, which would never move",
+            "make the optimizer from this model's parameters, after fully_shard or whatever replaces them",
+            ValueError,
         )
 
 
