@@ -2,8 +2,10 @@
 
 import runpy
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparsync
 from helpers.distributed import run
-from sparsync import Dense, Gradients, MiCRO, OkTopk, SkipReduce, TopK, TwoShot
+from sparsync import AdamWSteps, Dense, Gradients, MiCRO, OkTopk, SkipReduce, Steps, TopK, TwoShot
 from sparsync.schemes import InTurn, PerParameter, Quantized
 from sparsync_lab.rivals.demo import DeMo
 from sparsync_lab.rivals.dgc import DGC
@@ -97,6 +99,20 @@ def optimizers() -> None:
         assert "second moments, which are wrong where means are sparse" in words
         assert "attach with exchange=sparsync.Steps(), or use TwoShot(density=1.0, values='int4')" in words
         assert all(said(scheme, each) == "" for each in (None, sgd, momentum))
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # as in `refused`
+
+    for optimizer, reason in (
+        (AdamW(parameters(), amsgrad=True), "exchanged steps have neither amsgrad nor maximize"),
+        (torch.optim.Adam(parameters(), weight_decay=0.1), "this Adam decays gradients"),
+        (ZeroRedundancyOptimizer(parameters(), AdamW), "steps are exchanged of all of them"),
+    ):
+        for exchange in (None, Gradients()):
+            words = said(TopK(0.01), optimizer, exchange)
+            assert "Steps()" not in words
+            assert "the optimizer's steps cannot be exchanged instead, because" in words and words.endswith(reason)
+        for make in (partial(sparsync.attach, ddp, exchange=Steps()), partial(AdamWSteps, model)):
+            with pytest.raises((TypeError, ValueError), match=reason):
+                make(optimizer=optimizer)
     others = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.RMSprop)
     for kind in others:
         words = said(TopK(0.01), kind(parameters(), lr=0.1))
@@ -140,7 +156,25 @@ class InnerOptimizer(Optimizer):
         self.optimizer = optimizer
 
 
+def twice() -> None:
+    """What the error for a second scheme names can be done with the handle of the first."""
+    for kind, switches in ((SGD, True), (AdamW, False)):
+        model = DistributedDataParallel(nn.Linear(3, 3))
+        optimizer = kind(model.parameters(), lr=0.1)
+        handle: Any = sparsync.attach(model, TopK(0.1), optimizer=optimizer)  # Any: of either exchange
+        with pytest.raises(
+            RuntimeError, match=r"only one communication hook; .*call handle\.detach\(\) before"
+        ) as error:
+            sparsync.attach(model, TopK(0.2), optimizer=optimizer)
+        assert ("handle.scheme = ..." in str(error.value)) == switches
+        with nullcontext() if switches else pytest.raises(RuntimeError, match="keeps the scheme"):
+            handle.scheme = TopK(0.2)
+        handle.detach()
+        sparsync.attach(model, TopK(0.2), optimizer=optimizer).close()
+
+
 def examined() -> None:
+    twice()
     refused()
     warned()
     optimizers()

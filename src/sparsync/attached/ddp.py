@@ -17,12 +17,11 @@ from sparsync.attached.joining import Joining
 from sparsync.base.error_feedback import ErrorFeedbackScheme
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Comm, laid_out
-from sparsync.exchanges.choice import the_one
+from sparsync.exchanges.choice import optimizer_findings, the_one
 from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_on, promise
 from sparsync.runtime.findings import (
     check_model,
     given_or_default,
-    optimizers,
     patterns,
     sparse_embeddings,
     unrelated,
@@ -378,7 +377,7 @@ def ddp_comm_hook(
     names = [name for name, _ in named_parameters(module)] if module is not None else None
     warn_or_raise(
         [
-            *optimizers(optimizer, scheme),
+            *optimizer_findings(optimizer, scheme),
             *unrelated(optimizer, {id(each) for _, each in driven}),
             *(patterns(names, scheme) if names is not None else ()),
         ]

@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsync.attached.ddp import HookState, registered_hook
+from sparsync.attached.ddp import DdpHandle, HookState, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
-from sparsync.exchanges.choice import Exchange, Optimizers, choose, the_one
+from sparsync.exchanges.choice import Exchange, Optimizers, choose, optimizer_findings, the_one
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.training_loop import check_bare
@@ -57,7 +57,7 @@ def doctor(
     else:
         check_bare(model)
         found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
-        found += findings.optimizers(reduced_for, scheme)
+        found += optimizer_findings(reduced_for, scheme)
         if exchange is None and isinstance(chosen, Gradients):
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
             cure = "wrap it; or call handle.reduce() before each step of the optimizer, and pass exchange=sparsync.Gradients()"
@@ -109,7 +109,7 @@ def _of_gradients(model: DistributedDataParallel, scheme: Scheme, optimizer: Opt
     for name, _ in findings.sparse_embeddings(model.module):
         what = f"the embedding {name!r} has sparse=True, and its gradient is reduced in full, as a dense one"
         yield Finding(what, "make it with sparse=False for the scheme to reduce it")
-    yield from findings.optimizers(optimizer, scheme)
+    yield from optimizer_findings(optimizer, scheme)
 
 
 def _of_steps(model: nn.Module) -> Iterator[Finding]:
@@ -131,7 +131,9 @@ def _hook(model: DistributedDataParallel) -> Finding | None:
         cure = "step the optimizer after the backward pass"
     elif hook is not None and not hook.free:
         what = "this model is already attached to a scheme, and DDP takes only one communication hook"
-        cure = "give its handle another scheme, handle.scheme = ..., or call handle.detach() before"
+        cure = "call handle.detach() before"
+        if isinstance(hook.handle, DdpHandle):
+            cure = f"give its handle another scheme, handle.scheme = ..., or {cure}"
     elif any(not isinstance(state, HookState) or not state.free for _, state in getattr(model, "_comm_hooks", ())):
         what = "this model already has a communication hook, and DDP takes only one"
         cure = "wrap the module again"

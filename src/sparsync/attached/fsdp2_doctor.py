@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from sparsync.attached.fsdp2_units import Unit, counts_unused, replicate_axis, units_of
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
+from sparsync.exchanges.choice import optimizer_findings
 from sparsync.runtime import findings
 from sparsync.runtime.findings import Axis, Finding
 from sparsync.runtime.parameter_names import named_parameters
@@ -50,7 +51,7 @@ def examine(
         *(_gathered(units, parameters) if parameters is not None else ()),
         *_unused(scheme, replicas is None),
         *findings.patterns(names, scheme),
-        *findings.optimizers(optimizer, scheme, steps_possible=replicas is not None),
+        *optimizer_findings(optimizer, scheme, steps_possible=replicas is not None),
     ]
 
 

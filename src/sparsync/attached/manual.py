@@ -15,13 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.base.scheme import Scheme
 from sparsync.core import Bucket, Report, laid_out
-from sparsync.exchanges.choice import the_one
+from sparsync.exchanges.choice import optimizer_findings, the_one
 from sparsync.runtime.connection import ReportLog
 from sparsync.runtime.findings import (
     check_model,
     given_or_default,
     innermost,
-    optimizers,
     reducing_wrappers,
     sparse_embeddings,
     steps_in_backward,
@@ -85,7 +84,7 @@ class GradientReducer(Handle):
             raise RuntimeError(
                 "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
             )
-        warn_or_raise([*optimizers(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})])
+        warn_or_raise([*optimizer_findings(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})])
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
         self.model, self.group = model, group

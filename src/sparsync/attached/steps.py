@@ -19,7 +19,7 @@ from sparsync.exchanges.choice import Optimizers
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
 from sparsync.exchanges.local_steps import LocalTraining
-from sparsync.exchanges.rules import optimizers_of, rules_of
+from sparsync.exchanges.rules import exchangeable, optimizers_of
 from sparsync.exchanges.step_method import StepMethod
 from sparsync.exchanges.training_loop import Replica, never_scaled
 from sparsync.runtime.dispatcher import future_on, promise
@@ -80,7 +80,7 @@ def attach(
     options |= {"group": group, "timeout_s": timeout_s, "replica": replica}
     inner = optimizers_of(optimizer)
     if isinstance(exchange, Steps):
-        _examine(inner)
+        _warn_of_moments(exchangeable(optimizer))
         handle, what = AdamWSteps(replica.module, optimizer, scheme, scaler=scaler, **options), "the steps"
     else:
         handle, what = _local(LocalTraining(replica.module, optimizer, scheme, **options)), "the weight changes"
@@ -95,9 +95,8 @@ def attach(
     return handle
 
 
-def _examine(optimizers: Sequence[Optimizer]) -> None:
-    """Raise TypeError or ValueError for optimizers whose steps cannot be exchanged; warn where one has stepped before."""
-    rules_of(optimizers)
+def _warn_of_moments(optimizers: Sequence[Optimizer]) -> None:
+    """Warn where one of these has stepped before."""
     kinds = " and ".join(type(each).__name__ for each in optimizers)
     if any(state for each in optimizers for state in each.state.values()):
         warn_of(

@@ -1,20 +1,21 @@
-"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; and which of these where nobody says."""
+"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; which of these where nobody says; what suits gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.exchanged_steps import Steps
 from sparsync.exchanges.local_options import LocalSteps
-from sparsync.exchanges.rules import optimizers_of, rules_of
-from sparsync.runtime.findings import check_optimizer
+from sparsync.exchanges.rules import exchangeable, optimizers_of
+from sparsync.runtime.findings import Finding, check_optimizer, innermost
 from sparsync.runtime.handle import Gradients
 
 _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
 # Which pass on to the one inside. Fabric and Lightning make a class of them for each kind of optimizer.
 _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
-
+# Those that divide each element by the size of its past gradients, or a matrix by its singular values.
+_DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 
 Exchange = Gradients | Steps | LocalSteps
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -63,6 +64,47 @@ def the_one(optimizer: Optimizers | None) -> Optimizer | None:
     return optimizer[0]
 
 
+def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possible: bool = True) -> Iterator[Finding]:
+    """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        check_optimizer(optimizer)
+        for each in optimizer:
+            yield from optimizer_findings(each, scheme, steps_possible)
+        return
+    inner = innermost(optimizer)
+    name, ours = type(inner).__name__, type(scheme).__name__
+    if scheme.has_momentum:
+        momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
+        if not isinstance(inner, SGD) or any(momenta):
+            given = f"SGD(momentum={max(momenta):g})" if isinstance(inner, SGD) else name
+            yield Finding(
+                f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
+            )
+    elif scheme.has_residual and scheme.leaves_out and _divides(inner):
+        cure = "use TwoShot(density=1.0, values='int4')"
+        if steps_possible and isinstance(inner, (Adam, Muon)):
+            refused = _no_steps(optimizer)
+            instead = f"{cure}; the optimizer's steps cannot be exchanged instead, because {refused}"
+            cure = instead if refused else f"attach with exchange=sparsync.Steps(), or {cure}"
+        does = "follows directions" if isinstance(inner, Muon) else "divides by second moments"
+        yield Finding(
+            f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
+            "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
+            cure,
+        )
+
+
+def _no_steps(optimizer: Optimizers) -> str:
+    """Return why steps of this optimizer cannot be exchanged; "" where they can."""
+    try:
+        exchangeable(optimizer)
+    except (TypeError, ValueError) as error:  # another optimizer, or a setting that steps do not have
+        return str(error).partition("; ")[0]  # its cure may be to exchange gradients
+    return ""
+
+
 def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     formats = (
         getattr(each, name, "") for each in (scheme, *scheme.inner_schemes) for name in ("values", "values_down")
@@ -71,13 +113,7 @@ def _wants_steps(scheme: Scheme, optimizer: Optimizers) -> bool:
     if not (coarse and scheme.has_residual) or scheme.has_momentum:
         return False
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    if any(_may_do_more(each) for each in given):
-        return False
-    try:
-        rules_of(optimizers_of(optimizer))
-    except (TypeError, ValueError):  # another optimizer, or a setting that steps do not have
-        return False
-    return True
+    return not any(_may_do_more(each) for each in given) and not _no_steps(optimizer)
 
 
 def _may_do_more(optimizer: Optimizer) -> bool:
@@ -85,3 +121,8 @@ def _may_do_more(optimizer: Optimizer) -> bool:
     found = optimizers_of(optimizer)
     inside = len(found) == 1 and found[0] is not optimizer
     return inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}
+
+
+def _divides(optimizer: Optimizer) -> bool:
+    """Return whether this is Adam or its like; those of other packages are recognised by name."""
+    return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()

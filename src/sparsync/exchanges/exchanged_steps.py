@@ -22,7 +22,7 @@ from sparsync.base.scheme import Scheme, overflowed
 from sparsync.core import Bucket, Comm, ParameterSpan, Report, Span
 from sparsync.exchanges.block_ratios import BlockRatios, MeanOfSketches, Measurement
 from sparsync.exchanges.journal import Packed, unpacked
-from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, optimizers_of
+from sparsync.exchanges.rules import AdamWRule, MuonRule, ParameterGroups, Rule, Value, exchangeable
 from sparsync.exchanges.step_method import State, StepMethod, StepOptions
 from sparsync.exchanges.steps_state import check_steps
 from sparsync.exchanges.training_loop import GradientDivisor, Replica, ShownWeights, TakenOptimizer
@@ -120,7 +120,7 @@ class ExchangedSteps(StepMethod):
                 "an optimizer steps during the backward pass and leaves no gradient for a step; remove it, or attach with "
                 "exchange=sparsync.LocalSteps(every=...), which exchanges the result of each rank's optimizer"
             )
-        self.optimizers = optimizers_of(optimizer)
+        self.optimizers = exchangeable(optimizer)
         self._given = [*self.optimizers, *([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
         if scaler is not None and len(self.optimizers) > 1:
             raise ValueError(

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, Muon, Optimizer
 
 from sparsync.core import ParameterSpan, Span
-from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise
+from sparsync.runtime.findings import check_optimizer, innermost, unrelated, warn_or_raise, with_inner
 
+_ZERO = "ZeroRedundancyOptimizer"  # of torch, which is not loaded here: that takes seconds
 _MUONS_BETA2, _MUONS_EPS = 0.95, 1e-8  # of the second moments that Muon has not: AdamW's usual ones for transformers
 _RMS = 0.2  # of the elements of an AdamW step, over its rate (arXiv 2502.16982, section 2.2)
 _PUBLISHED = {
@@ -183,6 +184,19 @@ def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     inner = innermost(given)
     members = [each for value in vars(inner).values() for each in _listed(value) if isinstance(each, Optimizer)]
     return [each for one in members for each in optimizers_of(one)] if len(members) > 1 else [inner]
+
+
+def exchangeable(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose steps are taken. Raises TypeError or ValueError for those whose steps cannot be exchanged."""
+    found = optimizers_of(given)
+    outer = [given] if isinstance(given, Optimizer) else given
+    if any(kind.__name__ == _ZERO for each in outer for one in with_inner(each) for kind in type(one).__mro__):
+        raise TypeError(
+            f"{_ZERO} has a part of the parameters on each rank, and steps are exchanged of all of them; make the optimizer itself, such "
+            "as torch.optim.AdamW(model.parameters()), or attach with exchange=sparsync.Gradients()"
+        )
+    rules_of(found)
+    return found
 
 
 def rules_of(optimizers: Iterable[Optimizer]) -> list[Rule]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from sparsync.base.scheme import Scheme
 from sparsync.base.scheme_text import scheme_of_environment
@@ -20,8 +20,6 @@ from sparsync.runtime.parameter_names import plain_name
 
 Axis = DeviceMesh | dist.ProcessGroup
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}  # whose operations were tried, or their source was read
-# Those that divide each element by the size of its past gradients, or a matrix by its singular values.
-_DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
 
 
 @dataclass(frozen=True)
@@ -160,38 +158,6 @@ def reducing_wrappers() -> tuple[type, ...]:
     return (DistributedDataParallel, *(each for each in found if each is not None))
 
 
-def optimizers(
-    optimizer: Optimizer | Sequence[Optimizer] | None, scheme: Scheme, steps_possible: bool = True
-) -> Iterator[Finding]:
-    """Find out whether this optimizer, or the one within it, suits the gradients that this scheme writes."""
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, Optimizer):
-        check_optimizer(optimizer)
-        for each in optimizer:
-            yield from optimizers(each, scheme, steps_possible)
-        return
-    inner = innermost(optimizer)
-    name, ours = type(inner).__name__, type(scheme).__name__
-    if scheme.has_momentum:
-        momenta = [group.get("momentum", 0.0) for group in inner.param_groups]
-        if not isinstance(inner, SGD) or any(momenta):
-            given = f"SGD(momentum={max(momenta):g})" if isinstance(inner, SGD) else name
-            yield Finding(
-                f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
-            )
-    elif scheme.has_residual and scheme.leaves_out and _divides(inner):
-        steps = (
-            "attach with exchange=sparsync.Steps(), or " if steps_possible and isinstance(inner, (Adam, Muon)) else ""
-        )
-        does = "follows directions" if isinstance(inner, Muon) else "divides by second moments"
-        yield Finding(
-            f"{ours} leaves elements out, and {name} {does}, which are wrong where means are sparse: quality falls "
-            "clearly behind dense (the project's documentation has figures on the page 'Quality and bits')",
-            f"{steps}use TwoShot(density=1.0, values='int4')",
-        )
-
-
 def unrelated(optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int]) -> Iterator[Finding]:
     """Find optimizers that have none of the parameters with the ids `trained`, as those made before these replaced others."""
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
@@ -217,8 +183,3 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return `optimizer` and all optimizers in its attributes, as SAM and Lookahead have them, recursively."""
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
     return [optimizer, *(each for one in inner for each in with_inner(one))]
-
-
-def _divides(optimizer: Optimizer) -> bool:
-    """Return whether this is Adam or its like; those of other packages are recognised by name."""
-    return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()
