@@ -106,3 +106,34 @@ class Outer(torch.optim.Optimizer):
 
 def test_an_optimizer_of_other_parameters_is_refused_and_one_of_some_of_them_is_not() -> None:
     run(other_parameters, 2)
+
+
+class Complex(nn.Linear):
+    """Has a complex parameter beside a floating one."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__(4, 1, bias=False)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=not frozen)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input * self.turn.abs())
+
+
+def complex_parameters() -> None:
+    words = r"^turn is torch\.complex64; only floating parameters are exchanged, freeze it$"
+    sharded = Complex()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for kind, model in (("bare", Complex()), ("DDP", DistributedDataParallel(Complex())), ("FSDP2", sharded)):
+        optimizer = AdamW(model.parameters())
+        makers = attached() if kind != "FSDP2" else {"attach": sparsync.attach, "doctor": sparsync.doctor}
+        for name, make in {**makers, **(DIRECT if kind == "bare" else {})}.items():
+            with case(f"{kind} {name}"), pytest.raises(TypeError, match=words):
+                warn_or_raise(make(model, Dense(), optimizer=optimizer))
+    frozen = DistributedDataParallel(Complex(frozen=True))
+    with case("frozen"), sparsync.attach(frozen, Dense()):
+        frozen(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(frozen.module.weight.grad, torch.ones(1, 4))
+
+
+def test_a_complex_parameter_is_refused_wherever_it_would_be_reduced() -> None:
+    run(complex_parameters, 2)

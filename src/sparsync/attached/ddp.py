@@ -22,6 +22,7 @@ from sparsync.runtime.dispatcher import AttachedHandle, LateParameters, future_o
 from sparsync.runtime.findings import (
     check_model,
     given_or_default,
+    not_floating,
     patterns,
     sparse_embeddings,
     unrelated,
@@ -377,6 +378,7 @@ def ddp_comm_hook(
     names = [name for name, _ in named_parameters(module)] if module is not None else None
     warn_or_raise(
         [
+            *not_floating(each for each in driven if each[0] not in ignored(module)),
             *optimizer_findings(optimizer, scheme),
             *unrelated(optimizer, {id(each) for _, each in driven}),
             *(patterns(names, scheme) if names is not None else ()),

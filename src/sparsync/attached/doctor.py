@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparsync.attached.ddp import DdpHandle, HookState, registered_hook
+from sparsync.attached.ddp import DdpHandle, HookState, ignored, registered_hook
 from sparsync.attached.parameter_format import ParameterFormat
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.choice import Exchange, Optimizers, choose, optimizer_findings, the_one
@@ -56,7 +56,8 @@ def doctor(
         found = [*_ddp(model, scheme), *(_of_gradients(model, scheme, reduced_for) if gradients else ())]
     else:
         check_bare(model)
-        found = list(findings.patterns([name for name, _ in named_parameters(model)], scheme))
+        found = [*findings.not_floating(named_parameters(model))]
+        found += findings.patterns([name for name, _ in named_parameters(model)], scheme)
         found += optimizer_findings(reduced_for, scheme)
         if exchange is None and isinstance(chosen, Gradients):
             what = f"{type(model).__name__} is wrapped by neither DistributedDataParallel nor fully_shard, and gradients stay as they are"
@@ -99,6 +100,8 @@ def _ddp(model: DistributedDataParallel, scheme: Scheme) -> Iterator[Finding]:
     if getattr(model, "static_graph", False):
         what = "with static_graph=True, DDP does not support gradients that are accumulated under no_sync()"
         yield Finding(what, "leave static_graph out if you use no_sync()")
+    left_alone = ignored(model.module)
+    yield from findings.not_floating((name, each) for name, each in trained(model.module) if name not in left_alone)
     devices = {parameter.device.type for parameter in model.module.parameters() if parameter.requires_grad}
     yield from findings.backends(model.process_group, devices)
     yield from findings.patterns([name for name, _ in named_parameters(model.module)], scheme)

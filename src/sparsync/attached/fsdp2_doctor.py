@@ -47,6 +47,7 @@ def examine(
     replicas = replicate_axis(units, replicate)
     return [
         *_ignored(model, names),
+        *findings.not_floating((name, each.sharded_param) for unit in units for name, each in unit.named()),
         *(_shard_axis(units, scheme) if replicas is None else _replicate_axis(units, replicas)),
         *(_gathered(units, parameters) if parameters is not None else ()),
         *_unused(scheme, replicas is None),

@@ -21,6 +21,7 @@ from sparsync.runtime.findings import (
     check_model,
     given_or_default,
     innermost,
+    not_floating,
     reducing_wrappers,
     sparse_embeddings,
     steps_in_backward,
@@ -50,7 +51,8 @@ class GradientReducer(Handle):
         group: the ranks. None: the default group.
 
     Raises:
-        TypeError: for a model that DDP reduces already, and for anything but a module, a Scheme and an optimizer.
+        TypeError: for a model that DDP reduces already, for a trained parameter that is not floating, and for anything but a module, a
+            Scheme and an optimizer.
         ValueError: for an optimizer of other parameters, and for a model or a scheme that another handle drives.
         RuntimeError: if a rank is missing or has another scheme, and for an optimizer that steps during the backward pass.
     """
@@ -84,7 +86,8 @@ class GradientReducer(Handle):
             raise RuntimeError(
                 "an optimizer steps during the backward pass, with gradients that are not reduced yet; step it after they are reduced"
             )
-        warn_or_raise([*optimizer_findings(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})])
+        found = [*optimizer_findings(optimizer, scheme), *unrelated(optimizer, {id(each) for _, each in driven})]
+        warn_or_raise([*not_floating(driven), *found])
         names = {id(parameter): name for name, parameter in named_parameters(model)}
         options = Options(the_one(optimizer), scaler, follow_rates, timeout_s, check_weights_every)
         self.model, self.group = model, group

@@ -1,4 +1,4 @@
-"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; which of these where nobody says; what suits gradients."""
+"""What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; which where nobody says, and what suits it."""
 
 from collections.abc import Iterator, Sequence
 

@@ -19,7 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsync.exchanges.rules import optimizers_of
 from sparsync.exchanges.weights import Weights
-from sparsync.runtime.findings import Finding, check_model, is_fsdp2, reducing_wrappers, warn_of
+from sparsync.runtime.findings import (
+    Finding,
+    check_model,
+    is_fsdp2,
+    not_floating,
+    reducing_wrappers,
+    warn_of,
+    warn_or_raise,
+)
 from sparsync.runtime.parameter_names import plain_name, trained
 
 # Torch's name: a scaler then calls `step` also where it found NaN or Inf.
@@ -479,9 +487,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found = dict(trained(model))
     if not found:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to exchange")
+    warn_or_raise(not_floating(found.items()))
     for name, each in found.items():
-        if not each.is_floating_point():
-            raise TypeError(f"{name} is {each.dtype}; only floating parameters are exchanged, freeze it")
         if hasattr(each, "to_local"):
             raise TypeError(f"{name} is a DTensor; steps and weight changes need the whole model on each rank")
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -156,6 +156,13 @@ def reducing_wrappers() -> tuple[type, ...]:
     # HACK: torch exports `replicate`, and not the class that it makes of a module. Price: its name may change; tests refuse one.
     found = (getattr(fsdp, "FullyShardedDataParallel", None), getattr(replicate, "DDP", None))
     return (DistributedDataParallel, *(each for each in found if each is not None))
+
+
+def not_floating(named: Iterable[tuple[str, Tensor]]) -> Iterator[Finding]:
+    """Find trained parameters of a type that cannot be exchanged, such as complex ones."""
+    for name, each in named:
+        if each.requires_grad and not each.is_floating_point():
+            yield Finding(f"{name} is {each.dtype}", "only floating parameters are exchanged, freeze it", TypeError)
 
 
 def unrelated(optimizer: Optimizer | Sequence[Optimizer] | None, trained: Collection[int]) -> Iterator[Finding]:
