@@ -118,7 +118,17 @@ def optimizers() -> None:
         words = said(TopK(0.01), kind(parameters(), lr=0.1))
         assert f"TopK leaves elements out, and {kind.__name__} divides by second moments" in words
         assert words.endswith("use TwoShot(density=1.0, values='int4')")
-    assert "and FusedAdam divides" in said(TopK(0.01), FusedAdam(parameters(), {"lr": 0.1}))
+    by_name = dict.fromkeys(("FusedAdam", "Lamb", "DistributedShampoo", "SOAP"), "divides by second moments")
+    for name, does in {**by_name, "Lion": "follows signs", "PagedLion8bit": "follows signs"}.items():
+        kind = type(name, (Optimizer,), {})  # as other packages have one
+        assert f"and {name} {does}, which" in said(TopK(0.01), kind(parameters(), {"lr": 0.1}))
+        assert said(Dense(), kind(parameters(), {"lr": 0.1})) == ""
+    assert said(TopK(0.01), type("LambdaSGD", (Optimizer,), {})(parameters(), {"lr": 0.1})) == ""
+    assert "and Rprop follows signs, which" in said(TopK(0.01), torch.optim.Rprop(parameters()))
+    lbfgs = torch.optim.LBFGS(parameters())
+    for scheme in (TopK(0.01), TwoShot(density=1.0)):
+        assert said(scheme, lbfgs).startswith("LBFGS compares the gradients of several evaluations in a step")
+    assert said(Dense(), lbfgs) == ""
     assert "and AdamW divides" in said(TopK(0.01), InnerOptimizer(adamw))
     whole = (
         TwoShot(density=1.0),
@@ -143,10 +153,6 @@ def optimizers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparsync.GradientReducer(model, TopK(0.01), optimizer=momentum)
-
-
-class FusedAdam(Optimizer):
-    """As other packages have one."""
 
 
 class InnerOptimizer(Optimizer):

@@ -1,8 +1,9 @@
 """What `attach` exchanges: gradients, the steps of the optimizer, or weight changes; which where nobody says, and what suits it."""
 
+import re
 from collections.abc import Iterator, Sequence
 
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from sparsync.base.scheme import Scheme
 from sparsync.exchanges.exchanged_steps import Steps
@@ -16,6 +17,11 @@ _COARSE = ("sign", "2bit", "int3")  # values of fewer than 4 bits
 _TRAINERS_OPTIMIZERS = frozenset({"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"})
 # Those that divide each element by the size of its past gradients, or a matrix by its singular values.
 _DIVIDING = (Adam, Muon, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Adafactor)
+# Other packages' are recognised by the names of their classes.
+_LIKE_ADAM, _OF_SIGNS = (
+    re.compile("adam|lamb(?!da)|shampoo|soap", re.IGNORECASE),
+    re.compile("lion|rprop", re.IGNORECASE),
+)
 
 Exchange = Gradients | Steps | LocalSteps
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -82,7 +88,17 @@ def optimizer_findings(optimizer: Optimizers | None, scheme: Scheme, steps_possi
             yield Finding(
                 f"{ours} has the momentum itself, and {given} adds its own", "use torch.optim.SGD without momentum"
             )
-    elif scheme.has_residual and scheme.leaves_out and _divides(inner):
+    elif scheme.has_residual and isinstance(inner, LBFGS):
+        yield Finding(
+            f"{name} compares the gradients of several evaluations in a step, and {ours} sends part of each with later ones",
+            "use torch.optim.SGD, or Dense() as the scheme",
+        )
+    elif scheme.has_residual and scheme.leaves_out and _OF_SIGNS.search(name):
+        yield Finding(
+            f"{ours} leaves elements out, and {name} follows signs, which say little where means are sparse: quality may fall behind dense",
+            "use TwoShot(density=1.0, values='int4')",
+        )
+    elif scheme.has_residual and scheme.leaves_out and (isinstance(inner, _DIVIDING) or _LIKE_ADAM.search(name)):
         cure = "use TwoShot(density=1.0, values='int4')"
         if steps_possible and isinstance(inner, (Adam, Muon)):
             refused = _no_steps(optimizer)
@@ -121,8 +137,3 @@ def _may_do_more(optimizer: Optimizer) -> bool:
     found = optimizers_of(optimizer)
     inside = len(found) == 1 and found[0] is not optimizer
     return inside and not _TRAINERS_OPTIMIZERS & {kind.__name__ for kind in type(optimizer).__mro__}
-
-
-def _divides(optimizer: Optimizer) -> bool:
-    """Return whether this is Adam or its like; those of other packages are recognised by name."""
-    return isinstance(optimizer, _DIVIDING) or "adam" in type(optimizer).__name__.lower()
